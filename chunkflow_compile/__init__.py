@@ -1,0 +1,30 @@
+"""Runs diffusion transformers that do not fit the GPU: ``torch.compile(model, backend="chunkflow")``.
+
+Weights live in host memory and stream to the device through the compiled graph.  See the README for use.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from chunkflow_compile.passes.errors import ChunkflowError
+    from chunkflow_compile.placing import offload, programs, restore
+
+__all__ = ["ChunkflowError", "__version__", "offload", "programs", "restore"]
+__version__ = "0.1.0"
+
+_HOMES = {
+    "ChunkflowError": "chunkflow_compile.passes.errors",
+    "offload": "chunkflow_compile.placing",
+    "programs": "chunkflow_compile.placing",
+    "restore": "chunkflow_compile.placing",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Loads a name when it is asked for, so that importing the package stays light."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -1,0 +1,164 @@
+"""The backend: ``torch.compile(model, backend="chunkflow")``.
+
+From the Dynamo graph to a :class:`Runner`, without touching a weight: parameters are described, the ATen graph is cut,
+planned, rewritten and verified, its regions are lowered.  Weights move at the runner's first call, when nothing of
+that can fail any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.fx import GraphModule
+
+from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.modules import ModelIndex
+from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.passes.discover import discover
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.problem import Parameter
+from chunkflow_compile.passes.regions import cut
+from chunkflow_compile.passes.rewrite import Program, rewrite
+from chunkflow_compile.passes.verify import verify
+from chunkflow_compile.placing import Placement, placement_around, placement_of, why_not
+from chunkflow_compile.report.dump import dump_program
+from chunkflow_compile.runtime.host_store import home_of
+from chunkflow_compile.runtime.runner import Runner
+
+
+def chunkflow(
+    graph: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, Any] | None = None,
+    mode: str | None = None,
+) -> Any:
+    """Compiles a Dynamo graph; called by torch.compile.
+
+    Raises ChunkflowError, which Dynamo wraps, before any weight moves: unknown options, gradients, Inductor freezing, a
+    graph break, inputs on another device than the weights, an arena that cannot hold what one region reads.
+    """
+    chosen = parse_options(options, mode)
+    _refuse_gradients(example_inputs)
+    _refuse_graph_break(graph)
+    _specialise(example_inputs)
+    found = {i: v for i, v in enumerate(example_inputs) if isinstance(v, nn.Parameter)}
+    for parameter in found.values():
+        if (home := home_of(parameter)) is not None:
+            home.check(parameter)
+    placed = placement_around(list(found.values()))
+    index = ModelIndex.around(list(found.values())) if placed is None else ModelIndex.of(placed.root)
+    device = _device(found, example_inputs)
+    min_bytes = chosen.min_bytes if placed is None else None
+    parameters = [_describe(i, p, index, min_bytes) for i, p in found.items()]
+
+    def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
+        program = build_program(aten, parameters, index.blocks, chosen)
+        if chosen.dump is not None:
+            dump_program(program, chosen.dump)
+        regions = lower_regions(program, chosen.lowering, chosen.inductor)
+        return Runner(program, regions, device, _placer(index, device))
+
+    # A hit in AOTAutograd's cache would return a compiled graph without calling compile_inference at all.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        return aot_module_simplified(
+            graph, example_inputs, fw_compiler=compile_inference, inference_compiler=compile_inference
+        )
+
+
+def build_program(
+    aten: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str], options: Options
+) -> Program:
+    """All passes, in order: an ATen inference graph becomes a verified program.  Needs no weights and no device."""
+    pieces = cut(aten, discover(aten, parameters), blocks, options.group_bytes)
+    plan = place(
+        pieces.problem,
+        policy=options.policy,
+        chunk_bytes=options.chunk_bytes,
+        lookahead=options.lookahead,
+        arena_bytes=options.arena_bytes,
+    )
+    program = rewrite(pieces, plan)
+    if options.verify:
+        verify(program)
+    return program
+
+
+def _placer(index: ModelIndex, device: torch.device) -> Any:
+    """What a runner calls to have weights moved: onto the placement that there is, or a new one."""
+    held = weakref.ref(index.root) if index.root is not None else lambda: None
+
+    def place_weights(runner: Runner, weights: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
+        root = held()
+        if root is None:
+            return
+        placement = placement_around(list(root.parameters())) or placement_of(root) or Placement(root, device)
+        placement.move(weights)
+        placement.attach(runner)
+
+    return place_weights
+
+
+def _describe(index: int, parameter: nn.Parameter, model: ModelIndex, min_bytes: int | None) -> Parameter:
+    """``min_bytes``: None if the model is placed, which has settled what is small."""
+    names = model.names.get(id(parameter), (f"input_{index}",))
+    nbytes = parameter.numel() * parameter.element_size()
+    keep = why_not(parameter)
+    if keep is None and home_of(parameter) is None:
+        if id(parameter) not in model.names:
+            keep = "no module holds it"
+        elif min_bytes is None or nbytes < min_bytes:
+            keep = f"small: {nbytes} bytes"
+        elif "." not in names[0]:
+            keep = "held by the model's root: place it with offload(model) before compiling to stream it"
+    return Parameter(index=index, names=names, keep=keep)
+
+
+def _refuse_gradients(inputs: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs):
+        raise ChunkflowError(
+            "ChunkFlow runs inference only, and gradients are enabled: call the model under torch.no_grad() or "
+            "torch.inference_mode()."
+        )
+
+
+def _refuse_graph_break(graph: GraphModule) -> None:
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        where = "".join(f" at {f.filename}:{f.lineno}" for f in reason.user_stack[-1:])
+        raise ChunkflowError(
+            f"The model does not trace into one graph: {reason.reason.splitlines()[0]}{where}. ChunkFlow needs the whole "
+            "step to schedule its copies: compile with fullgraph=True to see the cause, and move it out of forward."
+        )
+
+
+def _specialise(inputs: Sequence[Any]) -> None:
+    """Fixes symbolic sizes to their values: each resolution has its own plan.  int() adds the guard that says so."""
+    for value in inputs:
+        if isinstance(value, torch.SymInt):
+            int(value)
+        elif isinstance(value, torch.Tensor):
+            for size in (*value.shape, *value.stride()):
+                int(size)
+
+
+def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any]) -> torch.device:
+    devices = {p.device for p in parameters.values()}
+    if len(devices) > 1:
+        raise ChunkflowError(f"The weights are on {', '.join(sorted(map(str, devices)))}: move them to one device.")
+    if not devices:
+        raise ChunkflowError("The graph has no parameters: there is nothing to stream.")
+    device = devices.pop()
+    for position, value in enumerate(inputs):
+        if isinstance(value, torch.Tensor) and value.dim() and value.device.type != device.type:
+            raise ChunkflowError(
+                f"The weights are on {device}, but input {position} is on {value.device}: move it there, or place the model "
+                "for the input's device with chunkflow_compile.offload(model, device)."
+            )
+    return device

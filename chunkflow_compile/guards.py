@@ -1,0 +1,187 @@
+"""What keeps an offloaded model honest: its parameters are empty, so whatever would read them is answered or refused.
+
+* ``state_dict`` and ``load_state_dict`` go through the host copies.
+* An eager call, ``deepcopy``, pickling and ``.to()`` that would change a weight are refused with a sentence.
+
+All of it is attached to the model's own modules and parameters, and taken off again by :meth:`Guards.remove`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from chunkflow_compile.modules import owners
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.runtime.host_store import Home, home_of
+
+
+class Guards:
+    """The hooks of one offloaded model."""
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self._root = root
+        self._device = device
+        self._handles: list[RemovableHandle] = []
+        self._guarded: list[nn.Module] = []
+        self._forward: Any = None
+        self._refusing: list[nn.Parameter] = []
+
+    def add(self, homes: Iterable[Home]) -> None:
+        """Guards the parameters of ``homes`` and the modules that hold them."""
+        homes = list(homes)
+        holding = owners(self._root, (h.parameter for h in homes))
+        for home in homes:
+            _refuse_copies(home)
+            self._refusing.append(home.parameter)
+        fresh = {id(m): m for modules in holding.values() for m in modules if m not in self._guarded}
+        for module in fresh.values():
+            self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
+            self._handles.append(module.register_load_state_dict_pre_hook(_write_host_copies))
+            if module is not self._root:
+                self._handles.append(module.register_forward_pre_hook(_refuse_eager_call))
+        self._guard_apply(fresh.values())
+        if id(self._root) in fresh:
+            self._guard_root_forward()
+
+    def watch_inputs(self) -> None:
+        """Refuses a call of the model with tensors on another device than its weights."""
+        self._handles.append(self._root.register_forward_pre_hook(_check_inputs(self._device), with_kwargs=True))
+
+    def remove(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        for module in self._guarded:
+            module.__dict__.pop("_apply", None)
+        self._guarded.clear()
+        for parameter in self._refusing:
+            for name in ("__deepcopy__", "__reduce_ex__"):
+                parameter.__dict__.pop(name, None)
+        self._refusing.clear()
+        if self._forward is not None:
+            restore, self._forward = self._forward, None
+            restore()
+
+    def _guard_apply(self, holding: Iterable[nn.Module]) -> None:
+        """``.to()`` reaches parameters through ``_apply`` of every module; refuse in front of the first change."""
+        inside = {id(m) for m in holding}
+
+        def visit(module: nn.Module) -> bool:
+            below = [visit(child) for child in module.children()]  # a list: visit all of them
+            if not (id(module) in inside or any(below)):
+                return False
+            if module not in self._guarded:
+                module.__dict__["_apply"] = _GuardedApply(module)
+                self._guarded.append(module)
+            return True
+
+        visit(self._root)
+
+    def _guard_root_forward(self) -> None:
+        # A pre-hook of the root runs outside the compiled graph, in front of it, and cannot tell an eager call from a
+        # compiled one; what the graph is compiled from is forward.
+        root, own, forward = self._root, "forward" in self._root.__dict__, self._root.forward
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            _refuse_eager_call(root, args)
+            return forward(*args, **kwargs)
+
+        root.forward = guarded  # type: ignore[method-assign]
+
+        def restore() -> None:
+            if own:
+                root.forward = forward  # type: ignore[method-assign]
+            else:
+                del root.__dict__["forward"]
+
+        self._forward = restore
+
+
+class _GuardedApply:
+    """Stands in for ``module._apply`` while weights are offloaded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        module = self._module
+        for parameter in module.parameters(recurse=recurse):
+            home = home_of(parameter)
+            if home is None:
+                continue
+            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
+            result = fn(probe)
+            if result.dtype != probe.dtype or result.device != probe.device:
+                raise ChunkflowError(
+                    f"The weight {home.name} lives in ChunkFlow's host store, so the model cannot become {result.dtype} on "
+                    f"{result.device} now: call chunkflow_compile.restore(model), convert, and offload again."
+                )
+            break
+        return type(module)._apply(module, fn, recurse)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise ChunkflowError(
+            "A module of an offloaded model cannot be copied: call chunkflow_compile.restore(model) first, or copy its "
+            "state_dict()."
+        )
+
+
+def _refuse_copies(home: Home) -> None:
+    def refuse(*_: Any) -> NoReturn:
+        raise ChunkflowError(
+            f"The weight {home.name} lives in ChunkFlow's host store and cannot be copied or pickled as a parameter: use "
+            "state_dict(), which reads the host copy, or call chunkflow_compile.restore(model) first."
+        )
+
+    home.parameter.__deepcopy__ = refuse  # type: ignore[attr-defined]
+    home.parameter.__reduce_ex__ = refuse  # type: ignore[method-assign]
+
+
+def _refuse_eager_call(module: nn.Module, args: Any) -> None:
+    if torch.compiler.is_compiling():
+        return
+    name = next((h.name for p in module._parameters.values() if (h := home_of(p)) is not None), "a weight")
+    raise ChunkflowError(
+        f"{type(module).__name__} was called eagerly, but {name} lives in ChunkFlow's host store: call the model that "
+        'torch.compile(model, backend="chunkflow") returned, or chunkflow_compile.restore(model) first. If this was the '
+        "compiled model, a graph break left this part outside the graph: compile with fullgraph=True to see where."
+    )
+
+
+def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    for name, parameter in module._parameters.items():
+        home = home_of(parameter)
+        if home is not None and prefix + name in state:
+            state[prefix + name] = home.host.detach()
+
+
+def _write_host_copies(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *messages: Any
+) -> None:
+    for name, parameter in module._parameters.items():
+        home = home_of(parameter)
+        value = state.get(prefix + name)
+        if home is None or not isinstance(value, torch.Tensor) or value.shape != home.host.shape:
+            continue  # load_state_dict itself reports what is missing or of another shape
+        with torch.no_grad():
+            home.host.copy_(value)
+        state[prefix + name] = parameter  # copying a parameter onto itself does nothing
+
+
+def _check_inputs(device: torch.device) -> Callable[..., None]:
+    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
+        for name, value in named.items():
+            if isinstance(value, torch.Tensor) and value.dim() and value.device.type != device.type:
+                raise ChunkflowError(
+                    f"The weights of {type(module).__name__} are placed for {device}, but {name} is on {value.device}: move "
+                    f"it with .to({str(device)!r}), or place the model for {value.device} with offload(model, device)."
+                )
+
+    return check
+
+

@@ -1,0 +1,1 @@
+"""A region's graph becomes something to call: through Inductor, or as it is."""

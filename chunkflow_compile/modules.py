@@ -1,0 +1,85 @@
+"""Which module owns which parameter: by identity, starting from the parameters alone.
+
+A backend is handed parameters and a graph, not the model.  The modules that hold the parameters are found among the
+objects that Python tracks, once a compile.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+
+@dataclass(frozen=True)
+class ModelIndex:
+    """A model seen from its parameters.  ``root``: the smallest module that holds them all, None if none does.
+
+    ``names``: id of a parameter -> its names.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
+    block, where a block is an element of a ``ModuleList`` that lies in no other.
+    """
+
+    root: nn.Module | None
+    names: Mapping[int, tuple[str, ...]]
+    blocks: Mapping[str, str]
+
+    @staticmethod
+    def of(root: nn.Module) -> ModelIndex:
+        names: dict[int, tuple[str, ...]] = {}
+        for name, parameter in root.named_parameters(remove_duplicate=False):
+            names[id(parameter)] = (*names.get(id(parameter), ()), name)
+        return ModelIndex(root, names, dict(_blocks(root, "")))
+
+    @staticmethod
+    def around(parameters: Sequence[nn.Parameter]) -> ModelIndex:
+        """The index of the smallest module that holds all of ``parameters``."""
+        root = _smallest_holder(parameters)
+        return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root)
+
+
+def owners(root: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[int, list[nn.Module]]:
+    """id of a parameter -> the modules of ``root`` that hold it directly."""
+    wanted = {id(p) for p in parameters}
+    found: dict[int, list[nn.Module]] = {i: [] for i in wanted}
+    for module in root.modules():
+        for parameter in module._parameters.values():
+            if id(parameter) in wanted and module not in found[id(parameter)]:
+                found[id(parameter)].append(module)
+    return found
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    for name, child in module.named_children():
+        if isinstance(module, nn.ModuleList):
+            yield str(id(child)), prefix + name
+        else:
+            yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _smallest_holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
+    if not parameters:
+        return None
+    wanted = {id(p) for p in parameters}
+    # type(), not isinstance(): asking a lazy proxy for its class could run anything.
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and not issubclass(type(o), OptimizedModule)]
+    parents: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        for child in module._modules.values():
+            parents.setdefault(id(child), []).append(module)
+    holders = [m for m in modules if any(id(p) in wanted for p in m._parameters.values())]
+    candidates: dict[int, nn.Module] = {}
+    todo = holders[:]
+    while todo:
+        module = todo.pop()
+        if id(module) not in candidates:
+            candidates[id(module)] = module
+            todo.extend(parents.get(id(module), ()))
+    sizes = [
+        (sum(1 for _ in module.modules()), position, module)
+        for position, module in enumerate(candidates.values())
+        if wanted <= {id(p) for p in module.parameters()}
+    ]
+    return min(sizes, default=(0, 0, None), key=lambda s: s[:2])[2]

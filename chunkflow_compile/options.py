@@ -1,0 +1,116 @@
+"""Options of the backend: ``torch.compile(model, backend="chunkflow", options={...})``."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from chunkflow_compile.lowering.lower import Lowering
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.place import Policy
+from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
+
+# Below 1 MiB a copy costs more to start than to carry (5 to 10 us against 33 us at 30 GB/s), and the biases, norms and
+# modulation tables that are smaller make up less than 1 % of a DiT.
+DEFAULT_MIN_BYTES = 1 << 20
+# Of 4, 16, 64 and 256 MiB the paper found 16 best: a collective waits for at most 0.6 ms on PCIe 5.
+DEFAULT_CHUNK_BYTES = 16 << 20
+
+
+@dataclass(kw_only=True, frozen=True, slots=True)
+class Options:
+    """What a user may choose.  All sizes are bytes."""
+
+    policy: Policy = "chunkflow"
+    """"chunkflow" streams weights; "resident" keeps them all on the device, on the same regions and executor."""
+
+    min_bytes: int = DEFAULT_MIN_BYTES
+    """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value given there."""
+
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
+    """Longest single copy; a multiple of 256."""
+
+    lookahead: int = 1
+    """Windows between the start of a weight's copy and its first use.  A window lasts from one region to the next."""
+
+    group_bytes: int = DEFAULT_GROUP_BYTES
+    """Most bytes of streamed weights that one region reads; a region that would read more is cut."""
+
+    arena_bytes: int | None = None
+    """Hard limit of the device arena; the lookahead shrinks until it holds.  None: as large as the lookahead needs."""
+
+    lowering: Lowering = "inductor"
+    """"inductor", or "eager" to run the regions' ATen ops as they are."""
+
+    inductor: Mapping[str, Any] = field(default_factory=dict)
+    """Inductor configuration for every region, as in torch._inductor.config."""
+
+    verify: bool = True
+    """Prove the program safe before it runs."""
+
+    dump: str | Path | None = None
+    """Folder that gets the program (program.txt) and the plan (plan.json) of every compiled graph."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("policy", ("chunkflow", "resident")), ("lowering", ("inductor", "eager"))):
+            if getattr(self, name) not in allowed:
+                raise ChunkflowError(f"Option {name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}.")
+        for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("lookahead", 0), ("group_bytes", 1), ("arena_bytes", 0)):
+            value = getattr(self, name)
+            if value is None and name == "arena_bytes":
+                continue
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ChunkflowError(f"Option {name} must be a whole number of at least {least}, not {value!r}.")
+        if self.chunk_bytes % 256:
+            raise ChunkflowError(
+                f"Option chunk_bytes={self.chunk_bytes} must be a multiple of 256, the alignment of slots; "
+                f"use {max(256, self.chunk_bytes // 256 * 256)}."
+            )
+
+
+def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
+    """Checks the keyword arguments of a backend.  Raises ChunkflowError naming an unknown key and its nearest one.
+
+    ``mode`` is torch.compile's; its Inductor configuration is applied to every region.
+    """
+    given = dict(options or {})
+    known = [f.name for f in fields(Options)]
+    for key in given:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
+            raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? There are: {', '.join(known)}.")
+    inductor = {**_mode_options(mode), **dict(given.pop("inductor", None) or {})}
+    _refuse(inductor)
+    return Options(**given, inductor=inductor)
+
+
+def _mode_options(mode: str | None) -> dict[str, Any]:
+    if mode is None or mode == "default":
+        return {}
+    modes = torch._inductor.list_mode_options()
+    if mode not in modes:
+        raise ChunkflowError(f"Unknown mode {mode!r}; use one of {', '.join(modes)}.")
+    return dict(modes[mode])
+
+
+def _refuse(inductor: Mapping[str, Any]) -> None:
+    known = torch._inductor.config.get_config_copy()
+    for key, value in inductor.items():
+        if key.replace("-", "_") not in known:
+            close = difflib.get_close_matches(key, list(known), n=1, cutoff=0.0)
+            raise ChunkflowError(f"Unknown Inductor option {key!r} in options['inductor']; did you mean {close[0]!r}?")
+        if key == "triton.cudagraphs" and value:
+            raise ChunkflowError(
+                "Inductor's CUDA graphs copy region inputs to addresses of their own, which would double the streamed "
+                "weights; use mode 'max-autotune-no-cudagraphs' or leave triton.cudagraphs off."
+            )
+    if inductor.get("freezing", torch._inductor.config.freezing):
+        raise ChunkflowError(
+            "Inductor freezing turns weights into constants of the compiled code, so they could not be streamed; set "
+            "torch._inductor.config.freezing = False (environment TORCHINDUCTOR_FREEZING=0)."
+        )

@@ -1,0 +1,149 @@
+"""Placing a model: its large parameters into the host store, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from chunkflow_compile.guards import Guards
+from chunkflow_compile.modules import ModelIndex
+from chunkflow_compile.options import DEFAULT_MIN_BYTES
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.runtime.arena import is_dense
+from chunkflow_compile.runtime.host_store import HostStore, home_of
+
+if TYPE_CHECKING:
+    from chunkflow_compile.runtime.runner import Runner
+
+# Attribute of a placed model: its Placement.
+_PLACEMENT = "_chunkflow_placement"
+
+
+class Placement:
+    """A placed model: its host store, its guards, and the programs that run on it."""
+
+    def __init__(self, root: nn.Module, device: torch.device) -> None:
+        self.root = root
+        self.store = HostStore(root, device)
+        self.guards = Guards(root, device)
+        self.runners: list[Runner] = []
+        root.__dict__[_PLACEMENT] = self
+
+    def attach(self, runner: Runner) -> None:
+        """Lets restore find a program that runs on this model."""
+        if runner not in self.runners:
+            self.runners.append(runner)
+
+    def move(self, weights: Iterable[tuple[tuple[str, ...], nn.Parameter]]) -> None:
+        """Moves parameters into the store; all or, on an error, none."""
+        moved = []
+        try:
+            for names, parameter in weights:
+                moved.append(self.store.add(names, parameter))
+            self.guards.add(moved)
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Gives every parameter its bytes back and forgets the model."""
+        for runner in self.runners:
+            runner.unbind()
+        self.runners.clear()
+        self.guards.remove()
+        self.store.release()
+        self.root.__dict__.pop(_PLACEMENT, None)
+
+
+def offload(
+    model: nn.Module, device: torch.device | str | None = None, *, min_bytes: int = DEFAULT_MIN_BYTES
+) -> nn.Module:
+    """Moves the parameters of at least ``min_bytes`` to host memory; returns ``model``.
+
+    Each keeps its shape, dtype and compute device with 0 bytes of storage; smaller parameters and buffers go to
+    ``device`` (default: where the parameters are).  Raises ChunkflowError, the model left as it was, if the model is
+    placed already or has parameters on the meta device.
+    """
+    root = _unwrap(model)
+    if _placements(root):
+        raise ChunkflowError("This model is offloaded already: call chunkflow_compile.restore(model) first.")
+    parameters = list(root.parameters())
+    if any(p.is_meta for p in parameters):
+        raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
+    target = _device(device, parameters)
+    index = ModelIndex.of(root)
+    weights = [(index.names[id(p)], p) for p in parameters if _bytes(p) >= min_bytes and why_not(p) is None]
+    placement = Placement(root, target)
+    placement.guards.watch_inputs()
+    placement.move(weights)
+    with torch.no_grad():
+        for tensor in (*root.parameters(), *root.buffers()):
+            if home_of(tensor) is None:
+                tensor.data = tensor.data.to(target)
+    return model
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Brings the parameters of an offloaded model back to its device, bit for bit; returns ``model``.
+
+    Compiled functions of the model stay usable: their next call places it again.  A model that is not placed is left
+    as it is.
+    """
+    for placement in _placements(model):
+        placement.undo()
+    return model
+
+
+def programs(model: nn.Module) -> tuple[Runner, ...]:
+    """The compiled programs of a placed model, oldest first: their plan, listing, measurements and slots."""
+    return tuple(runner for placement in _placements(model) for runner in placement.runners)
+
+
+def placement_of(root: nn.Module) -> Placement | None:
+    """The placement of a model, None if it is not placed."""
+    return root.__dict__.get(_PLACEMENT)
+
+
+def placement_around(parameters: Sequence[nn.Parameter]) -> Placement | None:
+    """The placement that holds any of ``parameters`` in its store, None if none does."""
+    home = next((h for p in parameters if (h := home_of(p)) is not None), None)
+    return None if home is None else placement_of(home.store.root)
+
+
+def _placements(model: nn.Module) -> list[Placement]:
+    return [p for m in _unwrap(model).modules() if (p := placement_of(m)) is not None]
+
+
+def why_not(parameter: torch.Tensor) -> str | None:
+    """Why a parameter cannot be streamed, None if it can."""
+    if type(parameter) is not nn.Parameter:
+        return f"a tensor subclass ({type(parameter).__name__})"
+    if home_of(parameter) is not None:
+        return None
+    if parameter.layout != torch.strided or not is_dense(parameter):
+        return "its elements do not fill one run of memory"
+    if parameter.untyped_storage().nbytes() != _bytes(parameter):
+        return "it shares memory with another tensor"
+    return None
+
+
+def _unwrap(model: nn.Module) -> nn.Module:
+    return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def _bytes(parameter: torch.Tensor) -> int:
+    return parameter.numel() * parameter.element_size()
+
+
+def _device(device: torch.device | str | None, parameters: list[nn.Parameter]) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    devices = {p.device for p in parameters}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none"
+        raise ChunkflowError(f"The model's parameters are on {found}: name the compute device, offload(model, device).")
+    return devices.pop()

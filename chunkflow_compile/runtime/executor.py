@@ -1,0 +1,264 @@
+"""The executor: issues the nodes of a program, in their order, to the streams of a device.
+
+What orders a copy against compute, and nothing else does:
+
+* a chunk waits for the opening of its window, an event on the compute stream behind the last reader of whatever its
+  slot held before (``verify`` proves that);
+* a reader waits for the arrival of its weight, an event on the copy stream behind the newest chunk issued for it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from chunkflow_compile.passes.discover import collective_kind, is_wait_tensor
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.plan import WeightPlan
+from chunkflow_compile.passes.rewrite import SOURCE, Program
+
+from .device import Device
+from .measurement import StepMeasurement
+
+# A step every second for an hour; old measurements make room for new ones.
+KEPT_MEASUREMENTS = 3600
+
+
+@dataclass(frozen=True)
+class Binding:
+    """The memory that a program runs on.
+
+    ``values``: weight -> the tensor that its readers see (a slot, a resident copy or the parameter itself).
+    ``slots``, ``hosts``: streamed weight -> its bytes on the device and on the host, uint8.
+    """
+
+    values: Mapping[str, torch.Tensor]
+    slots: Mapping[str, torch.Tensor]
+    hosts: Mapping[str, torch.Tensor]
+
+
+@dataclass
+class _Step:
+    """One run: the values of the program's nodes by number, and what it cost so far."""
+
+    env: list[Any]
+    exposed_s: float = 0.0
+    collective_s: float = 0.0
+    collectives: int = 0
+    moved: int = 0
+
+
+_Issue = Callable[[_Step], None]
+
+
+class Executor:
+    """Runs a program on a device.  One call at a time: a second thread waits for the first."""
+
+    def __init__(
+        self, program: Program, regions: Mapping[str, Callable[..., Sequence[Any]]], device: Device, binding: Binding
+    ) -> None:
+        self.program = program
+        self.device = device
+        self.binding = binding
+        self.measurements: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self.copied_bytes = 0  # counted by the copy stream, behind each copy
+        self._regions = regions
+        self._opening = device.event()
+        self._arrival = {w.name: device.event() for w in program.plan.streamed}
+        self._writes: dict[str, None] = {}  # streamed weights in the order of their newest prefetch
+        self._primed = False
+        self._lock = threading.Lock()
+        self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
+        names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
+        self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
+        self._priming: list[_Issue] = []
+        self._instructions = list(self._prepare(program.module))
+
+    def run(self, args: Sequence[Any]) -> Any:
+        """Runs one step on the inputs of the traced graph; returns its outputs.
+
+        Raises ChunkflowError if a copy or a collective fails; the next call starts cold.
+        """
+        with self._lock:
+            start = time.perf_counter()
+            values = self.binding.values
+            inputs = [a if w is None else values[w] for a, w in zip(args, self._inputs, strict=True)]
+            step = _Step(inputs + [None] * (len(self._number) - len(inputs)))
+            try:
+                primed = 0 if self._primed else self._prime()
+                for issue, release in self._instructions:
+                    issue(step)
+                    for number in release:
+                        step.env[number] = None
+            except BaseException:
+                self.forget()
+                raise
+            self.measurements.append(
+                StepMeasurement(
+                    step_s=time.perf_counter() - start,
+                    exposed_h2d_s=step.exposed_s,
+                    collective_s=step.collective_s,
+                    collectives=step.collectives,
+                    moved_bytes=step.moved,
+                    primed_bytes=primed,
+                )
+            )
+            return step.env[-1]
+
+    def forget(self) -> None:
+        """Waits for work in flight and drops what the copies brought: the next step starts cold."""
+        self._primed = False
+        self._writes.clear()
+        self.device.compute.synchronize()
+        with contextlib.suppress(ChunkflowError):  # who waited for a failed copy has raised it already
+            self.device.copy.synchronize()
+
+    def intact_slots(self) -> dict[str, torch.Tensor]:
+        """Streamed weights whose bytes are whole in their slots now: weight -> slot, uint8.
+
+        Waits for copies in flight.  A weight is whole until a newer prefetch is issued over any of its bytes.
+        """
+        self.device.copy.synchronize()
+        plans = {w.name: w for w in self.program.plan.streamed}
+        whole: dict[str, torch.Tensor] = {}
+        newer: list[WeightPlan] = []
+        for name in reversed(self._writes):
+            if not any(overlap(plans[name], other) for other in newer):
+                whole[name] = self.binding.slots[name]
+            newer.append(plans[name])
+        return whole
+
+    def _prime(self) -> int:
+        step = _Step([])
+        for issue in self._priming:
+            issue(step)
+        self._primed = True
+        return step.moved
+
+    def _prepare(self, module: GraphModule) -> Iterator[tuple[_Issue, tuple[int, ...]]]:
+        """The nodes made ready, each with the numbers of the values that are dropped behind it."""
+        release: dict[Node, list[int]] = {}
+        for node, number in self._number.items():
+            readers = [u for u in node.users if u in self._number]
+            if node.op != "output":
+                release.setdefault(max(readers, key=self._number.__getitem__, default=node), []).append(number)
+        opened: int | None = None
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            issue = self._issue(module, node)
+            if node.target is PREFETCH:
+                if len(node.args) > 4 and node.args[4]:
+                    self._priming.append(issue)
+                if node.args[3] != opened:
+                    issue = partial(self._open, issue)
+                opened = node.args[3]
+            # The outputs themselves stay: the caller takes them.
+            yield issue, () if node.op == "output" else tuple(release.get(node, ()))
+
+    def _issue(self, module: GraphModule, node: Node) -> _Issue:
+        if node.target is PREFETCH:
+            return self._prefetch(str(node.args[0]), int(node.args[1]), int(node.args[2]))
+        if node.target is WAIT:
+            return partial(self._wait, self._arrival[str(node.args[0])])
+        if node.target is EVICT:
+            return _evict
+        if node.op == "get_attr":
+            constant = getattr(module, str(node.target))
+            return self._call(node, lambda: constant)
+        if node.op == "output":
+            return self._call(node, lambda outputs: outputs)
+        if node.op == "call_module":
+            return self._call(node, self._regions[str(node.target)])
+        if is_wait_tensor(node) or collective_kind(node) is not None:
+            return partial(self._collective, node, self._call(node, node.target), not is_wait_tensor(node))
+        return self._call(node, node.target)
+
+    def _prefetch(self, weight: str, first: int, end: int) -> _Issue:
+        slot, host, size = self.binding.slots[weight], self.binding.hosts[weight], self.program.plan.chunk_bytes
+        parts = [slice(chunk * size, (chunk + 1) * size) for chunk in range(first, end)]
+        copies = [partial(self._copy, slot[part], host[part]) for part in parts]
+        nbytes = sum(host[part].numel() for part in parts)
+        arrival, stream = self._arrival[weight], self.device.copy
+
+        def issue(step: _Step) -> None:
+            for copy in copies:
+                stream.run(copy)
+            stream.record(arrival)
+            step.moved += nbytes
+            self._writes.pop(weight, None)
+            self._writes[weight] = None
+
+        return issue
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.device.copy_bytes(target, source)
+        self.copied_bytes += source.numel()
+
+    def _open(self, issue: _Issue, step: _Step) -> None:
+        self.device.compute.record(self._opening)
+        self.device.copy.wait(self._opening)
+        issue(step)
+
+    def _wait(self, arrival: Any, step: _Step) -> None:
+        step.exposed_s += self.device.compute.wait(arrival)
+
+    def _call(self, node: Node, function: Callable[..., Any]) -> _Issue:
+        number, run, read = self._number[node], self.device.compute.run, self._reader(node)
+
+        def issue(step: _Step) -> None:
+            env = step.env
+
+            def work() -> None:
+                args, kwargs = read(env)
+                env[number] = function(*args, **kwargs)
+
+            run(work)
+
+        return issue
+
+    def _reader(self, node: Node) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
+        """How to fetch a node's operands; a region's are all values, which is the path taken most."""
+        number = self._number
+        if node.op == "call_module":
+            numbers = [number[n] for n in node.args]
+            return lambda env: ([env[n] for n in numbers], {})
+
+        def read(env: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+            return map_arg((node.args, node.kwargs), lambda n: env[number[n]])
+
+        return read
+
+    def _collective(self, node: Node, issue: _Issue, counts: bool, step: _Step) -> None:
+        start = time.perf_counter()
+        try:
+            issue(step)
+        except RuntimeError as error:
+            raise ChunkflowError(
+                f"The collective {node.meta.get(SOURCE, node.name)} failed in step {len(self.measurements)}: a rank died "
+                f"or did not arrive in time ({error}). The model is intact: restore(model) brings its weights back."
+            ) from error
+        step.collective_s += time.perf_counter() - start
+        step.collectives += counts
+
+
+def _evict(step: _Step) -> None:
+    """Nothing to do: the opening of the next window over these bytes is what orders them."""
+
+
+def overlap(a: WeightPlan, b: WeightPlan) -> bool:
+    """Whether two slots share bytes."""
+    if a.offset is None or b.offset is None:
+        return False
+    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes

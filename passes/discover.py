@@ -1,0 +1,160 @@
+"""Discover: which inputs of an ATen inference graph are weights, where they are read, which nodes are collectives.
+
+Contract
+    On entry: an ATen inference graph of AOTAutograd; every placeholder's ``meta["desc"]`` is a ``PlainAOTInput``.
+    Reads only.  Parameters are found by the index of their input, never by the name of a node.
+    Errors rather than guesses: an unknown op of a collective namespace, an input that is not plain, a symbolic size.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import GraphModule, Node
+
+from .errors import ChunkflowError
+from .problem import Parameter
+
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+# Op -> kind.  The autograd twins carry the same names.
+COLLECTIVE_KINDS: Mapping[str, str] = {
+    "all_to_all_single": "all-to-all",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "all_gather_into_tensor_coalesced": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_reduce_coalesced": "all-reduce",
+}
+# DTensor on CUDA redistributes shards by this op; it waits by itself.
+_SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
+_WAIT = "wait_tensor"
+
+
+@dataclass(frozen=True)
+class DiscoveredWeight:
+    """A parameter and its placeholder.  ``readers``: the nodes that read its bytes, views looked through."""
+
+    parameter: Parameter
+    node: Node
+    readers: tuple[Node, ...]
+    keep: str | None
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """``weight_views``: every view of a weight -> that weight's placeholder.  ``collectives``: in program order."""
+
+    weights: tuple[DiscoveredWeight, ...]
+    weight_views: Mapping[Node, Node]
+    collectives: tuple[Node, ...]
+
+
+def discover(graph: GraphModule, parameters: Sequence[Parameter]) -> Discovery:
+    """Finds weights, their readers and the collectives of ``graph``."""
+    by_index = {p.index: p for p in parameters}
+    weights: list[DiscoveredWeight] = []
+    views: dict[Node, Node] = {}
+    for node in graph.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        parameter = by_index.get(_input_index(node))
+        if parameter is None:
+            continue
+        readers, chain = _readers(node)
+        if not readers:
+            continue
+        views.update(dict.fromkeys(chain, node))
+        weights.append(DiscoveredWeight(parameter, node, readers, parameter.keep or _keep(parameter, readers)))
+    collectives = tuple(n for n in graph.graph.nodes if collective_kind(n) is not None)
+    return Discovery(tuple(weights), views, collectives)
+
+
+def collective_kind(node: Node) -> str | None:
+    """The kind of a collective node, None for any other node (``wait_tensor`` included).
+
+    Raises ChunkflowError for an op of a collective namespace that is not known: taking it for compute would let a
+    compiler reorder it.
+    """
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    namespace, name = node.target._schema.name.split("::")
+    if node.target._schema.name == _SHARD_DIM_ALLTOALL:
+        return "all-to-all"
+    if namespace not in COLLECTIVE_NAMESPACES or name == _WAIT:
+        return None
+    kind = COLLECTIVE_KINDS.get(name)
+    if kind is None:
+        known = ", ".join(sorted(COLLECTIVE_KINDS))
+        raise ChunkflowError(
+            f"The graph calls the collective {namespace}::{name} (node {node.name}), which ChunkFlow does not know; "
+            f"it schedules {known}."
+        )
+    return kind
+
+
+def is_wait_tensor(node: Node) -> bool:
+    """Whether a node is the completion of a collective."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name in {f"{ns}::{_WAIT}" for ns in COLLECTIVE_NAMESPACES}
+    )
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only gives its input another shape: a view op, or an element of a view op's list."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_view(node.args[0])
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+def nbytes(node: Node) -> int:
+    """Bytes of the tensor or tensors that a node yields, by its metadata."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def _input_index(node: Node) -> int:
+    index = getattr(node.meta.get("desc"), "idx", None)
+    if not isinstance(index, int):
+        raise ChunkflowError(
+            f"Input {node.name} of the traced graph is {node.meta.get('desc')!r}, not a plain input: a parameter that "
+            "is a tensor subclass or shares memory with another input cannot be streamed; unwrap it first."
+        )
+    return index
+
+
+def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """The non-view users of a placeholder, and the views in between."""
+    readers: dict[Node, None] = {}
+    chain: dict[Node, None] = {}
+    todo = [placeholder]
+    while todo:
+        for user in todo.pop().users:
+            if is_view(user):
+                if user not in chain:
+                    chain[user] = None
+                    todo.append(user)
+            else:
+                readers[user] = None
+    return tuple(readers), tuple(chain)
+
+
+def _keep(parameter: Parameter, readers: Sequence[Node]) -> str | None:
+    if len(parameter.names) > 1:
+        return f"tied: also {', '.join(parameter.names[1:])}"
+    for reader in readers:
+        if reader.op == "output":
+            return "returned by the model"
+        if collective_kind(reader) is not None or is_wait_tensor(reader):
+            return f"sent by the collective {reader.name}"
+    return None

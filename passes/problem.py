@@ -1,0 +1,75 @@
+"""What is to be scheduled: regions, collectives and weights of one step.  Frozen, and free of any tensor."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parameter:
+    """One parameter at the Dynamo boundary, found by identity.
+
+    ``index``: position among the inputs of the Dynamo graph.  ``names``: every name it has in the model; more than one
+    for tied weights.  ``keep``: why it must stay on the device, or None if it may be streamed.
+    """
+
+    index: int
+    names: tuple[str, ...]
+    keep: str | None = None
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Weight:
+    """A parameter as the step sees it.  ``uses``: indices of the regions that read it, ascending."""
+
+    name: str
+    names: tuple[str, ...]
+    index: int
+    nbytes: int
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    uses: tuple[int, ...]
+    keep: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Region:
+    """A piece of pure compute.  ``key``: digest of its structure; equal keys are lowered once.
+
+    ``block``: fully qualified name of the block that it belongs to, empty outside blocks.
+    """
+
+    index: int
+    name: str
+    key: str
+    block: str
+    nodes: int
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """A collective.  ``before``: index of the region that runs next after it.  ``nbytes``: bytes it takes in."""
+
+    name: str
+    kind: str
+    nbytes: int
+    before: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """Everything that placement may look at.  Windows are numbered like regions: window k opens before region k."""
+
+    regions: tuple[Region, ...]
+    collectives: tuple[Collective, ...]
+    weights: tuple[Weight, ...]
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(w.nbytes for w in self.weights)

@@ -1,0 +1,166 @@
+"""Rewrite: a Cut and a Plan become the program, a top-level FX graph with transfer ops.
+
+    prefetch = torch.ops.chunkflow.prefetch.default('blocks.1.ffn.0.weight', 0, 2, 3)
+    wait = torch.ops.chunkflow.wait.default('blocks.0.attn1.to_q.weight')
+    region_3 = self.region_1(view, blocks_0_attn1_to_q_weight)
+    evict = torch.ops.chunkflow.evict.default('blocks.0.attn1.to_q.weight')
+
+Contract
+    On entry: a Cut and a Plan of its Problem.
+    Preserved: regions and collectives are those of the Cut, in its order and with its operands; collectives keep the
+    names that they have in the source graph.  Only transfer ops are added, each at an anchor: prefetches in front of
+    the region that their window opens before, waits in front of the first reader, evicts behind the last.
+    Structurally equal regions are one submodule.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from .ops import EVICT, PREFETCH, WAIT
+from .plan import Plan, WeightPlan
+from .problem import Problem
+from .regions import Cut, CutRegion
+
+
+# Key of a top-level node's meta: the name of its node in the source graph, by which verify knows collectives.
+SOURCE = "chunkflow_source"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rewritten graph.  ``module``: placeholders are the inputs of the traced graph, in order; weights among them.
+
+    ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> its graph;
+    fewer than the region calls, because equal regions share one.
+    """
+
+    module: GraphModule
+    problem: Problem
+    plan: Plan
+    weight_inputs: Mapping[str, str]
+    regions: Mapping[str, CutRegion]
+
+    def __str__(self) -> str:
+        return listing(self.module)
+
+
+def rewrite(cut: Cut, plan: Plan) -> Program:
+    """Builds the program of ``cut`` under ``plan``."""
+    return _Writer(cut, plan).write()
+
+
+class _Writer:
+    def __init__(self, cut: Cut, plan: Plan) -> None:
+        self.cut = cut
+        self.plan = plan
+        self.graph = Graph()
+        self.values: dict[Node, Node] = {}
+        self.root: dict[str, object] = {}
+        self.shared: dict[str, str] = {}
+        self.regions: dict[str, CutRegion] = {}
+        self.weight_names = {w.node: w.parameter.name for w in cut.discovery.weights}
+
+    def write(self) -> Program:
+        source = self.cut.source.graph
+        for node in source.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr" and not isinstance(getattr(self.cut.source, str(node.target)), GraphModule):
+                self.root[str(node.target)] = getattr(self.cut.source, str(node.target))
+                self.values[node] = self.graph.node_copy(node)
+        for item in self.cut.sequence:
+            if isinstance(item, CutRegion):
+                self._region(item)
+            else:
+                self.values[item] = copy = self.graph.node_copy(item, self.values.__getitem__)
+                copy.meta[SOURCE] = item.name
+        output = next(n for n in source.nodes if n.op == "output")
+        self.graph.node_copy(output, self.values.__getitem__)
+        self.graph.lint()
+        module = GraphModule(self.root, self.graph, class_name="ChunkflowProgram")
+        names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
+        return Program(module, self.cut.problem, self.plan, names, self.regions)
+
+    def _placeholder(self, node: Node) -> None:
+        name = self.weight_names.get(node)
+        new = self.graph.placeholder(_identifier(name) if name else node.name)
+        new.meta = dict(node.meta)
+        self.values[node] = new
+
+    def _region(self, region: CutRegion) -> None:
+        index = region.info.index
+        for weight in self.plan.streamed:
+            if weight.window == index:
+                args = (weight.name, 0, self.plan.chunks(weight), index)
+                self.graph.call_function(PREFETCH, (*args, True) if weight.wraps else args)
+        for weight in self._streamed_at(index, first=True):
+            self.graph.call_function(WAIT, (weight.name,))
+        target = self.shared.setdefault(region.info.key, f"region_{len(self.shared)}")
+        if target not in self.root:
+            self.root[target] = region.module
+            self.regions[target] = region
+        inputs = tuple(self.values[n] for n in region.inputs)
+        call = self.graph.create_node("call_module", target, inputs, name=region.info.name)
+        for position, value in enumerate(region.outputs):
+            element = self.graph.create_node("call_function", operator.getitem, (call, position), name=value.name)
+            element.meta = dict(value.meta)
+            self.values[value] = element
+        for weight in self._streamed_at(index, first=False):
+            self.graph.call_function(EVICT, (weight.name,))
+
+    def _streamed_at(self, region: int, *, first: bool) -> list[WeightPlan]:
+        return [w for w in self.plan.streamed if (w.first_use if first else w.last_use) == region]
+
+
+def _identifier(name: str) -> str:
+    return re.sub(r"\W", "_", name)
+
+
+def listing(module: GraphModule) -> str:
+    """The program as text, one op a line, as a person reads it; inputs without a use are left out."""
+    lines = []
+    for node in module.graph.nodes:
+        if node.op == "placeholder":
+            if node.users:
+                lines.append(f"{node.name}: {_shape(node)}")
+        elif node.op == "output":
+            lines.append(f"return {_text(node.args[0])}")
+        elif node.target in (PREFETCH, WAIT, EVICT):
+            lines.append(_transfer(node))
+        elif node.op == "call_module":
+            lines.append(f"{node.name} = {node.target}({', '.join(_text(a) for a in node.args)})")
+        elif node.target is operator.getitem:
+            lines.append(f"{node.name} = {_text(node.args[0])}[{node.args[1]}]: {_shape(node)}")
+        else:
+            target = str(node.target).removesuffix(".default")
+            args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
+            lines.append(f"{node.name} = {target}({', '.join(args)})")
+    return "\n".join(lines) + "\n"
+
+
+def _transfer(node: Node) -> str:
+    if node.target is not PREFETCH:
+        return f"{'wait' if node.target is WAIT else 'evict'}({node.args[0]!r})"
+    weight, first, end, window, *rest = node.args
+    return f"prefetch({weight!r}, chunks[{first}:{end}], window={window}{', next_step' if rest and rest[0] else ''})"
+
+
+def _shape(node: Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _text(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        body = ", ".join(_text(v) for v in value)
+        return f"[{body}]" if isinstance(value, list) else f"({body}{',' * (len(value) == 1)})"
+    return value.name if isinstance(value, Node) else repr(value)
