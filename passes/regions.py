@@ -101,6 +101,7 @@ class _Segments:
 
     def assign(self) -> None:
         streamed = {w.node: nbytes(w.node) for w in self.discovery.weights if w.keep is None}
+        labels = self._labels()
         current, block, held, group = -1, "", dict[Node, None](), 0
         cut_here = True
         for node in self.graph.graph.nodes:
@@ -112,7 +113,7 @@ class _Segments:
             if node.target is operator.getitem:
                 self.of[node] = self.of[node.args[0]]
                 continue
-            here = self._block(node, block)
+            here = labels[node]
             fresh = {w: streamed[w] for w in self._weights(node) if w in streamed and w not in held}
             full = bool(held) and bool(fresh) and group + sum(fresh.values()) > self.group_bytes
             if cut_here or here != block or full:
@@ -176,15 +177,25 @@ class _Segments:
     def _needed_at_top_level(self, node: Node) -> bool:
         return any(self.is_top_level(user) for user in node.users)
 
-    def _block(self, node: Node, current: str) -> str:
-        stack = node.meta.get("nn_module_stack")
-        if not stack:  # made by functionalization; it belongs where it stands
-            return current
-        for key in stack:
-            block = self.blocks.get(str(key).split("@")[0])
-            if block is not None:
-                return block
-        return ""
+    def _labels(self) -> dict[Node, str]:
+        """Every call's block.  A node without a stack is either the root module's or made by functionalization: it
+        belongs to a block if that block is on both sides of it."""
+        calls = [n for n in self.graph.graph.nodes if n.op == "call_function"]
+        known: dict[Node, str] = {}
+        for node in calls:
+            stack = node.meta.get("nn_module_stack") or {}
+            keys = [str(k).split("@")[0] for k in stack]
+            if keys:
+                known[node] = next((self.blocks[k] for k in keys if k in self.blocks), "")
+        labels: dict[Node, str] = {}
+        behind = {}
+        following = ""
+        for node in reversed(calls):
+            behind[node] = following = known.get(node, following)
+        current = ""
+        for node in calls:
+            labels[node] = current = known.get(node, current if current == behind[node] else "")
+        return labels
 
     def _weights(self, node: Node) -> tuple[Node, ...]:
         views = self.discovery.weight_views

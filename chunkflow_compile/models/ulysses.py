@@ -1,0 +1,61 @@
+"""Ulysses sequence parallelism for diffusers models, on a GPU or on a machine that has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
+    """Splits the sequence of a diffusers transformer over ``degree`` ranks; returns ``model``.
+
+    torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph.
+    """
+    from diffusers import ContextParallelConfig
+
+    # Without an accelerator, diffusers (0.42) divides by the number of devices; the model's own resolver is shadowed
+    # for the length of the call by one that builds its mesh on the CPU.
+    if not torch.accelerator.is_available():
+        model.__dict__["_resolve_parallel_config"] = lambda config: _resolve_on_cpu(model, config)
+    try:
+        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree), cp_plan=parallel_plan(model))  # type: ignore[operator]
+    finally:
+        model.__dict__.pop("_resolve_parallel_config", None)
+    return model
+
+
+def parallel_plan(model: nn.Module) -> dict[str, Any]:
+    """How a model's sequence is split and gathered, in diffusers' terms.
+
+    diffusers' own plan, with two changes: HunyuanVideo has none, so it is given one; Wan's splits a per-token timestep,
+    and warns, which breaks the graph, when the timestep is per sample as in text-to-video.
+    """
+    from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
+
+    if type(model).__name__ == "HunyuanVideoTransformer3DModel":
+        split = ContextParallelInput(split_dim=1, expected_dims=3)
+        rotary = ContextParallelInput(split_dim=0, expected_dims=2, split_output=True)
+        return {
+            "transformer_blocks.0": {"hidden_states": split, "encoder_hidden_states": split},
+            "rope": {0: rotary, 1: rotary},
+            "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
+        }
+    own: Any = model._cp_plan
+    return {
+        name: {k: v for k, v in entry.items() if k != "timestep"} if isinstance(entry, dict) else entry
+        for name, entry in own.items()
+        if not (isinstance(entry, dict) and set(entry) == {"timestep"})
+    }
+
+
+def _resolve_on_cpu(model: Any, config: Any) -> Any:
+    from diffusers import ParallelConfig
+
+    parallel = ParallelConfig(context_parallel_config=config)
+    mesh = dist.device_mesh.init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
+    parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
+    model._parallel_config = parallel
+    return parallel
