@@ -1,0 +1,85 @@
+"""The one record that every measuring command writes, and its table."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tabulate import tabulate
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class ArmRecord:
+    """One arm: seconds and bytes a step and rank; None where a figure does not apply.
+
+    ``step_s``, ``exposed_h2d_s`` (compute waited for weights) and ``collective_s`` are medians over the steps, of the
+    slowest rank.  ``weights_device_bytes``: arena and resident weights; ``weights_total_bytes``: all weights.
+    """
+
+    step_s: float | None
+    exposed_h2d_s: float | None
+    collective_s: float | None
+    weights_device_bytes: int | None
+    weights_total_bytes: int | None
+    moved_bytes_per_step: int | None
+    equal_to_resident: bool | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """All arms of one measurement."""
+
+    model: str
+    degree: int
+    arms: Mapping[str, ArmRecord]
+
+    def to_json(self) -> str:
+        body = {"schema": SCHEMA, "model": self.model, "degree": self.degree}
+        return json.dumps({**body, "arms": {n: asdict(a) for n, a in self.arms.items()}}, indent=1) + "\n"
+
+    def write(self, path: str | Path) -> None:
+        """Raises ChunkflowError if the file is unwritable."""
+        try:
+            Path(path).write_text(self.to_json())
+        except OSError as error:
+            raise ChunkflowError(f"The record cannot be written to {path}: {error}. Give another file.") from error
+
+
+def table(record: Record, extra: Mapping[str, Mapping[str, object]] | None = None) -> str:
+    """The record as a table for people, an arm a row; ``extra``: column -> arm -> cell."""
+    rows = []
+    for name, arm in record.arms.items():
+        row: dict[str, object] = {
+            "arm": name,
+            "step": seconds(arm.step_s),
+            "waited for weights": seconds(arm.exposed_h2d_s),
+            "collectives": seconds(arm.collective_s),
+            "weights on device": _share(arm.weights_device_bytes, arm.weights_total_bytes),
+            "moved a step": size(arm.moved_bytes_per_step),
+        }
+        row.update({column: cells.get(name, "") for column, cells in (extra or {}).items()})
+        row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
+        rows.append(row)
+    return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
+
+
+def size(nbytes: int | None) -> str:
+    """Bytes for people, in MiB."""
+    return "-" if nbytes is None else f"{nbytes / 2**20:.1f} MiB"
+
+
+def seconds(value: float | None) -> str:
+    """Seconds for people, in ms."""
+    return "-" if value is None else f"{value * 1e3:.1f} ms"
+
+
+def _share(part: int | None, whole: int | None) -> str:
+    if part is None or not whole:
+        return "-"
+    return f"{size(part)} ({100 * part / whole:.1f} %)"
