@@ -1,0 +1,39 @@
+PYTHON ?= python3
+# The CPU build.  With a GPU, name the build that fits it: make demo TORCH="torch==2.13.0 --index-url ..."
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+SOURCES := chunkflow_compile passes tests examples docs
+
+.PHONY: demo test lint types unit bench clean
+
+demo: $(VENV)/ready
+	$(BIN)/chunkflow demo
+
+test: lint types unit
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+
+# mypy does not follow package-dir, so it is shown the package as it is installed.
+types: $(VENV)/ready
+	rm -rf build/types && mkdir -p build/types/chunkflow_compile
+	ln -s $(CURDIR)/chunkflow_compile/* $(CURDIR)/passes build/types/chunkflow_compile/
+	cd build/types && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p chunkflow_compile
+
+unit: $(VENV)/ready
+	$(BIN)/python -m pytest
+
+bench: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
+
+# torch first: whatever depends on it would otherwise pull a build of its own choice.
+$(VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[diffusers,dev]'
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
