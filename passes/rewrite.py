@@ -2,7 +2,7 @@
 
     prefetch = torch.ops.chunkflow.prefetch.default('blocks.1.ffn.0.weight', 0, 2, 3)
     wait = torch.ops.chunkflow.wait.default('blocks.0.attn1.to_q.weight')
-    region_3 = self.region_1(view, blocks_0_attn1_to_q_weight)
+    region_3 = self.lowered_1(view, blocks_0_attn1_to_q_weight)
     evict = torch.ops.chunkflow.evict.default('blocks.0.attn1.to_q.weight')
 
 Contract
@@ -102,7 +102,7 @@ class _Writer:
                 self.graph.call_function(PREFETCH, (*args, True) if weight.wraps else args)
         for weight in self._streamed_at(index, first=True):
             self.graph.call_function(WAIT, (weight.name,))
-        target = self.shared.setdefault(region.info.key, f"region_{len(self.shared)}")
+        target = self.shared.setdefault(region.info.key, f"lowered_{len(self.shared)}")
         if target not in self.root:
             self.root[target] = region.module
             self.regions[target] = region

@@ -1,0 +1,192 @@
+"""The verifier accepts what the passes make, and names what is wrong with everything else."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Stack, UlyssesStack, cut_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.fx import Node
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from chunkflow_compile.passes.discover import collective_kind
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.rewrite import Program, rewrite
+from chunkflow_compile.passes.verify import check, verify
+
+WEIGHT = "blocks.1.up.weight"
+
+
+def stack_program(layers: int = 4, **options: int) -> Program:
+    cut = cut_of(Stack(layers), torch.randn(4, 8))
+    return rewrite(cut, place(cut.problem, chunk_bytes=4096, **options))
+
+
+def ulysses_program() -> Program:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        cut = cut_of(UlyssesStack(), torch.randn(4, 32))
+    finally:
+        dist.destroy_process_group()
+    return rewrite(cut, place(cut.problem, chunk_bytes=4096))
+
+
+def mutated(program: Program, change: Callable[[Program], None]) -> Program:
+    copied = replace(program, module=copy.deepcopy(program.module))
+    change(copied)
+    return copied
+
+
+def find(program: Program, target: Any, weight: str) -> Node:
+    return next(n for n in program.module.graph.nodes if n.target is target and n.args[0] == weight)
+
+
+def reader(program: Program, weight: str) -> Node:
+    (placeholder,) = (n for n in program.module.graph.nodes if n.name == program.weight_inputs[weight])
+    return next(iter(placeholder.users))
+
+
+def remove_wait(program: Program) -> None:
+    program.module.graph.erase_node(find(program, WAIT, WEIGHT))
+
+
+def move_wait_behind_its_use(program: Program) -> None:
+    reader(program, WEIGHT).append(find(program, WAIT, WEIGHT))
+
+
+def move_wait_before_its_prefetch(program: Program) -> None:
+    find(program, PREFETCH, WEIGHT).prepend(find(program, WAIT, WEIGHT))
+
+
+def move_evict_before_the_last_use(program: Program) -> None:
+    reader(program, WEIGHT).prepend(find(program, EVICT, WEIGHT))
+
+
+def remove_evict(program: Program) -> None:
+    program.module.graph.erase_node(find(program, EVICT, WEIGHT))
+
+
+def never_prefetch_a_chunk(program: Program) -> None:
+    node = find(program, PREFETCH, WEIGHT)
+    node.args = (node.args[0], 1, *node.args[2:])
+
+
+def never_prefetch_a_weight(program: Program) -> None:
+    program.module.graph.erase_node(find(program, PREFETCH, WEIGHT))
+
+
+def prefetch_twice(program: Program) -> None:
+    node = find(program, PREFETCH, WEIGHT)
+    with program.module.graph.inserting_after(node):
+        program.module.graph.call_function(PREFETCH, node.args)
+
+
+def prefetch_over_a_live_weight(program: Program) -> None:
+    """Starts the copy of block 3's weight while block 1, whose slot it takes, still computes."""
+    early = find(program, PREFETCH, "blocks.3.up.weight")
+    reader(program, WEIGHT).prepend(early)
+    early.args = (*early.args[:3], 1)
+
+
+def prefetch_for_the_wrong_step(program: Program) -> None:
+    node = find(program, PREFETCH, WEIGHT)
+    node.args = (*node.args[:4], True)
+
+
+MUTATIONS: dict[Callable[[Program], None], str] = {
+    remove_wait: rf"{WEIGHT}: region_2 .* may read before .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=1\) -> wait",
+    move_wait_behind_its_use: rf"{WEIGHT}: region_2 .* may read before prefetch",
+    move_wait_before_its_prefetch: rf"{WEIGHT}: region_2 .* may read before prefetch",
+    move_evict_before_the_last_use: rf"{WEIGHT}: evict\('{WEIGHT}'\) .* comes before its reader region_2",
+    remove_evict: rf"{WEIGHT}: evicted 0 times in step 0",
+    never_prefetch_a_chunk: rf"{WEIGHT}: chunk 0 is prefetched 0 times for step 0",
+    never_prefetch_a_weight: rf"{WEIGHT}: chunk 0 is prefetched 0 times",
+    prefetch_twice: rf"{WEIGHT}: chunk 0 is prefetched 2 times",
+    prefetch_over_a_live_weight: r"blocks.3.up.weight: .* overwrites the slot of blocks.1.* while region_2 .* missing edge",
+    prefetch_for_the_wrong_step: rf"{WEIGHT}: prefetch.* overwrites the slot of {WEIGHT} .* while region_2",
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_rejects_a_mutated_program(mutation: Callable[[Program], None]) -> None:
+    program = stack_program()
+    verify(program)
+    broken = mutated(program, mutation)
+    violations = list(check(broken))
+    assert any(re.search(MUTATIONS[mutation], v) for v in violations), violations
+    with pytest.raises(ChunkflowError, match="not safe to run"):
+        verify(broken)
+
+
+def test_rejects_two_overlapping_slots() -> None:
+    program = stack_program()
+    offset = next(w.offset for w in program.plan.weights if w.name == "blocks.1.down.weight")
+    weights = tuple(replace(w, offset=offset) if w.name == WEIGHT else w for w in program.plan.weights)
+    broken = replace(program, plan=replace(program.plan, weights=weights))
+    assert any(re.search(f"overwrites the slot of .*{WEIGHT}|{WEIGHT}: .* overwrites", v) for v in check(broken))
+
+
+def test_rejects_a_slot_outside_the_arena_and_one_off_alignment() -> None:
+    program = stack_program()
+    small = replace(program, plan=replace(program.plan, arena_bytes=program.plan.arena_bytes - 256))
+    assert any("outside the arena" in v for v in check(small))
+    weights = tuple(replace(w, offset=w.offset + 16) if w.offset is not None else w for w in program.plan.weights)
+    assert any("not a multiple of 256" in v for v in check(replace(program, plan=replace(program.plan, weights=weights))))
+
+
+def test_rejects_a_swapped_pair_of_collectives() -> None:
+    program = ulysses_program()
+    verify(program)
+
+    def swap(copied: Program) -> None:
+        """v's all-to-all in front of k's: on another rank they would exchange each other's bytes."""
+        first, second = (n for n in copied.module.graph.nodes if n.name in ("all_to_all_single", "all_to_all_single_4"))
+        first.meta, second.meta = second.meta, first.meta
+
+    (violation,) = check(mutated(program, swap))
+    assert violation.startswith("collective 0 is all_to_all_single_4, but the traced graph has all_to_all_single there")
+
+
+def test_rejects_a_collective_moved_in_front_of_another() -> None:
+    program = ulysses_program()
+
+    def move(copied: Program) -> None:
+        collectives = [n for n in copied.module.graph.nodes if collective_kind(n) is not None]
+        collectives[0].prepend(collectives[1])
+
+    assert any("collective 0 is all_to_all_single_1" in v for v in check(mutated(program, move)))
+
+
+def test_rejects_regions_out_of_order() -> None:
+    program = stack_program()
+
+    def swap(copied: Program) -> None:
+        nodes = {n.name: n for n in copied.module.graph.nodes}
+        nodes["region_2"].append(nodes["region_1"])
+
+    assert any("region 1 is region_2" in v for v in check(mutated(program, swap)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    layers=st.integers(1, 6),
+    lookahead=st.integers(0, 9),
+    chunk=st.sampled_from([256, 1024, 4096, 1 << 20]),
+    group=st.sampled_from([1, 9000, 1 << 20]),
+)
+def test_accepts_every_plan_that_place_makes(layers: int, lookahead: int, chunk: int, group: int) -> None:
+    torch._dynamo.reset()
+    cut = cut_of(Stack(layers), torch.randn(4, 8), group_bytes=group)
+    plan = place(cut.problem, chunk_bytes=chunk, lookahead=lookahead)
+    verify(rewrite(cut, plan))
+    assert plan == type(plan).from_json(plan.to_json())
