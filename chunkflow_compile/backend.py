@@ -115,8 +115,6 @@ def _describe(index: int, parameter: nn.Parameter, model: ModelIndex, min_bytes:
             keep = "no module holds it"
         elif min_bytes is None or nbytes < min_bytes:
             keep = f"small: {nbytes} bytes"
-        elif "." not in names[0]:
-            keep = "held by the model's root: place it with offload(model) before compiling to stream it"
     return Parameter(index=index, names=names, keep=keep)
 
 

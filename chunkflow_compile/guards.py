@@ -28,7 +28,6 @@ class Guards:
         self._device = device
         self._handles: list[RemovableHandle] = []
         self._guarded: list[nn.Module] = []
-        self._forward: Any = None
         self._refusing: list[nn.Parameter] = []
 
     def add(self, homes: Iterable[Home]) -> None:
@@ -42,15 +41,31 @@ class Guards:
         for module in fresh.values():
             self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
             self._handles.append(module.register_load_state_dict_pre_hook(_write_host_copies))
-            if module is not self._root:
-                self._handles.append(module.register_forward_pre_hook(_refuse_eager_call))
+            # Dynamo traces a hook, inside the model's graph or as a frame of its own, so that it can tell the two apart.
+            self._handles.append(module.register_forward_pre_hook(_refuse_eager_call))
         self._guard_apply(fresh.values())
-        if id(self._root) in fresh:
-            self._guard_root_forward()
 
-    def watch_inputs(self) -> None:
-        """Refuses a call of the model with tensors on another device than its weights."""
-        self._handles.append(self._root.register_forward_pre_hook(_check_inputs(self._device), with_kwargs=True))
+    def watch_calls(self, homes: Callable[[], Iterable[Home]]) -> None:
+        """Refuses what would fail inside Dynamo with words of its own: inputs on another device, changed weights.
+
+        The hook is traced; what it finds is settled when the model is compiled, and the runner checks every step.
+        """
+
+        @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+        def changed() -> str:
+            try:
+                for home in homes():
+                    home.check(home.parameter)
+            except ChunkflowError as error:
+                return str(error)
+            return ""
+
+        def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+            if changed():
+                raise ChunkflowError(changed())
+            _check_inputs(self._device, module, args, kwargs)
+
+        self._handles.append(self._root.register_forward_pre_hook(check, with_kwargs=True))
 
     def remove(self) -> None:
         while self._handles:
@@ -62,9 +77,6 @@ class Guards:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 parameter.__dict__.pop(name, None)
         self._refusing.clear()
-        if self._forward is not None:
-            restore, self._forward = self._forward, None
-            restore()
 
     def _guard_apply(self, holding: Iterable[nn.Module]) -> None:
         """``.to()`` reaches parameters through ``_apply`` of every module; refuse in front of the first change."""
@@ -80,25 +92,6 @@ class Guards:
             return True
 
         visit(self._root)
-
-    def _guard_root_forward(self) -> None:
-        # A pre-hook of the root runs outside the compiled graph, in front of it, and cannot tell an eager call from a
-        # compiled one; what the graph is compiled from is forward.
-        root, own, forward = self._root, "forward" in self._root.__dict__, self._root.forward
-
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            _refuse_eager_call(root, args)
-            return forward(*args, **kwargs)
-
-        root.forward = guarded  # type: ignore[method-assign]
-
-        def restore() -> None:
-            if own:
-                root.forward = forward  # type: ignore[method-assign]
-            else:
-                del root.__dict__["forward"]
-
-        self._forward = restore
 
 
 class _GuardedApply:
@@ -172,16 +165,10 @@ def _write_host_copies(
         state[prefix + name] = parameter  # copying a parameter onto itself does nothing
 
 
-def _check_inputs(device: torch.device) -> Callable[..., None]:
-    def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        named = {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}
-        for name, value in named.items():
-            if isinstance(value, torch.Tensor) and value.dim() and value.device.type != device.type:
-                raise ChunkflowError(
-                    f"The weights of {type(module).__name__} are placed for {device}, but {name} is on {value.device}: move "
-                    f"it with .to({str(device)!r}), or place the model for {value.device} with offload(model, device)."
-                )
-
-    return check
-
-
+def _check_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    for name, value in {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}.items():
+        if isinstance(value, torch.Tensor) and value.dim() and value.device.type != device.type:
+            raise ChunkflowError(
+                f"The weights of {type(module).__name__} are placed for {device}, but {name} is on {value.device}: move "
+                f"it to {device}, or place the model for {value.device} with offload(model, device)."
+            )

@@ -16,7 +16,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 @dataclass(frozen=True)
 class ModelIndex:
-    """A model seen from its parameters.  ``root``: the smallest module that holds them all, None if none does.
+    """A model seen from its parameters.  ``root``: the module that was compiled, or else the smallest that holds them
+    all; None if none does.
 
     ``names``: id of a parameter -> its names.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
     block, where a block is an element of a ``ModuleList`` that lies in no other.
@@ -35,8 +36,8 @@ class ModelIndex:
 
     @staticmethod
     def around(parameters: Sequence[nn.Parameter]) -> ModelIndex:
-        """The index of the smallest module that holds all of ``parameters``."""
-        root = _smallest_holder(parameters)
+        """The index of the module that holds all of ``parameters``."""
+        root = _holder(parameters)
         return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root)
 
 
@@ -59,27 +60,28 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
             yield from _blocks(child, f"{prefix}{name}.")
 
 
-def _smallest_holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
+def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
     if not parameters:
         return None
     wanted = {id(p) for p in parameters}
     # type(), not isinstance(): asking a lazy proxy for its class could run anything.
-    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module) and not issubclass(type(o), OptimizedModule)]
+    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    compiled = {id(m._orig_mod) for m in modules if isinstance(m, OptimizedModule)}
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
-        for child in module._modules.values():
-            parents.setdefault(id(child), []).append(module)
-    holders = [m for m in modules if any(id(p) in wanted for p in m._parameters.values())]
+        if not isinstance(module, OptimizedModule):
+            for child in module._modules.values():
+                parents.setdefault(id(child), []).append(module)
+    todo = [m for m in modules if any(id(p) in wanted for p in m._parameters.values())]
     candidates: dict[int, nn.Module] = {}
-    todo = holders[:]
     while todo:
         module = todo.pop()
         if id(module) not in candidates:
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
-    sizes = [
-        (sum(1 for _ in module.modules()), position, module)
+    ranked = [
+        (id(module) not in compiled, isinstance(module, nn.ModuleList), sum(1 for _ in module.modules()), position, module)
         for position, module in enumerate(candidates.values())
         if wanted <= {id(p) for p in module.parameters()}
     ]
-    return min(sizes, default=(0, 0, None), key=lambda s: s[:2])[2]
+    return min(ranked, key=lambda r: r[:4])[4] if ranked else None

@@ -78,7 +78,7 @@ def offload(
     index = ModelIndex.of(root)
     weights = [(index.names[id(p)], p) for p in parameters if _bytes(p) >= min_bytes and why_not(p) is None]
     placement = Placement(root, target)
-    placement.guards.watch_inputs()
+    placement.guards.watch_calls(lambda: placement.store.homes)
     placement.move(weights)
     with torch.no_grad():
         for tensor in (*root.parameters(), *root.buffers()):

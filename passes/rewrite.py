@@ -120,7 +120,7 @@ class _Writer:
 
 
 def _identifier(name: str) -> str:
-    return re.sub(r"\W", "_", name)
+    return re.sub(r"\W|^(?=\d)", "_", name)
 
 
 def listing(module: GraphModule) -> str:

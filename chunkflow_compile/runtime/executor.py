@@ -181,8 +181,10 @@ class Executor:
             return self._call(node, lambda outputs: outputs)
         if node.op == "call_module":
             return self._call(node, self._regions[str(node.target)])
-        if is_wait_tensor(node) or collective_kind(node) is not None:
-            return partial(self._collective, node, self._call(node, node.target), not is_wait_tensor(node))
+        if collective_kind(node) is not None:
+            return partial(self._collective, node, self._call(node, node.target), True)
+        if is_wait_tensor(node):
+            return partial(self._collective, node.all_input_nodes[0], self._call(node, node.target), False)
         return self._call(node, node.target)
 
     def _prefetch(self, weight: str, first: int, end: int) -> _Issue:
@@ -241,6 +243,7 @@ class Executor:
         return read
 
     def _collective(self, node: Node, issue: _Issue, counts: bool, step: _Step) -> None:
+        """Issues a collective or its completion; ``node`` is the collective either way."""
         start = time.perf_counter()
         try:
             issue(step)
