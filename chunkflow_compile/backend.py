@@ -67,9 +67,8 @@ def chunkflow(
 
     # A hit in AOTAutograd's cache would return a compiled graph without calling compile_inference at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        return aot_module_simplified(
-            graph, example_inputs, fw_compiler=compile_inference, inference_compiler=compile_inference
-        )
+        compiler: Any = compile_inference
+        return aot_module_simplified(graph, example_inputs, fw_compiler=compiler, inference_compiler=compiler)
 
 
 def build_program(

@@ -114,7 +114,8 @@ class _GuardedApply:
                     f"{result.device} now: call chunkflow_compile.restore(model), convert, and offload again."
                 )
             break
-        return type(module)._apply(module, fn, recurse)
+        applied: nn.Module = type(module)._apply(module, fn, recurse)
+        return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ChunkflowError(
@@ -130,7 +131,7 @@ def _refuse_copies(home: Home) -> None:
             "state_dict(), which reads the host copy, or call chunkflow_compile.restore(model) first."
         )
 
-    home.parameter.__deepcopy__ = refuse  # type: ignore[attr-defined]
+    home.parameter.__deepcopy__ = refuse  # type: ignore[method-assign]
     home.parameter.__reduce_ex__ = refuse  # type: ignore[method-assign]
 
 

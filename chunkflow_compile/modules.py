@@ -80,7 +80,13 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
     ranked = [
-        (id(module) not in compiled, isinstance(module, nn.ModuleList), sum(1 for _ in module.modules()), position, module)
+        (
+            id(module) not in compiled,
+            isinstance(module, nn.ModuleList),
+            sum(1 for _ in module.modules()),
+            position,
+            module,
+        )
         for position, module in enumerate(candidates.values())
         if wanted <= {id(p) for p in module.parameters()}
     ]

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -59,8 +59,16 @@ class Options:
     def __post_init__(self) -> None:
         for name, allowed in (("policy", ("chunkflow", "resident")), ("lowering", ("inductor", "eager"))):
             if getattr(self, name) not in allowed:
-                raise ChunkflowError(f"Option {name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}.")
-        for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("lookahead", 0), ("group_bytes", 1), ("arena_bytes", 0)):
+                raise ChunkflowError(
+                    f"Option {name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}."
+                )
+        for name, least in (
+            ("min_bytes", 0),
+            ("chunk_bytes", 256),
+            ("lookahead", 0),
+            ("group_bytes", 1),
+            ("arena_bytes", 0),
+        ):
             value = getattr(self, name)
             if value is None and name == "arena_bytes":
                 continue

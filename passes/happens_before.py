@@ -14,7 +14,7 @@ from typing import Literal
 import networkx as nx
 from torch.fx import Node
 
-from .ops import EVICT, PREFETCH, WAIT
+from .ops import EVICT, WAIT, Prefetch, prefetch_of
 from .rewrite import Program
 
 StreamName = Literal["compute", "copy"]
@@ -74,9 +74,7 @@ class HappensBefore:
         """Vector clocks: a node -> the newest op of (compute, copy) that is behind it, itself included."""
         clocks: list[tuple[int, int]] = [(-1, -1)] * len(self.ops)
         for i in nx.topological_sort(self.graph):
-            compute, copy = (
-                max((clocks[p][s] for p in self.graph.predecessors(i)), default=-1) for s in (0, 1)
-            )
+            compute, copy = (max((clocks[p][s] for p in self.graph.predecessors(i)), default=-1) for s in (0, 1))
             clocks[i] = (compute, i) if self.ops[i].stream == "copy" else (i, copy)
         return clocks
 
@@ -85,26 +83,25 @@ def _unroll(program: Program, steps: int) -> Iterator[Op]:
     nodes = list(program.module.graph.nodes)
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     for node in nodes:  # the executor primes a cold start with what the step before would have prefetched
-        if node.target is PREFETCH and _next_step(node):
-            yield from _chunks(node, 0, PRIMING)
+        if (prefetch := prefetch_of(node)) is not None and prefetch.next_step:
+            yield from _chunks(prefetch, 0, PRIMING)
     for step in range(steps):
         opened: int | None = None
         for position, node in enumerate(nodes):
-            if node.target is PREFETCH:
-                window = int(node.args[3])
-                if window != opened:
-                    opened = window
-                    yield Op(step, position, "compute", "open", f"opening of window {window}")
-                yield from _chunks(node, position, step)
+            if (prefetch := prefetch_of(node)) is not None:
+                if prefetch.window != opened:
+                    opened = prefetch.window
+                    yield Op(step, position, "compute", "open", f"opening of window {opened}")
+                yield from _chunks(prefetch, position, step)
             elif node.op not in ("placeholder", "get_attr", "output"):
                 yield _compute(weights, node, position, step)
 
 
-def _chunks(node: Node, position: int, step: int) -> Iterator[Op]:
-    weight, first, end = str(node.args[0]), int(node.args[1]), int(node.args[2])
-    for chunk in range(first, end):
-        label = f"prefetch({weight!r}, chunk {chunk}, window={node.args[3]})"
-        serves = step + 1 if _next_step(node) else step
+def _chunks(prefetch: Prefetch, position: int, step: int) -> Iterator[Op]:
+    weight = prefetch.weight
+    for chunk in range(prefetch.first, prefetch.end):
+        label = f"prefetch({weight!r}, chunk {chunk}, window={prefetch.window})"
+        serves = step + 1 if prefetch.next_step else step
         yield Op(step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
 
 
@@ -114,7 +111,3 @@ def _compute(weights: Mapping[str, str], node: Node, position: int, step: int) -
         return Op(step, position, "compute", kind, f"{kind}({node.args[0]!r})", weight=str(node.args[0]))
     reads = tuple(weights[a.name] for a in node.all_input_nodes if a.op == "placeholder" and a.name in weights)
     return Op(step, position, "compute", "region" if node.op == "call_module" else "other", node.name, reads=reads)
-
-
-def _next_step(node: Node) -> bool:
-    return len(node.args) > 4 and bool(node.args[4])

@@ -15,7 +15,11 @@ error.  ``Library.define`` is used rather than ``custom_op``: an op of the latte
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
+from torch.fx import Node
 
 _LIBRARY = torch.library.Library("chunkflow", "DEF")
 _LIBRARY.define("prefetch(str weight, int first, int end, int window, bool next_step=False) -> ()")
@@ -35,3 +39,20 @@ for _op in (PREFETCH, WAIT, EVICT):
     _LIBRARY.impl(_op, _never_dispatched, "CompositeExplicitAutograd")
     # An op that returns () is dead code to torch.fx unless it is registered.
     torch.fx.has_side_effect(_op)
+
+
+@dataclass(frozen=True)
+class Prefetch:
+    """The arguments of a prefetch node: chunks ``[first, end)`` of ``weight``."""
+
+    weight: str
+    first: int
+    end: int
+    window: int
+    next_step: bool = False
+
+
+def prefetch_of(node: Node) -> Prefetch | None:
+    """What a node prefetches, None if it is no prefetch."""
+    arguments: Any = node.args
+    return Prefetch(*arguments) if node.target is PREFETCH else None

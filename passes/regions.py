@@ -111,7 +111,7 @@ class _Segments:
             if node in self.lazy:
                 continue
             if node.target is operator.getitem:
-                self.of[node] = self.of[node.args[0]]
+                self.of[node] = self.of[node.all_input_nodes[0]]
                 continue
             here = labels[node]
             fresh = {w: streamed[w] for w in self._weights(node) if w in streamed and w not in held}
@@ -135,10 +135,10 @@ class _Segments:
                 continue
             targets = {node: self._home_of_view(node, segment) for node in nodes}
             for node in nodes:
-                base = node.args[0]
+                base = node.all_input_nodes[0]
                 if base in targets:
                     targets[node] = targets[base]
-                elif isinstance(base, Node) and base in self.lazy:
+                elif base in self.lazy:
                     targets[node] = None
             if any(t is None and self._needed_at_top_level(n) for n, t in targets.items()):
                 continue
@@ -171,8 +171,8 @@ class _Segments:
 
     def _home_of_view(self, node: Node, segment: int) -> int | None:
         """The earlier segment that a view can move to, or None to repeat it in each region that reads it."""
-        base = node.args[0]
-        return self.of.get(base) if isinstance(base, Node) and self.of.get(base) != segment else None
+        home = self.of.get(node.all_input_nodes[0])
+        return home if home != segment else None
 
     def _needed_at_top_level(self, node: Node) -> bool:
         return any(self.is_top_level(user) for user in node.users)

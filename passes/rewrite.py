@@ -23,11 +23,10 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .ops import EVICT, PREFETCH, WAIT
+from .ops import EVICT, PREFETCH, WAIT, prefetch_of
 from .plan import Plan, WeightPlan
 from .problem import Problem
 from .regions import Cut, CutRegion
-
 
 # Key of a top-level node's meta: the name of its node in the source graph, by which verify knows collectives.
 SOURCE = "chunkflow_source"
@@ -146,10 +145,11 @@ def listing(module: GraphModule) -> str:
 
 
 def _transfer(node: Node) -> str:
-    if node.target is not PREFETCH:
+    prefetch = prefetch_of(node)
+    if prefetch is None:
         return f"{'wait' if node.target is WAIT else 'evict'}({node.args[0]!r})"
-    weight, first, end, window, *rest = node.args
-    return f"prefetch({weight!r}, chunks[{first}:{end}], window={window}{', next_step' if rest and rest[0] else ''})"
+    chunks = f"chunks[{prefetch.first}:{prefetch.end}]"
+    return f"prefetch({prefetch.weight!r}, {chunks}, window={prefetch.window}{', next_step' * prefetch.next_step})"
 
 
 def _shape(node: Node) -> str:

@@ -139,9 +139,7 @@ def _check_life(program: Program, order: HappensBefore, life: _Life) -> Iterator
                 )
 
 
-def _check_overlaps(
-    program: Program, order: HappensBefore, lives: dict[tuple[str, int], _Life]
-) -> Iterator[str]:
+def _check_overlaps(program: Program, order: HappensBefore, lives: dict[tuple[str, int], _Life]) -> Iterator[str]:
     by_name: dict[str, list[_Life]] = defaultdict(list)
     for (name, _), life in lives.items():
         by_name[name].append(life)

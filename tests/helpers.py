@@ -12,9 +12,9 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.discover import discover
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.passes.regions import Cut, cut
-from chunkflow_compile.passes.discover import discover
 
 
 def traced(model: nn.Module, *inputs: torch.Tensor) -> tuple[GraphModule, list[nn.Parameter], ModelIndex]:

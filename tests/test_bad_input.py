@@ -102,8 +102,14 @@ def test_a_graph_break_is_refused(no_grad: None) -> None:
     ("change", "sentence"),
     [
         (lambda p: setattr(p, "data", torch.zeros(64, 32)), r"blocks.0.up.weight was given new storage after offload"),
-        (lambda p: setattr(p, "data", empty(64, 32, torch.float64)), r"blocks.0.up.weight became torch.float64\[64, 32\]"),
-        (lambda p: setattr(p, "data", empty(32, 32, torch.float32)), r"blocks.0.up.weight became torch.float32\[32, 32\]"),
+        (
+            lambda p: setattr(p, "data", empty(64, 32, torch.float64)),
+            r"blocks.0.up.weight became torch.float64\[64, 32\]",
+        ),
+        (
+            lambda p: setattr(p, "data", empty(32, 32, torch.float32)),
+            r"blocks.0.up.weight became torch.float32\[32, 32\]",
+        ),
     ],
     ids=["moved", "converted", "resized"],
 )

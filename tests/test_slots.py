@@ -24,7 +24,9 @@ def test_weights_alive_together_never_share_bytes(case: tuple[list[Lifetime], in
         assert at % ALIGNMENT == 0
         assert at + a.nbytes <= arena
         for b, bt in list(zip(lives, offsets, strict=True))[i + 1 :]:
-            alive = {(a.start + k) % windows for k in range(a.length)} & {(b.start + k) % windows for k in range(b.length)}
+            alive = {(a.start + k) % windows for k in range(a.length)} & {
+                (b.start + k) % windows for k in range(b.length)
+            }
             assert bool(alive) == meet(a, b, windows)
             assert not alive or at + a.nbytes <= bt or bt + b.nbytes <= at
 

@@ -47,7 +47,9 @@ class Tied(nn.Module):
 
 class TestSnapshots(TestCase):
     def test_no_collectives(self) -> None:
-        self.assertExpectedInline(body(cut_of(Stack(), torch.randn(4, 8)), lookahead=1), """\
+        self.assertExpectedInline(
+            body(cut_of(Stack(), torch.randn(4, 8)), lookahead=1),
+            """\
 # embed.weight: slot 16384, 1 chunks
 # embed.bias: slot 17408, 1 chunks
 # blocks.0.up.weight: slot 0, 2 chunks
@@ -89,7 +91,8 @@ addmm_1 = region_3[0]: float32[4, 8]
 evict('head.weight')
 evict('head.bias')
 return (addmm_1,)
-""")
+""",
+        )
 
     def test_ulysses_2_on_a_fake_process_group(self) -> None:
         dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -97,7 +100,9 @@ return (addmm_1,)
             cut = cut_of(UlyssesStack(), torch.randn(4, 32))
         finally:
             dist.destroy_process_group()
-        self.assertExpectedInline(body(cut, lookahead=1), """\
+        self.assertExpectedInline(
+            body(cut, lookahead=1),
+            """\
 # blocks.0.qkv.weight: slot 4096, 3 chunks
 # blocks.0.out.weight: slot 0, 1 chunks
 # blocks.1.qkv.weight: slot 4096, 3 chunks
@@ -159,11 +164,14 @@ region_9 = lowered_4(wait_tensor_7, blocks_1_out_weight, add)
 add_1 = region_9[0]: float32[4, 32]
 evict('blocks.1.out.weight')
 return (add_1,)
-""")
+""",
+        )
 
     def test_a_small_weight_stays_resident(self) -> None:
         cut = cut_of(Stack(layers=1), torch.randn(4, 8), min_bytes=2048)
-        self.assertExpectedInline(body(cut, lookahead=1), """\
+        self.assertExpectedInline(
+            body(cut, lookahead=1),
+            """\
 # blocks.0.up.weight: slot 0, 2 chunks
 # blocks.0.down.weight: slot 8192, 2 chunks
 # embed.weight: resident (small)
@@ -183,10 +191,13 @@ evict('blocks.0.down.weight')
 region_2 = lowered_2(head_weight, head_bias, add)
 addmm_1 = region_2[0]: float32[4, 8]
 return (addmm_1,)
-""")
+""",
+        )
 
     def test_a_tied_weight_stays_resident(self) -> None:
-        self.assertExpectedInline(body(cut_of(Tied(), torch.randn(4, 8)), lookahead=1), """\
+        self.assertExpectedInline(
+            body(cut_of(Tied(), torch.randn(4, 8)), lookahead=1),
+            """\
 # blocks.0.weight: slot 0, 1 chunks
 # blocks.1.weight: slot 4096, 1 chunks
 # embed.weight: resident (tied: also head.weight)
@@ -205,4 +216,5 @@ evict('blocks.1.weight')
 region_3 = lowered_2(mm_2, embed_weight)
 mm_3 = region_3[0]: float32[4, 8]
 return (mm_3,)
-""")
+""",
+        )

@@ -104,7 +104,7 @@ def prefetch_for_the_wrong_step(program: Program) -> None:
 
 
 MUTATIONS: dict[Callable[[Program], None], str] = {
-    remove_wait: rf"{WEIGHT}: region_2 .* may read before .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=1\) -> wait",
+    remove_wait: rf"{WEIGHT}: region_2 .* may read .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=1\) -> wait",
     move_wait_behind_its_use: rf"{WEIGHT}: region_2 .* may read before prefetch",
     move_wait_before_its_prefetch: rf"{WEIGHT}: region_2 .* may read before prefetch",
     move_evict_before_the_last_use: rf"{WEIGHT}: evict\('{WEIGHT}'\) .* comes before its reader region_2",
@@ -112,7 +112,7 @@ MUTATIONS: dict[Callable[[Program], None], str] = {
     never_prefetch_a_chunk: rf"{WEIGHT}: chunk 0 is prefetched 0 times for step 0",
     never_prefetch_a_weight: rf"{WEIGHT}: chunk 0 is prefetched 0 times",
     prefetch_twice: rf"{WEIGHT}: chunk 0 is prefetched 2 times",
-    prefetch_over_a_live_weight: r"blocks.3.up.weight: .* overwrites the slot of blocks.1.* while region_2 .* missing edge",
+    prefetch_over_a_live_weight: r"blocks.3.up.weight: .* overwrites .* blocks.1.* while region_2 .* missing edge",
     prefetch_for_the_wrong_step: rf"{WEIGHT}: prefetch.* overwrites the slot of {WEIGHT} .* while region_2",
 }
 
@@ -141,7 +141,9 @@ def test_rejects_a_slot_outside_the_arena_and_one_off_alignment() -> None:
     small = replace(program, plan=replace(program.plan, arena_bytes=program.plan.arena_bytes - 256))
     assert any("outside the arena" in v for v in check(small))
     weights = tuple(replace(w, offset=w.offset + 16) if w.offset is not None else w for w in program.plan.weights)
-    assert any("not a multiple of 256" in v for v in check(replace(program, plan=replace(program.plan, weights=weights))))
+    assert any(
+        "not a multiple of 256" in v for v in check(replace(program, plan=replace(program.plan, weights=weights)))
+    )
 
 
 def test_rejects_a_swapped_pair_of_collectives() -> None:

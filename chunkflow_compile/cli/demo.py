@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 from tqdm import tqdm
 
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_model
@@ -80,11 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.layers < 1 or arguments.steps < 1:
         raise ChunkflowError("--layers and --steps must be at least 1.")
     dump = arguments.dump or tempfile.mkdtemp(prefix="chunkflow-demo-")
+    _check_writable(Path(dump), arguments.json)
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(arguments.layers, arguments.steps, dump, folder)
         try:
-            torch.multiprocessing.spawn(_rank, (job,), nprocs=DEGREE)
-        except torch.multiprocessing.ProcessRaisedException as error:
+            spawn(_rank, (job,), nprocs=DEGREE)
+        except ProcessRaisedException as error:
             raise ChunkflowError(f"A rank of the demo failed: {error}") from error
         ranks = [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(DEGREE)]
     record = Record(
@@ -92,14 +94,23 @@ def run(arguments: argparse.Namespace) -> int:
         degree=DEGREE,
         arms={name: _summary([rank[name] for rank in ranks], name) for name in OPTIONS},
     )
-    collectives = {name: {"collectives a step": ranks[0][name].measurements[-1].collectives} for name in OPTIONS}
-    column = {"collectives a step": {name: cells["collectives a step"] for name, cells in collectives.items()}}
+    column = {"collectives a step": {name: ranks[0][name].measurements[-1].collectives for name in OPTIONS}}
     print(f"{record.model}; Ulysses degree {DEGREE}, {arguments.steps} steps, medians of the slowest rank\n")
     print(table(record, column))
     print(f"\nprogram: {_program(Path(dump))}")
     if arguments.json:
         record.write(arguments.json)
     return 0 if all(arm.equal_to_resident for arm in record.arms.values()) else 1
+
+
+def _check_writable(dump: Path, record: str | None) -> None:
+    """Before a minute of work, not behind it."""
+    try:
+        dump.mkdir(parents=True, exist_ok=True)
+        if record is not None:
+            Path(record).open("a").close()
+    except OSError as error:
+        raise ChunkflowError(f"The results cannot be written: {error}. Give another path.") from error
 
 
 def _program(dump: Path) -> Path:
@@ -174,7 +185,7 @@ def _denoise(
     compiled: dict[str, Any], inputs: dict[str, Any], steps: int, progress: Any
 ) -> tuple[dict[str, list[float]], dict[str, bool]]:
     """Euler steps of a flow from noise; each arm on latents of its own, which stay equal as long as the outputs are."""
-    latents = {name: inputs["hidden_states"] for name in compiled}
+    latents = dict.fromkeys(compiled, inputs["hidden_states"])
     times: dict[str, list[float]] = {name: [] for name in compiled}
     equal = dict.fromkeys(compiled, True)
     order = random.Random(0)  # the same on every rank: the arms' collectives must meet

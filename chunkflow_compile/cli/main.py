@@ -15,7 +15,8 @@ COMMANDS = (demo,)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.  Returns 0 if all is well, 1 on a finding, 2 on bad use."""
     parser = argparse.ArgumentParser(
-        prog="chunkflow", description="Runs diffusion transformers that do not fit the GPU: weights stream from host memory."
+        prog="chunkflow",
+        description="Runs diffusion transformers that do not fit the GPU: weights stream from host memory.",
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for command in COMMANDS:

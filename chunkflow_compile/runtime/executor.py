@@ -24,7 +24,7 @@ from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.discover import collective_kind, is_wait_tensor
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import WeightPlan
 from chunkflow_compile.passes.rewrite import SOURCE, Program
 
@@ -158,18 +158,19 @@ class Executor:
             if node.op == "placeholder":
                 continue
             issue = self._issue(module, node)
-            if node.target is PREFETCH:
-                if len(node.args) > 4 and node.args[4]:
+            if (prefetch := prefetch_of(node)) is not None:
+                if prefetch.next_step:
                     self._priming.append(issue)
-                if node.args[3] != opened:
+                if prefetch.window != opened:
                     issue = partial(self._open, issue)
-                opened = node.args[3]
+                opened = prefetch.window
             # The outputs themselves stay: the caller takes them.
             yield issue, () if node.op == "output" else tuple(release.get(node, ()))
 
     def _issue(self, module: GraphModule, node: Node) -> _Issue:
-        if node.target is PREFETCH:
-            return self._prefetch(str(node.args[0]), int(node.args[1]), int(node.args[2]))
+        function: Any = node.target
+        if (prefetch := prefetch_of(node)) is not None:
+            return self._prefetch(prefetch)
         if node.target is WAIT:
             return partial(self._wait, self._arrival[str(node.args[0])])
         if node.target is EVICT:
@@ -182,14 +183,15 @@ class Executor:
         if node.op == "call_module":
             return self._call(node, self._regions[str(node.target)])
         if collective_kind(node) is not None:
-            return partial(self._collective, node, self._call(node, node.target), True)
+            return partial(self._collective, node, self._call(node, function), True)
         if is_wait_tensor(node):
-            return partial(self._collective, node.all_input_nodes[0], self._call(node, node.target), False)
-        return self._call(node, node.target)
+            return partial(self._collective, node.all_input_nodes[0], self._call(node, function), False)
+        return self._call(node, function)
 
-    def _prefetch(self, weight: str, first: int, end: int) -> _Issue:
+    def _prefetch(self, prefetch: Prefetch) -> _Issue:
+        weight = prefetch.weight
         slot, host, size = self.binding.slots[weight], self.binding.hosts[weight], self.program.plan.chunk_bytes
-        parts = [slice(chunk * size, (chunk + 1) * size) for chunk in range(first, end)]
+        parts = [slice(chunk * size, (chunk + 1) * size) for chunk in range(prefetch.first, prefetch.end)]
         copies = [partial(self._copy, slot[part], host[part]) for part in parts]
         nbytes = sum(host[part].numel() for part in parts)
         arrival, stream = self._arrival[weight], self.device.copy

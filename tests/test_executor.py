@@ -1,0 +1,177 @@
+"""The executor on real threads: nothing read too early, nothing overwritten too soon, failures survived."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+
+from chunkflow_compile import ChunkflowError, programs, restore
+from chunkflow_compile.runtime.device import HostEvent, HostStream, ThreadStream
+from chunkflow_compile.runtime.runner import Runner
+
+
+def streaming(layers: int = 6) -> tuple[Stack, Stack, torch.nn.Module, Runner]:
+    torch.manual_seed(0)
+    model = Stack(layers).eval()
+    twin = Stack(layers).eval()
+    twin.load_state_dict(model.state_dict())
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager"})
+    run(torch.randn(4, 8))
+    return model, twin, run, programs(model)[0]
+
+
+def slow_copies(runner: Runner, seconds: float) -> None:
+    copy = runner.executor.device.copy_bytes
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(seconds)
+        copy(target, source)
+
+    runner.executor.device.copy_bytes = slow
+
+
+def test_compute_waits_for_slow_copies(no_grad: None) -> None:
+    _, twin, run, runner = streaming()
+    slow_copies(runner, 0.003)
+    for _ in range(4):
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+    measured = runner.measurements[-1]
+    assert measured.exposed_h2d_s > 0.5 * 0.003 * sum(runner.plan.chunks(w) for w in runner.plan.streamed)
+    assert measured.exposed_h2d_s < measured.step_s
+
+
+def test_without_its_waits_the_program_computes_something_else(no_grad: None) -> None:
+    """The race test can fail: with arrivals ignored and copies slow, outputs are wrong."""
+    _, twin, run, runner = streaming()
+    slow_copies(runner, 0.003)
+    runner.executor.device.compute.wait = lambda event: 0.0
+    for slot in runner.executor.binding.slots.values():
+        slot.fill_(255)
+    x = torch.randn(4, 8)
+    assert not torch.equal(run(x), twin(x))
+
+
+def test_without_window_openings_a_copy_overwrites_a_weight_in_use(no_grad: None) -> None:
+    """The race test can fail: let copies run ahead of their windows, and they land in slots still to be read."""
+    _, twin, run, runner = streaming()
+    executor, x = runner.executor, torch.randn(4, 8)
+    assert torch.equal(run(x), twin(x))
+    instructions = list(executor._instructions)
+    prefetches = [entry for entry in instructions if "_prefetch" in repr(entry[0])]
+    assert len(prefetches) == len(runner.plan.streamed)
+    rest = [entry for entry in instructions if entry not in prefetches]
+    executor._instructions = [*prefetches, (lambda step: executor.device.copy.synchronize(), ()), *rest]
+    assert not torch.equal(run(x), twin(x))
+
+
+def test_a_failed_copy_is_an_error_and_the_next_step_is_right(no_grad: None) -> None:
+    model, twin, run, runner = streaming()
+    copy = runner.executor.device.copy_bytes
+    failing = iter([True])
+
+    def fail_once(target: torch.Tensor, source: torch.Tensor) -> None:
+        if next(failing, False):
+            raise OSError("the link is down")
+        copy(target, source)
+
+    runner.executor.device.copy_bytes = fail_once
+    with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
+        for _ in range(2):  # the wrap-around copies of a step are first waited for in the next
+            run(torch.randn(4, 8))
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+    restore(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_step_that_raises_midway_leaves_the_next_one_right(no_grad: None) -> None:
+    _, twin, run, runner = streaming()
+    executor = runner.executor
+    whole = executor._instructions[:]
+
+    def interrupt(step: object) -> None:
+        raise KeyboardInterrupt
+
+    executor._instructions[len(whole) // 2] = (interrupt, ())
+    with pytest.raises(KeyboardInterrupt):
+        run(torch.randn(4, 8))
+    executor._instructions[:] = whole
+    x = torch.randn(4, 8)
+    assert torch.equal(run(x), twin(x))
+    assert runner.measurements[-1].moved_bytes == runner.plan.moved_bytes
+
+
+def test_two_threads_take_turns(no_grad: None) -> None:
+    _, twin, run, runner = streaming()
+    slow_copies(runner, 0.001)
+    inputs = [torch.randn(4, 8) for _ in range(8)]
+    outputs: dict[int, torch.Tensor] = {}
+
+    def work(half: int) -> None:
+        with torch.no_grad():
+            for i in range(half, 8, 2):
+                outputs[i] = run(inputs[i])
+
+    threads = [threading.Thread(target=work, args=(half,)) for half in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(outputs[i], twin(x)) for i, x in enumerate(inputs))
+
+
+def test_values_are_released_at_their_last_use(no_grad: None) -> None:
+    _, _, run, runner = streaming()
+    alive: list[int] = []
+    regions = runner.executor._regions
+    seen: list[object] = []
+
+    def spy(function: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: torch.Tensor) -> object:
+            outputs = function(*args)
+            import weakref
+
+            seen.extend(weakref.ref(o) for o in outputs)
+            alive.append(sum(r() is not None for r in seen))
+            return outputs
+
+        return call
+
+    runner.executor._regions = {n: spy(f) for n, f in regions.items()}
+    runner.executor._priming.clear()
+    runner.executor._instructions = list(runner.executor._prepare(runner.program.module))
+    run(torch.randn(4, 8))
+    assert max(alive) <= 2, "a region's input and output, no older activation"
+
+
+def test_an_event_waits_for_the_mark_that_was_newest_when_wait_was_called() -> None:
+    log: list[str] = []
+    gate = threading.Event()
+    copy, event, compute = ThreadStream("test"), HostEvent(), HostStream()
+    compute.wait(event)  # no mark yet: nothing to wait for, as on CUDA
+    copy.run(lambda: gate.wait() and None)
+    copy.run(lambda: log.append("copied"))
+    copy.record(event)
+    threading.Timer(0.02, gate.set).start()
+    assert compute.wait(event) > 0.01
+    log.append("read")
+    assert log == ["copied", "read"]
+    compute.record(event)
+    compute.wait(event)
+    copy.close()
+
+
+def test_the_copy_thread_ends_with_restore(no_grad: None) -> None:
+    model, *_ = streaming()
+    copying = [t for t in threading.enumerate() if t.name == "chunkflow-copy"]
+    assert copying
+    restore(model)
+    assert not any(t.is_alive() for t in copying[-1:])

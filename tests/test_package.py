@@ -1,0 +1,54 @@
+"""The wheel, in an environment of its own: the backend needs no import, passes are importable."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+IN_THE_NEW_ENVIRONMENT = """
+import sys, torch
+assert "chunkflow" in torch._dynamo.list_backends(), torch._dynamo.list_backends()
+assert "chunkflow_compile" not in sys.modules, "the backend is found by its entry point, not by an import"
+import chunkflow_compile, chunkflow_compile.passes.verify, importlib.util
+assert "torch" in sys.modules and "diffusers" not in sys.modules
+assert importlib.util.find_spec("passes") is None, "the top-level name belongs to the user"
+model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).eval()
+x = torch.randn(2, 64)
+with torch.no_grad():
+    expected = model(x)
+    run = torch.compile(model, backend="chunkflow", options={"min_bytes": 4096, "lowering": "eager"})
+    torch.testing.assert_close(run(x), expected)
+(runner,) = chunkflow_compile.programs(model)
+assert runner.measurements[0].moved_bytes == 64 * 64 * 4
+print(chunkflow_compile.passes.verify.__file__)
+"""
+
+
+def test_the_wheel_brings_the_backend_and_the_passes(tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(build, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("chunkflow_compile-*.whl")
+    environment = tmp_path / "env"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    python = environment / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    # torch and the other dependencies come from here by path: a .pth file brings modules, not the editable install.
+    site = next((environment / "lib").glob("python*")) / "site-packages"
+    (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    done = subprocess.run(
+        [python, "-c", IN_THE_NEW_ENVIRONMENT], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).is_relative_to(site)
+
+
+def test_importing_the_package_is_light() -> None:
+    code = "import sys, chunkflow_compile; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
