@@ -27,7 +27,8 @@ class Guards:
         self._root = root
         self._device = device
         self._handles: list[RemovableHandle] = []
-        self._guarded: list[nn.Module] = []
+        self._holding: dict[int, nn.Module] = {}  # by id: they hold offloaded parameters, and have hooks
+        self._above: dict[int, nn.Module] = {}  # by id: those and the modules around them, whose _apply is guarded
         self._refusing: list[nn.Parameter] = []
 
     def add(self, homes: Iterable[Home]) -> None:
@@ -37,13 +38,14 @@ class Guards:
         for home in homes:
             _refuse_copies(home)
             self._refusing.append(home.parameter)
-        fresh = {id(m): m for modules in holding.values() for m in modules if m not in self._guarded}
+        fresh = {id(m): m for modules in holding.values() for m in modules if id(m) not in self._holding}
+        self._holding.update(fresh)
         for module in fresh.values():
             self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
             self._handles.append(module.register_load_state_dict_pre_hook(_write_host_copies))
             # Dynamo traces a hook, inside the model's graph or as a frame of its own, so that it can tell the two apart.
             self._handles.append(module.register_forward_pre_hook(_refuse_eager_call))
-        self._guard_apply(fresh.values())
+        self._guard_apply()
 
     def watch_calls(self, homes: Callable[[], Iterable[Home]]) -> None:
         """Refuses what would fail inside Dynamo with words of its own: inputs on another device, changed weights.
@@ -70,25 +72,25 @@ class Guards:
     def remove(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        for module in self._guarded:
+        for module in self._above.values():
             module.__dict__.pop("_apply", None)
-        self._guarded.clear()
+        self._above.clear()
+        self._holding.clear()
         for parameter in self._refusing:
             for name in ("__deepcopy__", "__reduce_ex__"):
                 parameter.__dict__.pop(name, None)
         self._refusing.clear()
 
-    def _guard_apply(self, holding: Iterable[nn.Module]) -> None:
+    def _guard_apply(self) -> None:
         """``.to()`` reaches parameters through ``_apply`` of every module; refuse in front of the first change."""
-        inside = {id(m) for m in holding}
 
         def visit(module: nn.Module) -> bool:
             below = [visit(child) for child in module.children()]  # a list: visit all of them
-            if not (id(module) in inside or any(below)):
+            if not (id(module) in self._holding or any(below)):
                 return False
-            if module not in self._guarded:
+            if id(module) not in self._above:
                 module.__dict__["_apply"] = _GuardedApply(module)
-                self._guarded.append(module)
+                self._above[id(module)] = module
             return True
 
         visit(self._root)

@@ -1,9 +1,9 @@
 """Discover: which inputs of an ATen inference graph are weights, where they are read, which nodes are collectives.
 
 Contract
-    On entry: an ATen inference graph of AOTAutograd; every placeholder's ``meta["desc"]`` is a ``PlainAOTInput``.
+    On entry: an ATen inference graph of AOTAutograd; every placeholder says in ``meta["desc"]`` which input it is.
     Reads only.  Parameters are found by the index of their input, never by the name of a node.
-    Errors rather than guesses: an unknown op of a collective namespace, an input that is not plain, a symbolic size.
+    Errors rather than guesses: an unknown op of a collective namespace, a streamed weight that is no plain input.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
 from torch.fx import GraphModule, Node
 
 from .errors import ChunkflowError
@@ -57,7 +58,7 @@ class Discovery:
 
 def discover(graph: GraphModule, parameters: Sequence[Parameter]) -> Discovery:
     """Finds weights, their readers and the collectives of ``graph``."""
-    by_index = {p.index: p for p in parameters}
+    by_index: dict[int | None, Parameter] = {p.index: p for p in parameters}
     weights: list[DiscoveredWeight] = []
     views: dict[Node, Node] = {}
     for node in graph.graph.nodes:
@@ -65,6 +66,9 @@ def discover(graph: GraphModule, parameters: Sequence[Parameter]) -> Discovery:
             continue
         parameter = by_index.get(_input_index(node))
         if parameter is None:
+            continue
+        if not isinstance(node.meta["desc"], PlainAOTInput):
+            _refuse_to_lose(parameter, node)
             continue
         readers, chain = _readers(node)
         if not readers:
@@ -123,14 +127,21 @@ def nbytes(node: Node) -> int:
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
-def _input_index(node: Node) -> int:
-    index = getattr(node.meta.get("desc"), "idx", None)
-    if not isinstance(index, int):
+def _input_index(node: Node) -> int | None:
+    """The input of the Dynamo graph that a placeholder comes from, None if it comes from several."""
+    desc = node.meta.get("desc")
+    while desc is not None and not isinstance(getattr(desc, "idx", None), int):
+        desc = getattr(desc, "base", None)
+    return None if desc is None else int(desc.idx)
+
+
+def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
+    """A part of a tensor subclass, or memory that inputs share: it stays where it is, so it must be there."""
+    if parameter.keep is None:
         raise ChunkflowError(
-            f"Input {node.name} of the traced graph is {node.meta.get('desc')!r}, not a plain input: a parameter that "
-            "is a tensor subclass or shares memory with another input cannot be streamed; unwrap it first."
+            f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it cannot "
+            "be streamed: a view of it is an input too, or it is a tensor subclass. Raise min_bytes above its size."
         )
-    return index
 
 
 def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:

@@ -220,3 +220,59 @@ def test_two_arms_on_one_model_agree(no_grad: None) -> None:
     assert torch.equal(streamed(**inputs)[0], first)
     assert torch.equal(resident(**inputs)[0], first)
     assert [p.plan.policy for p in programs(model)] == ["resident", "chunkflow"]
+
+
+class Corners(nn.Module):
+    """What a graph may hold besides Linear layers: a convolution in channels_last, a buffer that changes, constants."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(16, 32, 3, padding=1, dtype=dtype).to(memory_format=torch.channels_last)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64, dtype=dtype) for _ in range(3)])
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        self.calls.add_(1)
+        x = self.conv(x).flatten(1).unflatten(1, (-1, 64)) * torch.tensor(2.0)
+        for block in self.blocks:
+            x = block(x)
+        return x, x + torch.arange(64), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inference", [False, True])
+def test_dtypes_strides_buffers_and_constants(dtype: torch.dtype, inference: bool) -> None:
+    model, twin = Corners(dtype).eval(), Corners(dtype).eval()
+    run = compiled(model)
+    with torch.inference_mode() if inference else torch.no_grad():
+        for call in range(3):
+            x = torch.randn(1, 16, 8, 8, dtype=dtype)
+            first, second, nothing = run(x)
+            torch.testing.assert_close(first, twin(x)[0], rtol=2e-2, atol=2e-2)
+            assert second.shape == first.shape and nothing is None
+            assert model.calls == call + 1
+    (runner,) = programs(model)
+    assert {w.name for w in runner.plan.streamed} == {"conv.weight", *(f"blocks.{i}.weight" for i in range(3))}
+    restore(model)
+    assert all(torch.equal(p, q) and p.stride() == q.stride() for p, q in zip(model.parameters(), twin.parameters()))
+
+
+def test_a_tensor_subclass_stays_on_the_device(no_grad: None) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)).eval()
+        data = model[0].weight.data
+        model[0].weight = nn.Parameter(TwoTensor(data, data.clone()))
+        return model
+
+    model, x = make(), torch.randn(4, 64)
+    run = compiled(model)
+    expected = x @ model[0].weight.a.t() @ model[1].weight.t()
+    for _ in range(2):
+        out = run(x)
+        torch.testing.assert_close(out.a if isinstance(out, TwoTensor) else out, expected)
+    (runner,) = programs(model)
+    assert [w.name for w in runner.plan.streamed] == ["1.weight"]

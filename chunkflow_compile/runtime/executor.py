@@ -10,7 +10,6 @@ What orders a copy against compute, and nothing else does:
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -63,7 +62,7 @@ _Issue = Callable[[_Step], None]
 
 
 class Executor:
-    """Runs a program on a device.  One call at a time: a second thread waits for the first."""
+    """Runs a program on a device, one step at a time: its caller keeps a second thread out."""
 
     def __init__(
         self, program: Program, regions: Mapping[str, Callable[..., Sequence[Any]]], device: Device, binding: Binding
@@ -78,7 +77,6 @@ class Executor:
         self._arrival = {w.name: device.event() for w in program.plan.streamed}
         self._writes: dict[str, None] = {}  # streamed weights in the order of their newest prefetch
         self._primed = False
-        self._lock = threading.Lock()
         self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
@@ -90,31 +88,30 @@ class Executor:
 
         Raises ChunkflowError if a copy or a collective fails; the next call starts cold.
         """
-        with self._lock:
-            start = time.perf_counter()
-            values = self.binding.values
-            inputs = [a if w is None else values[w] for a, w in zip(args, self._inputs, strict=True)]
-            step = _Step(inputs + [None] * (len(self._number) - len(inputs)))
-            try:
-                primed = 0 if self._primed else self._prime()
-                for issue, release in self._instructions:
-                    issue(step)
-                    for number in release:
-                        step.env[number] = None
-            except BaseException:
-                self.forget()
-                raise
-            self.measurements.append(
-                StepMeasurement(
-                    step_s=time.perf_counter() - start,
-                    exposed_h2d_s=step.exposed_s,
-                    collective_s=step.collective_s,
-                    collectives=step.collectives,
-                    moved_bytes=step.moved,
-                    primed_bytes=primed,
-                )
+        start = time.perf_counter()
+        values = self.binding.values
+        inputs = [a if w is None else values[w] for a, w in zip(args, self._inputs, strict=True)]
+        step = _Step(inputs + [None] * (len(self._number) - len(inputs)))
+        try:
+            primed = 0 if self._primed else self._prime()
+            for issue, release in self._instructions:
+                issue(step)
+                for number in release:
+                    step.env[number] = None
+        except BaseException:
+            self.forget()
+            raise
+        self.measurements.append(
+            StepMeasurement(
+                step_s=time.perf_counter() - start,
+                exposed_h2d_s=step.exposed_s,
+                collective_s=step.collective_s,
+                collectives=step.collectives,
+                moved_bytes=step.moved,
+                primed_bytes=primed,
             )
-            return step.env[-1]
+        )
+        return step.env[-1]
 
     def forget(self) -> None:
         """Waits for work in flight and drops what the copies brought: the next step starts cold."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,7 @@ class Runner:
         self._device = device
         self._place = place
         self._bound: _Bound | None = None
+        self._lock = threading.RLock()
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
@@ -70,10 +72,11 @@ class Runner:
     def __call__(self, args: list[Any]) -> Any:
         inputs = list(args)
         args.clear()
-        if self._bound is None:
-            self._bound = self._bind(inputs)
-        self._check(self._bound, inputs)
-        return self._bound.executor.run(inputs)
+        with self._lock:  # a second thread waits for the first to end its step
+            if self._bound is None:
+                self._bound = self._bind(inputs)
+            self._check(self._bound, inputs)
+            return self._bound.executor.run(inputs)
 
     def unbind(self) -> None:
         """Frees arena and streams; the next call binds again."""
