@@ -16,7 +16,7 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx import GraphModule
 
-from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.lowering.lower import lower_regions, warm_up
 from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.discover import discover
@@ -55,6 +55,7 @@ def chunkflow(
     placed = placement_around(list(found.values()))
     index = ModelIndex.around(list(found.values())) if placed is None else ModelIndex.of(placed.root)
     device = _device(found, example_inputs)
+    warm_up(chosen.lowering, device)
     min_bytes = chosen.min_bytes if placed is None else None
     parameters = [_describe(i, p, index, min_bytes) for i, p in found.items()]
 

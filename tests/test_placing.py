@@ -255,7 +255,10 @@ def test_dtypes_strides_buffers_and_constants(dtype: torch.dtype, inference: boo
     (runner,) = programs(model)
     assert {w.name for w in runner.plan.streamed} == {"conv.weight", *(f"blocks.{i}.weight" for i in range(3))}
     restore(model)
-    assert all(torch.equal(p, q) and p.stride() == q.stride() for p, q in zip(model.parameters(), twin.parameters()))
+    assert all(
+        torch.equal(p, q) and p.stride() == q.stride()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
 
 
 def test_a_tensor_subclass_stays_on_the_device(no_grad: None) -> None:
