@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.aot_autograd import aot_module_simplified
 from torch.fx import GraphModule
 
 from chunkflow_compile.lowering.lower import lower_regions, warm_up
@@ -26,10 +25,11 @@ from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.passes.regions import cut
 from chunkflow_compile.passes.rewrite import Program, rewrite
 from chunkflow_compile.passes.verify import verify
-from chunkflow_compile.placing import Placement, placement_around, placement_of, why_not
+from chunkflow_compile.placing import Placement, placement_around, placement_of
 from chunkflow_compile.report.dump import dump_program
 from chunkflow_compile.runtime.host_store import home_of
 from chunkflow_compile.runtime.runner import Runner
+from chunkflow_compile.tracing import describe_parameters, lower_to_aten
 
 
 def chunkflow(
@@ -57,7 +57,7 @@ def chunkflow(
     device = _device(found, example_inputs)
     warm_up(chosen.lowering, device)
     min_bytes = chosen.min_bytes if placed is None else None
-    parameters = [_describe(i, p, index, min_bytes) for i, p in found.items()]
+    parameters = describe_parameters(example_inputs, index, min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
         program = build_program(aten, parameters, index.blocks, chosen)
@@ -66,10 +66,7 @@ def chunkflow(
         regions = lower_regions(program, chosen.lowering, chosen.inductor)
         return Runner(program, regions, device, _placer(index, device))
 
-    # A hit in AOTAutograd's cache would return a compiled graph without calling compile_inference at all.
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiler: Any = compile_inference
-        return aot_module_simplified(graph, example_inputs, fw_compiler=compiler, inference_compiler=compiler)
+    return lower_to_aten(graph, example_inputs, compile_inference)
 
 
 def build_program(
@@ -103,19 +100,6 @@ def _placer(index: ModelIndex, device: torch.device) -> Any:
         placement.attach(runner)
 
     return place_weights
-
-
-def _describe(index: int, parameter: nn.Parameter, model: ModelIndex, min_bytes: int | None) -> Parameter:
-    """``min_bytes``: None if the model is placed, which has settled what is small."""
-    names = model.names.get(id(parameter), (f"input_{index}",))
-    nbytes = parameter.numel() * parameter.element_size()
-    keep = why_not(parameter)
-    if keep is None and home_of(parameter) is None:
-        if id(parameter) not in model.names:
-            keep = "no module holds it"
-        elif min_bytes is None or nbytes < min_bytes:
-            keep = f"small: {nbytes} bytes"
-    return Parameter(index=index, names=names, keep=keep)
 
 
 def _refuse_gradients(inputs: Sequence[Any]) -> None:

@@ -117,7 +117,10 @@ def is_view(node: Node) -> bool:
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_view(node.args[0])
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+    # _unsafe_view is no view to autograd, but its result is its input's memory all the same.
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
+    )
 
 
 def nbytes(node: Node) -> int:

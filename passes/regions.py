@@ -163,11 +163,12 @@ class _Segments:
                 emitted.add(self.of[node])
                 yield members[self.of[node]]
 
-    @staticmethod
-    def is_top_level(node: Node) -> bool:
-        return node.op in ("placeholder", "get_attr", "output") or (
-            node.op == "call_function" and (collective_kind(node) is not None or is_wait_tensor(node))
-        )
+    def is_top_level(self, node: Node) -> bool:
+        if node.op != "call_function":
+            return True
+        if node.target is operator.getitem:  # of a coalesced collective's list
+            return self.is_top_level(node.all_input_nodes[0]) and node.all_input_nodes[0].op == "call_function"
+        return collective_kind(node) is not None or is_wait_tensor(node)
 
     def _home_of_view(self, node: Node, segment: int) -> int | None:
         """The earlier segment that a view can move to, or None to repeat it in each region that reads it."""

@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 from torch import nn
-from torch._functorch.aot_autograd import aot_module_simplified
-from torch.fx import GraphModule
 
-from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import Options
-from chunkflow_compile.passes.discover import discover
-from chunkflow_compile.passes.problem import Parameter
-from chunkflow_compile.passes.regions import Cut, cut
+from chunkflow_compile.passes.regions import Cut
+from chunkflow_compile.tracing import trace
 
 
-def traced(model: nn.Module, *inputs: torch.Tensor) -> tuple[GraphModule, list[nn.Parameter], ModelIndex]:
-    """The ATen inference graph of a module, as the backend sees it, and its parameters by input."""
-    seen: dict[str, Any] = {}
-
-    def keep(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        def compiler(aten: GraphModule, _: Any) -> Any:
-            seen["aten"] = aten
-            return aten.forward
-
-        seen["inputs"] = list(example_inputs)
-        with torch._functorch.config.patch(enable_autograd_cache=False):
-            return aot_module_simplified(graph, example_inputs, fw_compiler=compiler, inference_compiler=compiler)
-
-    with torch.no_grad():
-        torch.compile(model, backend=keep, fullgraph=True)(*inputs)
-    return seen["aten"], seen["inputs"], ModelIndex.of(model)
-
-
-def cut_of(model: nn.Module, *inputs: torch.Tensor, min_bytes: int = 0, group_bytes: int | None = None) -> Cut:
-    """The regions of a module."""
-    aten, example_inputs, index = traced(model, *inputs)
-    parameters = [
-        Parameter(
-            index=i,
-            names=index.names[id(p)],
-            keep="small" if p.numel() * p.element_size() < min_bytes else None,
-        )
-        for i, p in enumerate(example_inputs)
-        if isinstance(p, nn.Parameter)
-    ]
-    group = Options().group_bytes if group_bytes is None else group_bytes
-    return cut(aten, discover(aten, parameters), index.blocks, group)
+def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
+    """The regions of a module, all weights streamed unless ``min_bytes`` says otherwise."""
+    return trace(model, {"x": x}, Options(**{"min_bytes": 0, **options}))
 
 
 class Block(nn.Module):

@@ -152,6 +152,16 @@ def test_values_are_released_at_their_last_use(no_grad: None) -> None:
     assert max(alive) <= 2, "a region's input and output, no older activation"
 
 
+def test_a_region_that_returns_a_view_of_a_slot_is_refused(no_grad: None) -> None:
+    """Were Inductor to hand out an input instead of a copy of it, the next window would overwrite the activation."""
+    _, _, run, runner = streaming()
+    executor = runner.executor
+    executor._regions = {name: lambda *args: (args[-1],) * 9 for name in executor._regions}
+    executor._instructions = list(executor._prepare(runner.program.module))
+    with pytest.raises(ChunkflowError, match=r"region_1 returned a view of a streamed weight"):
+        run(torch.randn(4, 8))
+
+
 def test_an_event_waits_for_the_mark_that_was_newest_when_wait_was_called() -> None:
     log: list[str] = []
     gate = threading.Event()

@@ -65,6 +65,7 @@ class Collectives(nn.Module):
         x = funcol.all_to_all_single(self.proj(x), None, None, group)
         x = funcol.all_to_all_single_autograd(x * 2, None, None, group)
         x = funcol.all_gather_tensor(x + 1, 0, group)
+        x, _ = funcol.all_gather_into_tensor_coalesced([x + 1, x + 2], group)
         x = funcol.reduce_scatter_tensor(x + 1, "sum", 0, group)
         return funcol.all_reduce(x + 1, "sum", group) + 1
 
@@ -72,9 +73,9 @@ class Collectives(nn.Module):
 def test_every_kind_of_collective_stays_at_the_top_level_in_order(fake_ranks: None) -> None:
     cut = cut_of(Collectives(), torch.randn(4, 8))
     kinds = [c.kind for c in cut.problem.collectives]
-    assert kinds == ["all-to-all", "all-to-all", "all-gather", "reduce-scatter", "all-reduce"]
-    assert [c.nbytes for c in cut.problem.collectives] == [128, 128, 128, 256, 128]
-    assert [c.before for c in cut.problem.collectives] == [1, 2, 3, 4, 5]
+    assert kinds == ["all-to-all", "all-to-all", "all-gather", "all-gather", "reduce-scatter", "all-reduce"]
+    assert [c.nbytes for c in cut.problem.collectives] == [128, 128, 128, 512, 512, 256]
+    assert [c.before for c in cut.problem.collectives] == [1, 2, 3, 4, 5, 6]
     for region in cut.regions:
         assert not any("c10d" in str(n.target) for n in region.module.graph.nodes)
 

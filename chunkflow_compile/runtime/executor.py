@@ -178,7 +178,7 @@ class Executor:
         if node.op == "output":
             return self._call(node, lambda outputs: outputs)
         if node.op == "call_module":
-            return self._call(node, self._regions[str(node.target)])
+            return self._call(node, self._probed(node, self._regions[str(node.target)]))
         if collective_kind(node) is not None:
             return partial(self._collective, node, self._call(node, function), True)
         if is_wait_tensor(node):
@@ -228,6 +228,26 @@ class Executor:
             run(work)
 
         return issue
+
+    def _probed(self, node: Node, region: Callable[..., Any]) -> Callable[..., Any]:
+        """In the first step, makes sure that a region's outputs lie in no slot: they would outlive their weight there."""
+        pending = [True]
+        slots = next(iter(self.binding.slots.values()), None)
+        arena = None if slots is None else slots.untyped_storage()
+
+        def call(*args: Any) -> Any:
+            outputs = region(*args)
+            if pending and arena is not None:
+                for output in outputs:
+                    if isinstance(output, torch.Tensor) and output.untyped_storage()._cdata == arena._cdata:
+                        raise ChunkflowError(
+                            f"{node.name} returned a view of a streamed weight, which its slot does not keep: please report "
+                            "it, and compile with options={'lowering': 'eager'} or a larger min_bytes until then."
+                        )
+                pending.clear()
+            return outputs
+
+        return call
 
     def _reader(self, node: Node) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
         """How to fetch a node's operands; a region's are all values, which is the path taken most."""

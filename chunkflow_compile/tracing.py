@@ -1,0 +1,79 @@
+"""From a Dynamo graph to the ATen inference graph, with its parameters described; and a whole model to its regions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import aot_module_simplified
+from torch.fx import GraphModule
+
+from chunkflow_compile.modules import ModelIndex
+from chunkflow_compile.options import Options
+from chunkflow_compile.passes.discover import discover
+from chunkflow_compile.passes.problem import Parameter
+from chunkflow_compile.passes.regions import Cut, cut
+from chunkflow_compile.placing import why_not
+from chunkflow_compile.runtime.host_store import home_of
+
+
+def trace(model: nn.Module, inputs: Mapping[str, Any], options: Options | None = None) -> Cut:
+    """The regions of one call of ``model``, without running it.
+
+    Model and inputs may be fake tensors: nothing is read.  The model must trace into one graph.
+    """
+    chosen, index, found = options or Options(), ModelIndex.of(model), list[Cut]()
+
+    def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        parameters = describe_parameters(example_inputs, index, chosen.min_bytes)
+
+        def compiler(aten: GraphModule, _: Sequence[Any]) -> Any:
+            found.append(cut(aten, discover(aten, parameters), index.blocks, chosen.group_bytes))
+            return _stop
+
+        return lower_to_aten(graph, example_inputs, compiler)
+
+    with torch.no_grad():
+        try:
+            torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**inputs)
+        except _TracedError:
+            return found[-1]
+    raise AssertionError("a traced graph is never run")
+
+
+def lower_to_aten(
+    graph: GraphModule, example_inputs: Sequence[Any], compiler: Callable[[GraphModule, Sequence[Any]], Any]
+) -> Any:
+    """Hands the ATen inference graph of ``graph`` to ``compiler``; returns what Dynamo calls."""
+    # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        typed: Any = compiler
+        return aot_module_simplified(graph, example_inputs, fw_compiler=typed, inference_compiler=typed)
+
+
+def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int | None) -> list[Parameter]:
+    """The parameters among the inputs of a Dynamo graph.  ``min_bytes``: None if the model is placed, which has settled
+    what is small."""
+    return [_describe(i, p, model, min_bytes) for i, p in enumerate(inputs) if isinstance(p, nn.Parameter)]
+
+
+def _describe(index: int, parameter: nn.Parameter, model: ModelIndex, min_bytes: int | None) -> Parameter:
+    names = model.names.get(id(parameter), (f"input_{index}",))
+    nbytes = parameter.numel() * parameter.element_size()
+    keep = why_not(parameter)
+    if keep is None and home_of(parameter) is None:
+        if id(parameter) not in model.names:
+            keep = "no module holds it"
+        elif min_bytes is None or nbytes < min_bytes:
+            keep = f"small: {nbytes} bytes"
+    return Parameter(index=index, names=names, keep=keep)
+
+
+class _TracedError(Exception):
+    """Ends a call whose graph has been taken."""
+
+
+def _stop(*_: Any) -> Any:
+    raise _TracedError

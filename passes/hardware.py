@@ -1,0 +1,117 @@
+"""A machine as the cost model sees it: one rank's compute, its link to the host, its collectives.  Frozen, JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import ChunkflowError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Hardware:
+    """All rates are of one rank.  ``sources`` says where each figure comes from, by field."""
+
+    name: str
+    peak_flops: Mapping[str, float]
+    """FLOP/s by dtype ("bfloat16", "float16", "float32"), dense."""
+    eta_comp: float
+    """Share of the peak that GEMMs and attention reach, above 0 and at most 1."""
+    memory_bandwidth: float
+    """Bytes/s between the device and its own memory."""
+    h2d_bandwidth: float
+    """Bytes/s of the link from the host to this device, before eta_pref."""
+    eta_pref: float
+    """Share of h2d_bandwidth that long copies reach, above 0 and at most 1."""
+    launch_s: float
+    """Seconds of overhead a region."""
+    chunk_s: float
+    """Seconds of overhead a chunk copied."""
+    collective_latency_s: float
+    """Seconds of overhead a collective."""
+    collective_bandwidth: float
+    """Bytes/s that a collective moves into one rank, alone on the link."""
+    shared_link: bool
+    """Whether copies and collectives share the link (PCIe) or not (NVLink)."""
+    copy_slowdown: float
+    """Factor, at least 1, by which a collective in flight stretches a copy; 1 if the link is not shared."""
+    collective_slowdown: float
+    """Factor, at least 1, by which a copy in flight stretches a collective; 1 if the link is not shared."""
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in _RANGES.items():
+            _check(name, getattr(self, name), low, high)
+        if not self.peak_flops:
+            raise ChunkflowError("Hardware field peak_flops is empty: give FLOP/s by dtype, as {'bfloat16': 756e12}.")
+        for dtype, rate in self.peak_flops.items():
+            _check(f"peak_flops[{dtype!r}]", rate, 1e8, 1e17)
+        if not isinstance(self.shared_link, bool):
+            raise ChunkflowError(f"Hardware field shared_link must be true or false, not {self.shared_link!r}.")
+        if not self.shared_link and (self.copy_slowdown != 1 or self.collective_slowdown != 1):
+            raise ChunkflowError(
+                "Hardware fields copy_slowdown and collective_slowdown must be 1 where shared_link is false."
+            )
+
+    def flops(self, dtype: str) -> float:
+        """FLOP/s that compute of ``dtype`` reaches; a dtype that is not listed runs at the slowest rate listed."""
+        return self.eta_comp * self.peak_flops.get(dtype, min(self.peak_flops.values()))
+
+    @property
+    def copy_rate(self) -> float:
+        """Bytes/s of a long copy alone on the link."""
+        return self.eta_pref * self.h2d_bandwidth
+
+    def to_json(self) -> str:
+        return json.dumps({"schema": SCHEMA, **dataclasses.asdict(self)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Hardware:
+        """Reads a profile; raises ChunkflowError naming a field that is missing, unknown, negative or absurd."""
+        try:
+            body: dict[str, Any] = json.loads(text)
+            schema = body.pop("schema", SCHEMA)
+        except (ValueError, AttributeError) as error:
+            raise ChunkflowError(f"This is not a hardware profile: {error}.") from error
+        if schema != SCHEMA:
+            raise ChunkflowError(f"The hardware profile has schema {schema}, this version reads {SCHEMA}.")
+        fields = {f.name: f for f in dataclasses.fields(Hardware)}
+        for name in body:
+            if name not in fields:
+                close = difflib.get_close_matches(name, list(fields), n=1, cutoff=0.0)[0]
+                raise ChunkflowError(f"Unknown hardware field {name!r}; did you mean {close!r}?")
+        missing = [n for n in fields if n not in body and n != "sources"]
+        if missing:
+            raise ChunkflowError(f"The hardware profile lacks {', '.join(missing)}.")
+        return Hardware(**body)
+
+
+# Field -> what a real machine can have; beyond it a unit is wrong (GB for bytes, ms for seconds).
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "eta_comp": (0.001, 1),
+    "memory_bandwidth": (1e8, 1e14),
+    "h2d_bandwidth": (1e6, 1e13),
+    "eta_pref": (0.01, 1),
+    "launch_s": (0, 0.1),
+    "chunk_s": (0, 0.1),
+    "collective_latency_s": (0, 1),
+    "collective_bandwidth": (1e5, 1e13),
+    "copy_slowdown": (1, 100),
+    "collective_slowdown": (1, 100),
+}
+
+
+def _check(name: str, value: object, low: float, high: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+        raise ChunkflowError(f"Hardware field {name} must be a number, not {value!r}.")
+    if not low <= value <= high:
+        raise ChunkflowError(
+            f"Hardware field {name}={value:g} is outside {low:g} .. {high:g}: units are bytes, seconds and FLOP/s."
+        )
