@@ -49,7 +49,8 @@ def node_flops(node: Node) -> int:
     """FLOPs of one node, 0 for ops that torch counts none for."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0
-    args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    operands: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    args, kwargs = operands
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         # The one attention op that torch registers no formula for: what fake CPU tensors trace to.
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))

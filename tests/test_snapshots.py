@@ -174,10 +174,10 @@ return (add_1,)
             """\
 # blocks.0.up.weight: slot 0, 2 chunks
 # blocks.0.down.weight: slot 8192, 2 chunks
-# embed.weight: resident (small)
-# embed.bias: resident (small)
-# head.weight: resident (small)
-# head.bias: resident (small)
+# embed.weight: resident (small: 1024 bytes)
+# embed.bias: resident (small: 128 bytes)
+# head.weight: resident (small: 1024 bytes)
+# head.bias: resident (small: 32 bytes)
 prefetch('blocks.0.up.weight', chunks[0:2], window=0)
 prefetch('blocks.0.down.weight', chunks[0:2], window=0)
 region_0 = lowered_0(embed_weight, embed_bias, arg2_1)
