@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .costs import Cost
+
 
 @dataclass(frozen=True, kw_only=True)
 class Parameter:
@@ -41,7 +43,8 @@ class Weight:
 class Region:
     """A piece of pure compute.  ``key``: digest of its structure; equal keys are lowered once.
 
-    ``block``: fully qualified name of the block that it belongs to, empty outside blocks.
+    ``block``: fully qualified name of the block that it belongs to, empty outside blocks.  ``weights``: in the order in
+    which the region takes them.
     """
 
     index: int
@@ -50,6 +53,7 @@ class Region:
     block: str
     nodes: int
     weights: tuple[str, ...]
+    cost: Cost
 
 
 @dataclass(frozen=True, kw_only=True)

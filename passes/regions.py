@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .costs import region_cost
 from .discover import Discovery, collective_kind, is_view, is_wait_tensor, nbytes
 from .errors import ChunkflowError
 from .problem import Collective, Problem, Region, Weight
@@ -244,6 +245,7 @@ def _build(graph: GraphModule, index: int, nodes: Sequence[Node], segments: _Seg
         block=segments.block_of[segments.of[nodes[0]]],
         nodes=len(nodes),
         weights=tuple(weight_nodes[n] for n in inputs if n in weight_nodes),
+        cost=region_cost(module),
     )
     return CutRegion(info, module, tuple(inputs), outputs)
 

@@ -78,10 +78,16 @@ def _check_slots(program: Program) -> Iterator[str]:
 
 def _check_order(program: Program) -> Iterator[str]:
     nodes = program.module.graph.nodes
-    regions = [n.name for n in nodes if n.op == "call_module"]
-    expected = [r.name for r in program.problem.regions]
+    calls = [n for n in nodes if n.op == "call_module"]
+    regions, expected = [n.name for n in calls], [r.name for r in program.problem.regions]
     if regions != expected:
         yield _first_difference("region", expected, regions)
+    weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
+    for call, region in zip(calls, program.problem.regions, strict=False):
+        reads = tuple(weights[str(a)] for a in call.args if str(a) in weights)
+        if call.name == region.name and reads != region.weights:
+            ours, theirs = (", ".join(names) or "no weight" for names in (reads, region.weights))
+            yield f"{region.name} reads {ours}, but the traced graph has {theirs} there"
     collectives = [str(n.meta.get(SOURCE, n.name)) for n in nodes if collective_kind(n) is not None]
     expected = [c.name for c in program.problem.collectives]
     if collectives != expected:

@@ -10,7 +10,7 @@ from conftest import OPTIONS
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile.models.small import SMALL_MODELS, Size, small_model
+from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.placing import offload, programs
 from chunkflow_compile.runtime.host_store import home_of
@@ -20,13 +20,13 @@ STEPS = 4
 
 def run_and_compare(name: str, degree: int) -> None:
     """Streams a model beside its resident twin for some steps with changing inputs; checks outputs and bytes."""
-    size, family = Size(layers=3), SMALL_MODELS[name]
+    size = Size(layers=3)
 
     def make() -> nn.Module:
         model = small_model(name, size)
         if degree > 1:
             enable_ulysses(model, degree)
-            model(**family.inputs(size, 0))  # diffusers' hooks settle in their first call
+            model(**small_inputs(name, size, 0))  # diffusers' hooks settle in their first call
         return model
 
     streamed, resident, eager = make(), make(), make()
@@ -34,7 +34,7 @@ def run_and_compare(name: str, degree: int) -> None:
     run = torch.compile(streamed, backend="chunkflow", fullgraph=True, options=OPTIONS)
     reference = torch.compile(resident, backend="chunkflow", fullgraph=True, options={**OPTIONS, "policy": "resident"})
     for step in range(STEPS):
-        inputs = family.inputs(size, step)
+        inputs = small_inputs(name, size, step)
         output = run(**inputs)[0]
         assert torch.equal(output, reference(**inputs)[0]), f"step {step} differs from the resident arm"
         torch.testing.assert_close(output, eager(**inputs)[0], atol=2e-5, rtol=1e-4)
@@ -82,7 +82,7 @@ def test_twelve_blocks_need_a_quarter_of_the_weights_by_default(no_grad: None) -
     size = Size(layers=12, heads=8, head_dim=64, frames=1, height=4, width=4)  # 512 wide: projections of 1 MiB
     model = small_model("wan", size)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options={"lowering": "eager"})
-    run(**SMALL_MODELS["wan"].inputs(size, 0))
+    run(**small_inputs("wan", size, 0))
     (runner,) = programs(model)
     assert runner.plan.device_bytes <= 0.25 * runner.program.problem.total_bytes
     assert runner.measurements[0].moved_bytes == runner.plan.moved_bytes > 0
@@ -95,7 +95,7 @@ def test_lowered_regions_do_not_grow_with_the_number_of_blocks(name: str, no_gra
         size = Size(layers=layers, singles=layers, frames=1, height=4, width=4)
         model = small_model(name, size)
         options = {**OPTIONS, "lowering": "eager"}
-        torch.compile(model, backend="chunkflow", fullgraph=True, options=options)(**SMALL_MODELS[name].inputs(size, 0))
+        torch.compile(model, backend="chunkflow", fullgraph=True, options=options)(**small_inputs(name, size, 0))
         (runner,) = programs(model)
         counts[layers] = (len(runner.program.regions), len(runner.program.problem.regions))
     assert counts[4][0] == counts[24][0]
@@ -106,6 +106,6 @@ def test_a_new_resolution_gets_a_program_of_its_own(no_grad: None) -> None:
     model, eager = small_model("wan", Size()), small_model("wan", Size())
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     for height in (8, 12, 8, 16, 12):
-        inputs = SMALL_MODELS["wan"].inputs(Size(height=height), height)
+        inputs = small_inputs("wan", Size(height=height), height)
         torch.testing.assert_close(run(**inputs)[0], eager(**inputs)[0], atol=2e-5, rtol=1e-4)
     assert len(programs(model)) == 3

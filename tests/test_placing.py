@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.models.small import SMALL_MODELS, Size, small_model
+from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.host_store import home_of
 
 MIN_BYTES = 4096
@@ -214,7 +214,7 @@ def test_two_arms_on_one_model_agree(no_grad: None) -> None:
     """The resident program used the parameters in place; the streaming one then empties them."""
     model, size = small_model("wan", Size()), Size()
     resident = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "policy": "resident"})
-    inputs = SMALL_MODELS["wan"].inputs(size, 0)
+    inputs = small_inputs("wan", size, 0)
     first = resident(**inputs)[0]
     streamed = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     assert torch.equal(streamed(**inputs)[0], first)

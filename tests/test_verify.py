@@ -169,6 +169,17 @@ def test_rejects_a_collective_moved_in_front_of_another() -> None:
     assert any("collective 0 is all_to_all_single_1" in v for v in check(mutated(program, move)))
 
 
+def test_rejects_a_region_that_reads_another_weight() -> None:
+    program = stack_program()
+
+    def swap(copied: Program) -> None:
+        call = reader(copied, WEIGHT)
+        other = next(n for n in copied.module.graph.nodes if n.name == copied.weight_inputs["blocks.0.up.weight"])
+        call.args = (call.args[0], other, *call.args[2:])
+
+    assert any("region_2 reads blocks.0.up.weight" in v for v in check(mutated(program, swap)))
+
+
 def test_rejects_regions_out_of_order() -> None:
     program = stack_program()
 

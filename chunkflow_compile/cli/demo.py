@@ -20,7 +20,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 from tqdm import tqdm
 
-from chunkflow_compile.models.small import SMALL_MODELS, Size, small_model
+from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placing import offload, programs
@@ -151,7 +151,7 @@ def _rank(rank: int, job: _Job) -> None:
 
 
 def _arms(size: Size, job: _Job, progress: Any) -> dict[str, _ArmResult]:
-    inputs = SMALL_MODELS["wan"].inputs(size, 0)
+    inputs = small_inputs("wan", size, 0)
     models: dict[str, nn.Module] = {}
     compiled: dict[str, Any] = {}
     for name, options in OPTIONS.items():

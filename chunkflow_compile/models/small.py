@@ -1,4 +1,4 @@
-"""Small random models of the diffusers classes that ChunkFlow is for: demo, tests and benchmarks run on them."""
+"""Small random models of the families: demo, tests and benchmarks run on them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from .families import FAMILIES, Config, Shape
+
+TEXT_WIDTH = 32
 
 
 @dataclass(frozen=True)
@@ -24,155 +28,75 @@ class Size:
     width: int = 8
     text: int = 8
 
-
-@dataclass(frozen=True)
-class SmallModel:
-    """A class of diffusers in a random small configuration.
-
-    ``build(size)`` makes the module, ``inputs(size, seed)`` keyword arguments for one denoising step of it.
-    """
-
-    name: str
-    build: Callable[[Size], nn.Module]
-    inputs: Callable[[Size, int], dict[str, Any]]
+    @property
+    def rope(self) -> tuple[int, int, int]:
+        """The head's dimensions by axis: half of them time, a quarter each of height and width, all even."""
+        quarter = self.head_dim // 4 // 2 * 2
+        return self.head_dim - 2 * quarter, quarter, quarter
 
 
-def _randn(generator: torch.Generator, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=generator)
-
-
-def _timestep(seed: int) -> float:
-    return 1000.0 / (1 + seed % 50)
-
-
-def _wan(size: Size) -> nn.Module:
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=size.heads,
-        attention_head_dim=size.head_dim,
-        in_channels=4,
-        out_channels=4,
-        text_dim=32,
-        freq_dim=32,
-        ffn_dim=4 * size.heads * size.head_dim,
-        num_layers=size.layers,
-        cross_attn_norm=True,
-        rope_max_seq_len=64,
-    )
-
-
-def _wan_inputs(size: Size, seed: int) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(seed)
+def _wan(size: Size) -> Config:
     return {
-        "hidden_states": _randn(g, 1, 4, size.frames, size.height, size.width),
-        "timestep": torch.tensor([_timestep(seed)]),
-        "encoder_hidden_states": _randn(g, 1, size.text, 32),
-        "return_dict": False,
+        "patch_size": (1, 2, 2),
+        "num_attention_heads": size.heads,
+        "attention_head_dim": size.head_dim,
+        "in_channels": 4,
+        "out_channels": 4,
+        "text_dim": TEXT_WIDTH,
+        "freq_dim": 32,
+        "ffn_dim": 4 * size.heads * size.head_dim,
+        "num_layers": size.layers,
+        "cross_attn_norm": True,
+        "rope_max_seq_len": 64,
     }
 
 
-def _flux(size: Size) -> nn.Module:
-    from diffusers import FluxTransformer2DModel
-
-    half = size.head_dim // 4 // 2 * 2
-    return FluxTransformer2DModel(
-        in_channels=16,
-        num_layers=size.layers,
-        num_single_layers=size.singles,
-        attention_head_dim=size.head_dim,
-        num_attention_heads=size.heads,
-        joint_attention_dim=32,
-        pooled_projection_dim=32,
-        guidance_embeds=True,
-        axes_dims_rope=(size.head_dim - 2 * half, half, half),
-    )
-
-
-def _flux_inputs(size: Size, seed: int) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(seed)
-    tokens = size.height * size.width
-    rows, columns = torch.meshgrid(torch.arange(size.height), torch.arange(size.width), indexing="ij")
-    ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(tokens, 3).float()
+def _flux(size: Size) -> Config:
     return {
-        "hidden_states": _randn(g, 1, tokens, 16),
-        "encoder_hidden_states": _randn(g, 1, size.text, 32),
-        "pooled_projections": _randn(g, 1, 32),
-        "timestep": torch.tensor([_timestep(seed) / 1000]),
-        "img_ids": ids,
-        "txt_ids": torch.zeros(size.text, 3),
-        "guidance": torch.tensor([3.5]),
-        "return_dict": False,
+        "in_channels": 16,
+        "num_layers": size.layers,
+        "num_single_layers": size.singles,
+        "attention_head_dim": size.head_dim,
+        "num_attention_heads": size.heads,
+        "joint_attention_dim": TEXT_WIDTH,
+        "pooled_projection_dim": TEXT_WIDTH,
+        "guidance_embeds": True,
+        "axes_dims_rope": size.rope,
     }
 
 
-def _hunyuan(size: Size) -> nn.Module:
-    from diffusers import HunyuanVideoTransformer3DModel
-
-    half = size.head_dim // 4 // 2 * 2
-    return HunyuanVideoTransformer3DModel(
-        in_channels=4,
-        out_channels=4,
-        num_attention_heads=size.heads,
-        attention_head_dim=size.head_dim,
-        num_layers=size.layers,
-        num_single_layers=size.singles,
-        num_refiner_layers=1,
-        patch_size=2,
-        text_embed_dim=32,
-        pooled_projection_dim=32,
-        rope_axes_dim=(size.head_dim - 2 * half, half, half),
-    )
-
-
-def _hunyuan_inputs(size: Size, seed: int) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(seed)
+def _hunyuan(size: Size) -> Config:
     return {
-        "hidden_states": _randn(g, 1, 4, size.frames, size.height, size.width),
-        "timestep": torch.tensor([_timestep(seed)]),
-        "encoder_hidden_states": _randn(g, 1, size.text, 32),
-        "encoder_attention_mask": torch.ones(1, size.text, dtype=torch.long),
-        "pooled_projections": _randn(g, 1, 32),
-        "guidance": torch.tensor([6000.0]),
-        "return_dict": False,
+        "in_channels": 4,
+        "out_channels": 4,
+        "num_attention_heads": size.heads,
+        "attention_head_dim": size.head_dim,
+        "num_layers": size.layers,
+        "num_single_layers": size.singles,
+        "num_refiner_layers": 1,
+        "text_embed_dim": TEXT_WIDTH,
+        "pooled_projection_dim": TEXT_WIDTH,
+        "rope_axes_dim": size.rope,
     }
 
 
-def _qwen(size: Size) -> nn.Module:
-    from diffusers import QwenImageTransformer2DModel
-
-    half = size.head_dim // 4 // 2 * 2
-    return QwenImageTransformer2DModel(
-        in_channels=16,
-        out_channels=4,
-        num_layers=size.layers,
-        attention_head_dim=size.head_dim,
-        num_attention_heads=size.heads,
-        joint_attention_dim=32,
-        axes_dims_rope=(size.head_dim - 2 * half, half, half),
-    )
-
-
-def _qwen_inputs(size: Size, seed: int) -> dict[str, Any]:
-    g = torch.Generator().manual_seed(seed)
+def _qwen(size: Size) -> Config:
     return {
-        "hidden_states": _randn(g, 1, size.height * size.width, 16),
-        "encoder_hidden_states": _randn(g, 1, size.text, 32),
-        "timestep": torch.tensor([_timestep(seed) / 1000]),
-        "img_shapes": [[(1, size.height, size.width)]],
-        "return_dict": False,
+        "in_channels": 16,
+        "out_channels": 4,
+        "num_layers": size.layers,
+        "attention_head_dim": size.head_dim,
+        "num_attention_heads": size.heads,
+        "joint_attention_dim": TEXT_WIDTH,
+        "axes_dims_rope": size.rope,
     }
 
 
-SMALL_MODELS: Mapping[str, SmallModel] = {
-    m.name: m
-    for m in (
-        SmallModel("wan", _wan, _wan_inputs),
-        SmallModel("flux", _flux, _flux_inputs),
-        SmallModel("hunyuanvideo", _hunyuan, _hunyuan_inputs),
-        SmallModel("qwen-image", _qwen, _qwen_inputs),
-    )
+SMALL_MODELS: Mapping[str, Callable[[Size], Config]] = {
+    "wan": _wan,
+    "flux": _flux,
+    "hunyuanvideo": _hunyuan,
+    "qwen-image": _qwen,
 }
 
 
@@ -180,4 +104,11 @@ def small_model(name: str, size: Size, seed: int = 0) -> nn.Module:
     """A random model in evaluation mode; the same seed gives the same weights on every rank."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        return SMALL_MODELS[name].build(size).eval()
+        return FAMILIES[name].build(SMALL_MODELS[name](size))
+
+
+def small_inputs(name: str, size: Size, seed: int) -> dict[str, Any]:
+    """Random inputs of one denoising step of ``small_model(name, size)``; the timestep depends on the seed too."""
+    shape = Shape(frames=size.frames, height=size.height, width=size.width, text=size.text)
+    inputs = FAMILIES[name].inputs(SMALL_MODELS[name](size), shape, torch.Generator().manual_seed(seed))
+    return {**inputs, "timestep": inputs["timestep"] / (1 + seed % 50)}

@@ -24,7 +24,7 @@ import torch
 from tabulate import tabulate
 from tqdm import tqdm
 
-from chunkflow_compile.models.small import SMALL_MODELS, Size, small_model
+from chunkflow_compile.models.small import Size, small_inputs, small_model
 
 ARMS = {"torch.compile (inductor)": "inductor", "chunkflow, all resident": "chunkflow"}
 OPTIONS = {"inductor": None, "chunkflow": {"policy": "resident"}}
@@ -33,7 +33,7 @@ OPTIONS = {"inductor": None, "chunkflow": {"policy": "resident"}}
 def compile_once(arm: str, blocks: int) -> float:
     """Seconds to compile and run the first step."""
     size = Size(layers=blocks)
-    model, inputs = small_model("wan", size), SMALL_MODELS["wan"].inputs(size, 0)
+    model, inputs = small_model("wan", size), small_inputs("wan", size, 0)
     with torch.no_grad():
         compiled = torch.compile(model, backend=arm, fullgraph=True, options=OPTIONS[arm])
         start = time.perf_counter()
@@ -55,7 +55,7 @@ def measure_compile(blocks: int, repeats: int) -> dict[str, list[float]]:
 
 
 def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
-    model_inputs = SMALL_MODELS["wan"].inputs(size, 0)
+    model_inputs = small_inputs("wan", size, 0)
     compiled = {}
     with torch.no_grad():
         for label, arm in ARMS.items():

@@ -1,0 +1,101 @@
+"""The diffusers classes that ChunkFlow is for: how each is configured and called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """What one call of a transformer works on: latent sizes (before its patches) and text tokens."""
+
+    batch: int = 1
+    frames: int = 1
+    height: int
+    width: int
+    text: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """A diffusers class.  ``inputs(config, shape, generator)``: keyword arguments of one denoising step; latents and
+    text are random, drawn from ``generator`` where one is given."""
+
+    name: str
+    class_name: str
+    inputs: Callable[[Config, Shape, torch.Generator | None], dict[str, Any]]
+
+    def build(self, config: Config) -> nn.Module:
+        """A model with random weights, in evaluation mode."""
+        import diffusers
+
+        model: nn.Module = getattr(diffusers, self.class_name)(**config).eval()
+        return model
+
+
+def _wan(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
+    return {
+        "hidden_states": torch.randn(latent, generator=generator),
+        "timestep": torch.full((shape.batch,), 500.0),
+        "encoder_hidden_states": torch.randn(shape.batch, shape.text, config["text_dim"], generator=generator),
+        "return_dict": False,
+    }
+
+
+def _flux(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    tokens, batch = shape.height * shape.width, shape.batch
+    rows, columns = torch.meshgrid(torch.arange(shape.height), torch.arange(shape.width), indexing="ij")
+    ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(tokens, 3).float()
+    return {
+        "hidden_states": torch.randn(batch, tokens, config["in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(batch, shape.text, config["joint_attention_dim"], generator=generator),
+        "pooled_projections": torch.randn(batch, config["pooled_projection_dim"], generator=generator),
+        "timestep": torch.full((batch,), 0.5),
+        "img_ids": ids,
+        "txt_ids": torch.zeros(shape.text, 3),
+        "guidance": torch.full((batch,), 3.5),
+        "return_dict": False,
+    }
+
+
+def _hunyuan(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
+    return {
+        "hidden_states": torch.randn(latent, generator=generator),
+        "timestep": torch.full((shape.batch,), 500.0),
+        "encoder_hidden_states": torch.randn(shape.batch, shape.text, config["text_embed_dim"], generator=generator),
+        "encoder_attention_mask": torch.ones(shape.batch, shape.text, dtype=torch.long),
+        "pooled_projections": torch.randn(shape.batch, config["pooled_projection_dim"], generator=generator),
+        "guidance": torch.full((shape.batch,), 6000.0),
+        "return_dict": False,
+    }
+
+
+def _qwen(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    batch, tokens, text = shape.batch, shape.height * shape.width, config["joint_attention_dim"]
+    return {
+        "hidden_states": torch.randn(batch, tokens, config["in_channels"], generator=generator),
+        "encoder_hidden_states": torch.randn(batch, shape.text, text, generator=generator),
+        "timestep": torch.full((batch,), 0.5),
+        "img_shapes": [[(1, shape.height, shape.width)]] * batch,
+        "return_dict": False,
+    }
+
+
+FAMILIES: Mapping[str, Family] = {
+    f.name: f
+    for f in (
+        Family("wan", "WanTransformer3DModel", _wan),
+        Family("flux", "FluxTransformer2DModel", _flux),
+        Family("hunyuanvideo", "HunyuanVideoTransformer3DModel", _hunyuan),
+        Family("qwen-image", "QwenImageTransformer2DModel", _qwen),
+    )
+}

@@ -1,0 +1,228 @@
+"""Well-known diffusion transformers at their published sizes, traced without weights, for any Ulysses degree.
+
+Configurations are those of the models' repositories (``transformer/config.json``) and of the diffusers classes'
+defaults, which are the published sizes for FLUX.1, HunyuanVideo and Qwen-Image.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from chunkflow_compile.options import Options
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.regions import Cut
+from chunkflow_compile.tracing import trace
+
+from .families import FAMILIES, Config, Shape
+from .ulysses import enable_ulysses
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is generated: pixels of ``height`` by ``width``, ``frames`` of video (1 for an image), ``batch`` samples,
+    ``text`` tokens of the prompt."""
+
+    height: int
+    width: int
+    frames: int = 1
+    batch: int = 1
+    text: int = 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preset:
+    """A model.  ``forwards``: calls of the transformer a denoising step (2 with classifier-free guidance).
+
+    ``spatial`` and ``temporal``: pixels and frames per latent element, patches of packed latents (FLUX) included.
+    """
+
+    name: str
+    family: str
+    config: Config
+    sizes: Sizes
+    forwards: int
+    spatial: int
+    temporal: int = 1
+
+    def shape(self, sizes: Sizes) -> Shape:
+        """The latent of ``sizes``.  Raises ChunkflowError if the VAE cannot make such pixels or frames."""
+        for name, value, step in (("height", sizes.height, self.spatial), ("width", sizes.width, self.spatial)):
+            if value < step or value % step:
+                raise ChunkflowError(f"{self.name}: {name} {value} is not a multiple of {step}.")
+        if sizes.frames < 1 or (sizes.frames - 1) % self.temporal:
+            raise ChunkflowError(f"{self.name}: frames {sizes.frames} is not {self.temporal} k + 1.")
+        return Shape(
+            batch=sizes.batch,
+            frames=(sizes.frames - 1) // self.temporal + 1,
+            height=sizes.height // self.spatial,
+            width=sizes.width // self.spatial,
+            text=sizes.text,
+        )
+
+    def trace(self, degree: int = 1, sizes: Sizes | None = None, options: Options | None = None) -> Cut:
+        """The regions of one rank's forward in bfloat16, of ``degree`` ranks; in one process, without weights.
+
+        Raises ChunkflowError if a process group is there already, or the heads do not divide by the degree.
+        """
+        family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
+        heads = self.config["num_attention_heads"]
+        if degree < 1 or heads % degree:
+            raise ChunkflowError(
+                f"{self.name} has {heads} attention heads: the Ulysses degree {degree} must divide them."
+            )
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        with _fake_ranks(degree), torch.no_grad():
+            with fake, _default_dtype(torch.bfloat16):  # fake parameters cannot be converted afterwards
+                model = family.build(self.config)
+            if degree > 1:
+                enable_ulysses(model, degree)  # a device mesh reads real tensors
+            with fake:
+                inputs = {k: _as_bfloat16(v) for k, v in family.inputs(self.config, shape, None).items()}
+                if degree > 1:
+                    model(**inputs)  # diffusers' parallel hooks settle in their first call
+                return trace(model, inputs, options)
+
+
+def _as_bfloat16(value: Any) -> Any:
+    return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _fake_ranks(degree: int) -> Iterator[None]:
+    """A process group of ``degree`` ranks that does nothing, for tracing alone."""
+    if degree == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ChunkflowError("A process group is initialised: presets are traced in a process of their own.")
+    dist.init_process_group("fake", rank=0, world_size=degree, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+_WAN: Config = {
+    "patch_size": (1, 2, 2),
+    "attention_head_dim": 128,
+    "text_dim": 4096,
+    "freq_dim": 256,
+    "cross_attn_norm": True,
+    "qk_norm": "rms_norm_across_heads",
+    "rope_max_seq_len": 1024,
+}
+
+PRESETS: Mapping[str, Preset] = {
+    p.name: p
+    for p in (
+        Preset(
+            name="wan2.2-ti2v-5b",
+            family="wan",
+            config={
+                **_WAN,
+                "num_attention_heads": 24,
+                "in_channels": 48,
+                "out_channels": 48,
+                "ffn_dim": 14336,
+                "num_layers": 30,
+            },
+            sizes=Sizes(height=704, width=1280, frames=81),
+            forwards=2,
+            spatial=16,
+            temporal=4,
+        ),
+        Preset(
+            name="wan2.2-t2v-a14b",
+            family="wan",
+            config={
+                **_WAN,
+                "num_attention_heads": 40,
+                "in_channels": 16,
+                "out_channels": 16,
+                "ffn_dim": 13824,
+                "num_layers": 40,
+            },
+            sizes=Sizes(height=720, width=1280, frames=81),
+            forwards=2,
+            spatial=8,
+            temporal=4,
+        ),
+        Preset(
+            name="flux.1-dev",
+            family="flux",
+            config={
+                "in_channels": 64,
+                "num_layers": 19,
+                "num_single_layers": 38,
+                "attention_head_dim": 128,
+                "num_attention_heads": 24,
+                "joint_attention_dim": 4096,
+                "pooled_projection_dim": 768,
+                "guidance_embeds": True,
+            },
+            sizes=Sizes(height=1024, width=1024),
+            forwards=1,
+            spatial=16,
+        ),
+        Preset(
+            name="hunyuanvideo",
+            family="hunyuanvideo",
+            config={
+                "in_channels": 16,
+                "num_attention_heads": 24,
+                "attention_head_dim": 128,
+                "num_layers": 20,
+                "num_single_layers": 40,
+                "num_refiner_layers": 2,
+                "text_embed_dim": 4096,
+                "pooled_projection_dim": 768,
+            },
+            sizes=Sizes(height=720, width=1280, frames=33, text=256),
+            forwards=1,
+            spatial=8,
+            temporal=4,
+        ),
+        Preset(
+            name="qwen-image",
+            family="qwen-image",
+            config={
+                "in_channels": 64,
+                "out_channels": 16,
+                "num_layers": 60,
+                "attention_head_dim": 128,
+                "num_attention_heads": 24,
+                "joint_attention_dim": 3584,
+            },
+            sizes=Sizes(height=1024, width=1024),
+            forwards=2,
+            spatial=16,
+        ),
+    )
+}
+
+
+def preset(name: str, resize: Callable[[Sizes], Sizes] | None = None) -> Preset:
+    """The preset of a name; ``resize`` changes what it generates.  Raises ChunkflowError listing the names."""
+    if name not in PRESETS:
+        raise ChunkflowError(f"There is no preset {name!r}; there are {', '.join(PRESETS)}.")
+    found = PRESETS[name]
+    return found if resize is None else replace(found, sizes=resize(found.sizes))
