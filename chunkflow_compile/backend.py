@@ -7,8 +7,8 @@ that can fail any more.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,10 +25,11 @@ from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.passes.regions import cut
 from chunkflow_compile.passes.rewrite import Program, rewrite
 from chunkflow_compile.passes.verify import verify
-from chunkflow_compile.placing import Placement, placement_around, placement_of
+from chunkflow_compile.placing import Placement, placement_of, placements_around
 from chunkflow_compile.report.dump import dump_program
+from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.runtime.host_store import home_of
-from chunkflow_compile.runtime.runner import Runner
+from chunkflow_compile.runtime.runner import Runner, Session
 from chunkflow_compile.tracing import describe_parameters, lower_to_aten
 
 
@@ -52,19 +53,18 @@ def chunkflow(
     for parameter in found.values():
         if (home := home_of(parameter)) is not None:
             home.check(parameter)
-    placed = placement_around(list(found.values()))
-    index = ModelIndex.around(list(found.values())) if placed is None else ModelIndex.of(placed.root)
     device = _device(found, example_inputs)
+    check_device(device)
+    index, placed = _index(list(found.values()))
     warm_up(chosen.lowering, device)
-    min_bytes = chosen.min_bytes if placed is None else None
-    parameters = describe_parameters(example_inputs, index, min_bytes)
+    parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
         program = build_program(aten, parameters, index.blocks, chosen)
         if chosen.dump is not None:
             dump_program(program, chosen.dump)
         regions = lower_regions(program, chosen.lowering, chosen.inductor)
-        return Runner(program, regions, device, _placer(index, device))
+        return Runner(program, regions, device, partial(_place, device))
 
     return lower_to_aten(graph, example_inputs, compile_inference)
 
@@ -87,19 +87,37 @@ def build_program(
     return program
 
 
-def _placer(index: ModelIndex, device: torch.device) -> Any:
-    """What a runner calls to have weights moved: onto the placement that there is, or a new one."""
-    held = weakref.ref(index.root) if index.root is not None else lambda: None
+def _index(parameters: Sequence[nn.Parameter]) -> tuple[ModelIndex, bool]:
+    """Names and blocks of the model around ``parameters``, and whether offload has placed all of it."""
+    indices = [ModelIndex.of(p.root) for p in placements_around(parameters)]
+    whole = next((i for i in indices if i.covers(parameters)), None)
+    if whole is not None:
+        return whole, True
+    if indices and all(home_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
+        names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
+        return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), True
+    return ModelIndex.around(parameters), False
 
-    def place_weights(runner: Runner, weights: Sequence[tuple[tuple[str, ...], nn.Parameter]]) -> None:
-        root = held()
-        if root is None:
-            return
-        placement = placement_around(list(root.parameters())) or placement_of(root) or Placement(root, device)
-        placement.move(weights)
-        placement.attach(runner)
 
-    return place_weights
+def _place(
+    device: torch.device, parameters: Mapping[str, nn.Parameter], missing: Sequence[str], start: Callable[[], Session]
+) -> Session:
+    """Moves what is missing into the store of the model around it; the session ends with the first of its placements."""
+    if missing or not placements_around(parameters.values()):
+        index = ModelIndex.around(list(parameters.values()))
+        if index.root is None:  # no module to tie it to: it ends with the parameter
+            session = start()
+            next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
+            return session
+        placement = placement_of(index.root) or Placement(index.root, device)
+        placement.move((index.names[id(parameters[n])], parameters[n]) for n in missing)
+        touched = {placement: None}
+    else:
+        touched = {}
+    session = start()
+    for placement in {**touched, **dict.fromkeys(placements_around(parameters.values()))}:
+        placement.attach(session)
+    return session
 
 
 def _refuse_gradients(inputs: Sequence[Any]) -> None:

@@ -43,9 +43,7 @@ class Guards:
         for module in fresh.values():
             self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
             self._handles.append(module.register_load_state_dict_pre_hook(_write_host_copies))
-            # Dynamo traces a hook, inside the model's graph or as a frame of its own, so that it can tell the two apart.
-            self._handles.append(module.register_forward_pre_hook(_refuse_eager_call))
-        self._guard_apply()
+        self._guard_around()
 
     def watch_calls(self, homes: Callable[[], Iterable[Home]]) -> None:
         """Refuses what would fail inside Dynamo with words of its own: inputs on another device, changed weights.
@@ -81,8 +79,12 @@ class Guards:
                 parameter.__dict__.pop(name, None)
         self._refusing.clear()
 
-    def _guard_apply(self) -> None:
-        """``.to()`` reaches parameters through ``_apply`` of every module; refuse in front of the first change."""
+    def _guard_around(self) -> None:
+        """Guards every module that has an offloaded weight in it, however deep.
+
+        An eager call may read the weight of a module below.  ``.to()`` reaches parameters through ``_apply`` of every
+        module: it is refused in front of the first change.
+        """
 
         def visit(module: nn.Module) -> bool:
             below = [visit(child) for child in module.children()]  # a list: visit all of them
@@ -90,6 +92,8 @@ class Guards:
                 return False
             if id(module) not in self._above:
                 module.__dict__["_apply"] = _GuardedApply(module)
+                # Dynamo traces a hook, inside the model's graph or as a frame of its own: it can tell the two calls apart.
+                self._handles.append(module.register_forward_pre_hook(_refuse_eager_call))
                 self._above[id(module)] = module
             return True
 
@@ -115,8 +119,7 @@ class _GuardedApply:
                     f"The weight {home.name} lives in ChunkFlow's host store, so the model cannot become {result.dtype} on "
                     f"{result.device} now: call chunkflow_compile.restore(model), convert, and offload again."
                 )
-            break
-        applied: nn.Module = type(module)._apply(module, fn, recurse)
+        applied: nn.Module = type(module)._apply(module, lambda t: t if home_of(t) is not None else fn(t), recurse)
         return applied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
@@ -140,11 +143,12 @@ def _refuse_copies(home: Home) -> None:
 def _refuse_eager_call(module: nn.Module, args: Any) -> None:
     if torch.compiler.is_compiling():
         return
-    name = next((h.name for p in module._parameters.values() if (h := home_of(p)) is not None), "a weight")
+    name = next((h.name for p in module.parameters() if (h := home_of(p)) is not None), "a weight")
     raise ChunkflowError(
         f"{type(module).__name__} was called eagerly, but {name} lives in ChunkFlow's host store: call the model that "
         'torch.compile(model, backend="chunkflow") returned, or chunkflow_compile.restore(model) first. If this was the '
-        "compiled model, a graph break left this part outside the graph: compile with fullgraph=True to see where."
+        "compiled model, a graph break, or more shapes than torch._dynamo.config.recompile_limit, left this part outside the "
+        "graph: compile with fullgraph=True to see which."
     )
 
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
+from chunkflow_compile.passes.errors import ChunkflowError
+
 
 @dataclass(frozen=True)
 class ModelIndex:
@@ -36,9 +38,16 @@ class ModelIndex:
 
     @staticmethod
     def around(parameters: Sequence[nn.Parameter]) -> ModelIndex:
-        """The index of the module that holds all of ``parameters``."""
+        """The index of the module that holds all of ``parameters``.
+
+        Raises ChunkflowError if modules hold them, but no single one holds all.
+        """
         root = _holder(parameters)
         return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root)
+
+    def covers(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether all of ``parameters`` are the model's."""
+        return all(id(p) in self.names for p in parameters)
 
 
 def owners(root: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[int, list[nn.Module]]:
@@ -90,4 +99,9 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
         for position, module in enumerate(candidates.values())
         if wanted <= {id(p) for p in module.parameters()}
     ]
+    if candidates and not ranked:
+        raise ChunkflowError(
+            "The graph's parameters belong to several models, so that they have no common names: call "
+            "chunkflow_compile.offload on each of them before compiling."
+        )
     return min(ranked, key=lambda r: r[:4])[4] if ranked else None

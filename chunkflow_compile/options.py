@@ -117,6 +117,8 @@ def _refuse(inductor: Mapping[str, Any]) -> None:
                 "Inductor's CUDA graphs copy region inputs to addresses of their own, which would double the streamed "
                 "weights; use mode 'max-autotune-no-cudagraphs' or leave triton.cudagraphs off."
             )
+    if torch._inductor.config.triton.cudagraphs and "triton.cudagraphs" not in inductor:
+        return _refuse({**inductor, "triton.cudagraphs": True})
     if inductor.get("freezing", torch._inductor.config.freezing):
         raise ChunkflowError(
             "Inductor freezing turns weights into constants of the compiled code, so they could not be streamed; set "

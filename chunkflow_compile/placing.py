@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,10 +14,11 @@ from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import is_dense
+from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.runtime.host_store import HostStore, home_of
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.runner import Runner
+    from chunkflow_compile.runtime.runner import Session
 
 # Attribute of a placed model: its Placement.
 _PLACEMENT = "_chunkflow_placement"
@@ -30,13 +31,12 @@ class Placement:
         self.root = root
         self.store = HostStore(root, device)
         self.guards = Guards(root, device)
-        self.runners: list[Runner] = []
+        self.sessions: list[Session] = []
         root.__dict__[_PLACEMENT] = self
 
-    def attach(self, runner: Runner) -> None:
-        """Lets restore find a program that runs on this model."""
-        if runner not in self.runners:
-            self.runners.append(runner)
+    def attach(self, session: Session) -> None:
+        """Makes a session end with this placement."""
+        self.sessions = [s for s in self.sessions if not s.closed] + [session]
 
     def move(self, weights: Iterable[tuple[tuple[str, ...], nn.Parameter]]) -> None:
         """Moves parameters into the store; all or, on an error, none."""
@@ -51,9 +51,9 @@ class Placement:
 
     def undo(self) -> None:
         """Gives every parameter its bytes back and forgets the model."""
-        for runner in self.runners:
-            runner.unbind()
-        self.runners.clear()
+        for session in self.sessions:
+            session.close()
+        self.sessions.clear()
         self.guards.remove()
         self.store.release()
         self.root.__dict__.pop(_PLACEMENT, None)
@@ -69,12 +69,16 @@ def offload(
     placed already or has parameters on the meta device.
     """
     root = _unwrap(model)
-    if _placements(root):
-        raise ChunkflowError("This model is offloaded already: call chunkflow_compile.restore(model) first.")
     parameters = list(root.parameters())
+    if _placements(root):
+        placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
+        raise ChunkflowError(
+            f"Weights of this model are offloaded already ({placed}): call chunkflow_compile.restore(model) first."
+        )
     if any(p.is_meta for p in parameters):
         raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
     target = _device(device, parameters)
+    check_device(target)
     index = ModelIndex.of(root)
     weights = [(index.names[id(p)], p) for p in parameters if _bytes(p) >= min_bytes and why_not(p) is None]
     placement = Placement(root, target)
@@ -90,6 +94,7 @@ def offload(
 def restore(model: nn.Module) -> nn.Module:
     """Brings the parameters of an offloaded model back to its device, bit for bit; returns ``model``.
 
+    A part of a model that was placed as a whole brings back the whole.
     Compiled functions of the model stay usable: their next call places it again.  A model that is not placed is left
     as it is.
     """
@@ -98,9 +103,10 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def programs(model: nn.Module) -> tuple[Runner, ...]:
-    """The compiled programs of a placed model, oldest first: their plan, listing, measurements and slots."""
-    return tuple(runner for placement in _placements(model) for runner in placement.runners)
+def programs(model: nn.Module) -> tuple[Session, ...]:
+    """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
+    sessions = (s for placement in _placements(model) for s in placement.sessions if not s.closed)
+    return tuple(sorted(dict.fromkeys(sessions), key=lambda s: s.started))
 
 
 def placement_of(root: nn.Module) -> Placement | None:
@@ -108,14 +114,17 @@ def placement_of(root: nn.Module) -> Placement | None:
     return root.__dict__.get(_PLACEMENT)
 
 
-def placement_around(parameters: Sequence[nn.Parameter]) -> Placement | None:
-    """The placement that holds any of ``parameters`` in its store, None if none does."""
-    home = next((h for p in parameters if (h := home_of(p)) is not None), None)
-    return None if home is None else placement_of(home.store.root)
+def placements_around(parameters: Iterable[nn.Parameter]) -> list[Placement]:
+    """The placements that hold any of ``parameters`` in their stores."""
+    roots = {id(home.store.root): home.store.root for p in parameters if (home := home_of(p)) is not None}
+    return [p for root in roots.values() if (p := placement_of(root)) is not None]
 
 
 def _placements(model: nn.Module) -> list[Placement]:
-    return [p for m in _unwrap(model).modules() if (p := placement_of(m)) is not None]
+    """The placements of a model, of its parts, and of what it is a part of."""
+    root = _unwrap(model)
+    own = [p for m in root.modules() if (p := placement_of(m)) is not None]
+    return list(dict.fromkeys([*own, *placements_around(root.parameters())]))
 
 
 def why_not(parameter: torch.Tensor) -> str | None:

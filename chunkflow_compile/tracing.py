@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -56,18 +58,24 @@ def lower_to_aten(
 def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int | None) -> list[Parameter]:
     """The parameters among the inputs of a Dynamo graph.  ``min_bytes``: None if the model is placed, which has settled
     what is small."""
-    return [_describe(i, p, model, min_bytes) for i, p in enumerate(inputs) if isinstance(p, nn.Parameter)]
+    found = [_describe(i, p, model, min_bytes) for i, p in enumerate(inputs) if isinstance(p, nn.Parameter)]
+    taken = Counter(p.name for p in found)
+    return [
+        p if taken[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # of several models
+        for p in found
+    ]
 
 
 def _describe(index: int, parameter: nn.Parameter, model: ModelIndex, min_bytes: int | None) -> Parameter:
-    names = model.names.get(id(parameter), (f"input_{index}",))
+    home = home_of(parameter)
+    names = home.names if home is not None else model.names.get(id(parameter), (f"input_{index}",))
     nbytes = parameter.numel() * parameter.element_size()
     keep = why_not(parameter)
-    if keep is None and home_of(parameter) is None:
+    if keep is None and home is None:
         if id(parameter) not in model.names:
             keep = "no module holds it"
         elif min_bytes is None or nbytes < min_bytes:
-            keep = f"small: {nbytes} bytes"
+            keep = f"small: {nbytes} bytes" if min_bytes is not None else "left on the device by offload"
     return Parameter(index=index, names=names, keep=keep)
 
 

@@ -63,6 +63,7 @@ class _Writer:
         self.values: dict[Node, Node] = {}
         self.root: dict[str, object] = {}
         self.shared: dict[str, str] = {}
+        self.inputs: set[str] = set()
         self.regions: dict[str, CutRegion] = {}
         self.weight_names = {w.node: w.parameter.name for w in cut.discovery.weights}
 
@@ -89,7 +90,11 @@ class _Writer:
 
     def _placeholder(self, node: Node) -> None:
         name = self.weight_names.get(node)
-        new = self.graph.placeholder(_identifier(name) if name else node.name)
+        target = _identifier(name) if name else node.name
+        while target in self.inputs:  # a.b and a_b are two names and one identifier
+            target += "_"
+        self.inputs.add(target)
+        new = self.graph.placeholder(target)
         new.meta = dict(node.meta)
         self.values[node] = new
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from conftest import OPTIONS
 from helpers import Stack, UlyssesStack
 from torch import nn
+from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.passes.discover import collective_kind
@@ -75,7 +76,18 @@ def test_inductor_freezing_by_configuration_is_refused(no_grad: None) -> None:
 
 def test_inductor_options_of_the_user_reach_the_regions(no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    torch.testing.assert_close(run(model, x, inductor={"epilogue_fusion": False, "cpp.simdlen": 1}), twin(x))
+    seen: list[int] = []
+
+    class CountsNodes(CustomGraphPass):
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            seen.append(len(graph.nodes))
+
+        def uuid(self) -> None:
+            return None
+
+    options = {"post_grad_custom_post_pass": CountsNodes(), "cpp.simdlen": 1}
+    torch.testing.assert_close(run(model, x, inductor=options), twin(x))
+    assert len(seen) == 3, "embedding, block and head are lowered once each"
 
 
 def test_gradients_are_refused() -> None:

@@ -13,10 +13,10 @@ from helpers import Stack
 
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.runtime.device import HostEvent, HostStream, ThreadStream
-from chunkflow_compile.runtime.runner import Runner
+from chunkflow_compile.runtime.runner import Session
 
 
-def streaming(layers: int = 6) -> tuple[Stack, Stack, torch.nn.Module, Runner]:
+def streaming(layers: int = 6) -> tuple[Stack, Stack, torch.nn.Module, Session]:
     torch.manual_seed(0)
     model = Stack(layers).eval()
     twin = Stack(layers).eval()
@@ -26,7 +26,7 @@ def streaming(layers: int = 6) -> tuple[Stack, Stack, torch.nn.Module, Runner]:
     return model, twin, run, programs(model)[0]
 
 
-def slow_copies(runner: Runner, seconds: float) -> None:
+def slow_copies(runner: Session, seconds: float) -> None:
     copy = runner.executor.device.copy_bytes
 
     def slow(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -34,6 +34,13 @@ def slow_copies(runner: Runner, seconds: float) -> None:
         copy(target, source)
 
     runner.executor.device.copy_bytes = slow
+
+
+def test_slots_are_aligned_and_inside_one_arena(no_grad: None) -> None:
+    _, _, _, runner = streaming()
+    slots = runner.executor.binding.slots.values()
+    assert len({slot.untyped_storage().data_ptr() for slot in slots}) == 1
+    assert {slot.data_ptr() % 256 for slot in slots} == {0}
 
 
 def test_compute_waits_for_slow_copies(no_grad: None) -> None:
@@ -50,7 +57,8 @@ def test_compute_waits_for_slow_copies(no_grad: None) -> None:
 def test_without_its_waits_the_program_computes_something_else(no_grad: None) -> None:
     """The race test can fail: with arrivals ignored and copies slow, outputs are wrong."""
     _, twin, run, runner = streaming()
-    slow_copies(runner, 0.003)
+    runner.executor.forget()  # the step before has prefetched nothing
+    slow_copies(runner, 0.05)
     runner.executor.device.compute.wait = lambda event: 0.0
     for slot in runner.executor.binding.slots.values():
         slot.fill_(255)

@@ -44,7 +44,7 @@ def run_and_compare(name: str, degree: int) -> None:
     assert programs(resident)[0].plan.moved_bytes == 0
 
 
-def check_transfers(runner: chunkflow_compile.runtime.runner.Runner) -> None:
+def check_transfers(runner: chunkflow_compile.runtime.runner.Session) -> None:
     """An offloader that did nothing would pass an equality test: count the bytes."""
     plan, steps = runner.plan, runner.measurements
     assert plan.moved_bytes > 0.9 * runner.program.problem.total_bytes
@@ -55,7 +55,7 @@ def check_transfers(runner: chunkflow_compile.runtime.runner.Runner) -> None:
     assert runner.executor.copied_bytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
 
 
-def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.runner.Runner) -> None:
+def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.runner.Session) -> None:
     """Had a kernel written an activation into a slot, its bytes would differ from the weight's."""
     homes = {home.name: home for p in model.parameters() if (home := home_of(p)) is not None}
     whole = runner.executor.intact_slots()

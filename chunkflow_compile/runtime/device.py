@@ -185,8 +185,13 @@ class CpuDevice:
         self.copy.close()
 
 
+def check_device(device: torch.device) -> None:
+    """Raises ChunkflowError for a device that programs cannot run on."""
+    if device.type != "cpu":
+        raise ChunkflowError(f"ChunkFlow does not run on {device.type} yet: place the model on the cpu.")
+
+
 def make_device(device: torch.device) -> CpuDevice:
     """The device that runs programs whose weights are on ``device``."""
-    if device.type == "cpu":
-        return CpuDevice()
-    raise ChunkflowError(f"ChunkFlow does not run on {device.type} yet: place the model on the cpu.")
+    check_device(device)
+    return CpuDevice()

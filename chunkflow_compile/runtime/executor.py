@@ -38,7 +38,8 @@ KEPT_MEASUREMENTS = 3600
 class Binding:
     """The memory that a program runs on.
 
-    ``values``: weight -> the tensor that its readers see (a slot, a resident copy or the parameter itself).
+    ``values``: offloaded weight -> the tensor that its readers see, a slot or a resident copy.  Weights that were not
+    offloaded are read where they are: the parameters come with every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device and on the host, uint8.
     """
 
@@ -90,7 +91,7 @@ class Executor:
         """
         start = time.perf_counter()
         values = self.binding.values
-        inputs = [a if w is None else values[w] for a, w in zip(args, self._inputs, strict=True)]
+        inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
         step = _Step(inputs + [None] * (len(self._number) - len(inputs)))
         try:
             primed = 0 if self._primed else self._prime()

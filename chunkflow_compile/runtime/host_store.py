@@ -61,6 +61,8 @@ class HostStore:
         """
         with torch.inference_mode(False), torch.no_grad():
             values = parameter.detach()
+            if values.is_inference():  # has no version, by which a session notices new values
+                values = values.clone()
             home = Home(names, parameter, values if values.device.type == "cpu" else values.to("cpu"), self)
             empty = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=self.device)
             empty.untyped_storage().resize_(0)

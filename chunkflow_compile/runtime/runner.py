@@ -1,16 +1,20 @@
-"""A runner: a compiled program and, from its first call on, the memory it runs on."""
+"""A runner is a compiled program; a session is that program on the weights of one model.
+
+Dynamo shares a compiled graph between models of one class: a runner may be called with the parameters of several, and
+keeps a session for each.  It holds them weakly; they belong to the placements of their models, and end with them.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.rewrite import Program
 
@@ -21,14 +25,72 @@ from .host_store import Home, home_of
 from .measurement import StepMeasurement
 
 
-@dataclass
-class _Bound:
-    """What a runner holds between its first call and restore."""
+class Session:
+    """A program with the memory that it runs on: arena, resident copies, streams."""
 
-    executor: Executor
-    homes: tuple[tuple[int, Home], ...]
-    parameters: tuple[tuple[int, torch.Tensor], ...]
-    versions: tuple[int, ...]
+    def __init__(
+        self,
+        program: Program,
+        regions: Mapping[str, Callable[..., Sequence[Any]]],
+        device: torch.device,
+        parameters: Mapping[str, nn.Parameter],
+    ) -> None:
+        self.program = program
+        self.started = time.monotonic()
+        self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
+        self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
+        self._versions = _versions(self._homes.values())
+        self.executor = Executor(program, regions, make_device(device), self._bind(device))
+        self.closed = False
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+    @property
+    def measurements(self) -> tuple[StepMeasurement, ...]:
+        """The newest steps, oldest first."""
+        return tuple(self.executor.measurements)
+
+    def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Whether the session can run on ``parameters`` as they are now; False if it must be made anew.
+
+        Raises ChunkflowError if an offloaded weight was changed behind the host store's back.
+        """
+        for name, home in self._homes.items():
+            home.check(parameters[name])
+        for name, parameter in self._in_place.items():
+            if parameters[name] is not parameter or home_of(parameter) is not None:
+                return False
+        # load_state_dict wrote new values: what was fetched is old
+        return not self.closed and self._versions == _versions(self._homes.values())
+
+    def close(self) -> None:
+        """Waits for copies in flight and frees arena and streams."""
+        if not self.closed:
+            self.closed = True
+            self.executor.forget()
+            self.executor.device.close()
+
+    def _bind(self, device: torch.device) -> Binding:
+        arena = allocate_arena(self.plan, device)
+        values: dict[str, torch.Tensor] = {}
+        slots: dict[str, torch.Tensor] = {}
+        for weight in self.plan.weights:
+            home = self._homes.get(weight.name)
+            if home is None:
+                continue
+            home.check(home.parameter)
+            if weight.offset is not None:
+                slots[weight.name] = slot_bytes(arena, weight.offset, weight.nbytes)
+                values[weight.name] = as_weight(slots[weight.name], home.host)
+            else:
+                values[weight.name] = home.host.to(device, copy=True)
+        return Binding(values, slots, {name: flat_bytes(self._homes[name].host) for name in slots})
+
+
+# Moves the weights named into the host store and ties the session that ``start`` makes to the model's placement.
+Place = Callable[[Mapping[str, nn.Parameter], Sequence[str], Callable[[], Session]], Session]
 
 
 class Runner:
@@ -41,93 +103,43 @@ class Runner:
         program: Program,
         regions: Mapping[str, Callable[..., Sequence[Any]]],
         device: torch.device,
-        place: Callable[[Runner, Sequence[tuple[tuple[str, ...], nn.Parameter]]], None],
+        place: Place,
     ) -> None:
         self.program = program
         self._regions = regions
         self._device = device
         self._place = place
-        self._bound: _Bound | None = None
+        self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._lock = threading.RLock()
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
 
-    @property
-    def plan(self) -> Plan:
-        return self.program.plan
-
-    @property
-    def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The newest steps, oldest first."""
-        return tuple(self._bound.executor.measurements) if self._bound else ()
-
-    @property
-    def executor(self) -> Executor:
-        """Raises ChunkflowError before the first call and after restore."""
-        if self._bound is None:
-            raise ChunkflowError("The program has no memory yet: call the compiled model once.")
-        return self._bound.executor
-
     def __call__(self, args: list[Any]) -> Any:
         inputs = list(args)
         args.clear()
         with self._lock:  # a second thread waits for the first to end its step
-            if self._bound is None:
-                self._bound = self._bind(inputs)
-            self._check(self._bound, inputs)
-            return self._bound.executor.run(inputs)
+            parameters = {name: inputs[position] for name, position in self._position.items()}
+            return self._session(parameters).executor.run(inputs)
 
-    def unbind(self) -> None:
-        """Frees arena and streams; the next call binds again."""
-        if self._bound is not None:
-            self._bound.executor.forget()
-            self._bound.executor.device.close()
-            self._bound = None
+    def _session(self, parameters: Mapping[str, nn.Parameter]) -> Session:
+        """The session of the model that ``parameters`` belong to: its first parameter tells which one."""
+        key = id(next(iter(parameters.values())))
+        session = self._sessions.get(key)
+        if session is not None and not session.closed:
+            if session.fits(parameters):
+                return session
+            session.close()
+        missing = [w.name for w in self.program.plan.streamed if home_of(parameters[w.name]) is None]
+        fresh = self._place(parameters, missing, lambda: self._start(parameters))
+        if session is not None:
+            fresh.executor.measurements.extend(session.measurements)
+        self._sessions[key] = fresh
+        return fresh
 
-    def _bind(self, inputs: Sequence[Any]) -> _Bound:
-        parameters = {name: inputs[position] for name, position in self._position.items()}
-        plan, names = self.plan, {w.name: w.names for w in self.program.problem.weights}
-        arena = allocate_arena(plan, self._device)
-        missing = [(names[w.name], parameters[w.name]) for w in plan.streamed if home_of(parameters[w.name]) is None]
-        self._place(self, missing)
-        homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
-        values: dict[str, torch.Tensor] = {}
-        slots: dict[str, torch.Tensor] = {}
-        for weight in plan.weights:
-            home = homes.get(weight.name)
-            if weight.offset is not None:
-                slots[weight.name] = slot_bytes(arena, weight.offset, weight.nbytes)
-                values[weight.name] = as_weight(slots[weight.name], homes[weight.name].host)
-            elif home is not None:
-                home.check(parameters[weight.name])
-                values[weight.name] = home.host.to(self._device, copy=True)
-            else:
-                values[weight.name] = parameters[weight.name].detach()
-        hosts = {name: flat_bytes(homes[name].host) for name in slots}
-        executor = Executor(self.program, self._regions, make_device(self._device), Binding(values, slots, hosts))
-        return _Bound(
-            executor,
-            tuple((self._position[name], home) for name, home in homes.items()),
-            tuple((self._position[n], p) for n, p in parameters.items() if n not in homes),
-            _versions(homes.values()),
-        )
-
-    def _check(self, bound: _Bound, inputs: Sequence[Any]) -> None:
-        for position, home in bound.homes:
-            home.check(inputs[position])
-        for position, parameter in bound.parameters:
-            if inputs[position] is not parameter or home_of(parameter) is not None:
-                return self._rebind(inputs)
-        if bound.versions != _versions(home for _, home in bound.homes):  # load_state_dict: what was fetched is old
-            self._rebind(inputs)
-
-    def _rebind(self, inputs: Sequence[Any]) -> None:
-        measurements = self.executor.measurements
-        self.unbind()
-        self._bound = self._bind(inputs)
-        self._bound.executor.measurements.extend(measurements)
+    def _start(self, parameters: Mapping[str, nn.Parameter]) -> Session:
+        return Session(self.program, self._regions, self._device, parameters)
 
 
-def _versions(homes: Any) -> tuple[int, ...]:
-    return tuple(0 if h.host.is_inference() else h.host._version for h in homes)
+def _versions(homes: Iterable[Home]) -> tuple[int, ...]:
+    return tuple(h.host._version for h in homes)

@@ -1,0 +1,194 @@
+"""Several models, several programs, and the end of them: who owns which weights, and what is freed."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.runtime.host_store import home_of
+
+OPTIONS = {**OPTIONS, "lowering": "eager"}
+
+
+def stack(seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack().eval()
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+
+
+def assert_whole(model: nn.Module, seed: int) -> None:
+    twin, x = stack(seed), torch.randn(4, 8)
+    assert all(torch.equal(v, model.state_dict()[n]) for n, v in twin.state_dict().items())
+    restore(model)
+    assert torch.equal(model(x), twin(x))
+
+
+@pytest.mark.parametrize("placed_first", [False, True])
+@pytest.mark.parametrize("policy", ["chunkflow", "resident"])
+def test_two_models_of_one_class_share_code_and_nothing_else(policy: str, placed_first: bool, no_grad: None) -> None:
+    """Dynamo shares a compiled graph between them (Wan 2.2 has two such transformers)."""
+    models = [stack(seed) for seed in (0, 1)]
+    if placed_first:
+        for model in models:
+            offload(model, min_bytes=4096)
+    runs = [compiled(model, policy=policy) for model in models]
+    for _ in range(3):
+        for seed, run in enumerate(runs):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(run(x), stack(seed)(x))
+    sessions = [programs(model) for model in models]
+    assert [len(s) for s in sessions] == [1, 1] and sessions[0] != sessions[1]
+    assert all(len(s[0].measurements) == 3 for s in sessions)
+    restore(models[0])
+    x = torch.randn(4, 8)
+    torch.testing.assert_close(runs[1](x), stack(1)(x))
+    for seed, model in enumerate(models):
+        assert_whole(model, seed)
+
+
+def test_a_model_made_after_another_was_dropped_runs_on_its_own_weights(no_grad: None) -> None:
+    for seed in range(3):
+        model, x = stack(seed), torch.randn(4, 8)
+        torch.testing.assert_close(compiled(model)(x), stack(seed)(x))
+        if seed == 1:
+            restore(model)
+        del model
+        gc.collect()
+
+
+def test_dropping_a_model_frees_its_weights_and_its_thread(no_grad: None) -> None:
+    def use() -> tuple[weakref.ref[nn.Module], weakref.ref[torch.Tensor]]:
+        model = stack()
+        run = compiled(model)
+        run(torch.randn(4, 8))
+        (session,) = programs(model)
+        return weakref.ref(model), weakref.ref(next(iter(session.executor.binding.slots.values())))
+
+    before = threading.active_count()
+    model, slot = use()
+    gc.collect()
+    assert model() is None and slot() is None
+    for thread in threading.enumerate():
+        if thread.name == "chunkflow-copy":
+            thread.join(timeout=5)
+    assert threading.active_count() <= before
+
+
+def test_blocks_compiled_one_by_one(no_grad: None) -> None:
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    for block in model.blocks:
+        block.compile(backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for _ in range(2):
+        torch.testing.assert_close(model(x), twin(x))
+    assert len(programs(model)) == 2
+    assert_whole_after_blocks = restore(model)
+    assert all(
+        torch.equal(p, q) for p, q in zip(assert_whole_after_blocks.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_a_part_placed_first_and_then_the_whole(no_grad: None) -> None:
+    model, twin = stack(), stack()
+    part, x = compiled(model.blocks[0]), torch.randn(4, 32)
+    torch.testing.assert_close(part(x), twin.blocks[0](x))
+    whole, x = compiled(model), torch.randn(4, 8)
+    torch.testing.assert_close(whole(x), twin(x))
+    assert {w.name for w in programs(model)[-1].plan.streamed} >= {"blocks.1.up.weight", "blocks.1.down.weight"}
+    assert len(programs(model)[-1].plan.streamed) == 4
+    assert_whole(model, 0)
+
+
+def test_a_function_over_two_models(no_grad: None) -> None:
+    class Wide(Stack):
+        def __init__(self) -> None:
+            super().__init__(layers=1, width=64)
+
+    torch.manual_seed(0)
+    a, b = Wide().eval(), Wide().eval()
+    expected = {id(m): {n: v.clone() for n, v in m.state_dict().items()} for m in (a, b)}
+    x = torch.randn(4, 8)
+    result = b(a(x))
+    with pytest.raises(Exception, match=r"belong to several models.*offload on each of them"):
+        compiled(lambda x: b(a(x)))(x)
+    for model in (a, b):
+        offload(model, min_bytes=4096)
+    torch._dynamo.reset()
+    run = compiled(lambda x: b(a(x)))
+    for _ in range(2):
+        torch.testing.assert_close(run(x), result)
+    assert len(programs(a)[0].plan.streamed) == 4
+    for model in (a, b):
+        restore(model)
+        assert all(torch.equal(v, expected[id(model)][n]) for n, v in model.state_dict().items())
+
+
+def test_a_weight_is_offloaded_once_whatever_it_is_a_part_of() -> None:
+    model = stack()
+    wrapper = nn.Sequential(model)
+    offload(wrapper, min_bytes=4096)
+    for again in (model, wrapper, nn.Sequential(model.blocks[0], nn.Linear(2, 2))):
+        with pytest.raises(ChunkflowError, match=r"blocks.0.up.weight is offloaded already"):
+            offload(again)
+    restore(model)
+    assert all(home_of(p) is None for p in wrapper.parameters())
+    assert_whole(model, 0)
+
+
+def test_new_values_of_a_resident_parameter_are_seen(no_grad: None) -> None:
+    model, x = stack(), torch.randn(4, 8)
+    run = compiled(model)
+    run(x)
+    model.head.bias.data = torch.ones(8)
+    twin = stack()
+    twin.head.bias.data = torch.ones(8)
+    torch.testing.assert_close(run(x), twin(x))
+
+
+def test_weights_made_in_inference_mode_are_streamed_and_reloaded() -> None:
+    with torch.inference_mode():
+        model, x = stack(), torch.randn(4, 8)
+        run = compiled(model, lookahead=3)
+        for seed in (0, 1, 2):
+            model.load_state_dict(stack(seed).state_dict())
+            for _ in range(2):
+                torch.testing.assert_close(run(x), stack(seed)(x))
+
+
+def test_mixed_dtypes_are_refused_before_the_first_change() -> None:
+    model = stack()
+    model.blocks[0].to(torch.bfloat16)
+    offload(model, min_bytes=2048)
+    with pytest.raises(ChunkflowError, match=r"blocks.1.up.weight lives .* cannot become torch.bfloat16"):
+        model.to(torch.bfloat16)
+    assert model.embed.weight.dtype == torch.float32
+
+
+def test_a_parent_that_reads_a_weight_below_is_refused_when_called_eagerly(no_grad: None) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.e = nn.Embedding(64, 64)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x @ self.e.weight
+
+    model, x = Reads().eval(), torch.randn(4, 64)
+    expected = model(x)
+    run = compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), expected)
+    with pytest.raises(ChunkflowError, match=r"Reads was called eagerly, but e.weight lives"):
+        model(x)
+    model.to(memory_format=torch.channels_last)
+    assert torch.equal(restore(model)(x), expected)
