@@ -15,7 +15,7 @@ from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import is_dense
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.runtime.host_store import HostStore, home_of
+from chunkflow_compile.runtime.host_store import Home, HostStore, home_of
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.runner import Session
@@ -40,10 +40,9 @@ class Placement:
 
     def move(self, weights: Iterable[tuple[tuple[str, ...], nn.Parameter]]) -> None:
         """Moves parameters into the store; all or, on an error, none."""
-        moved = []
+        moved: list[Home] = []
         try:
-            for names, parameter in weights:
-                moved.append(self.store.add(names, parameter))
+            moved.extend(self.store.add(names, p) for names, p in weights if home_of(p) is None)
             self.guards.add(moved)
         except BaseException:
             self.undo()

@@ -59,6 +59,7 @@ class Discovery:
 def discover(graph: GraphModule, parameters: Sequence[Parameter]) -> Discovery:
     """Finds weights, their readers and the collectives of ``graph``."""
     by_index: dict[int | None, Parameter] = {p.index: p for p in parameters}
+    _refuse_mutation(graph, by_index)
     weights: list[DiscoveredWeight] = []
     views: dict[Node, Node] = {}
     for node in graph.graph.nodes:
@@ -136,6 +137,18 @@ def _input_index(node: Node) -> int | None:
     while desc is not None and not isinstance(getattr(desc, "idx", None), int):
         desc = getattr(desc, "base", None)
     return None if desc is None else int(desc.idx)
+
+
+def _refuse_mutation(graph: GraphModule, by_index: Mapping[int | None, Parameter]) -> None:
+    """A weight that forward writes to would have to be written back; an empty parameter cannot take it."""
+    (output,) = graph.graph.find_nodes(op="output")
+    for desc in output.meta.get("desc") or ():
+        parameter = by_index.get(getattr(getattr(desc, "mutated_input", None), "idx", None))
+        if parameter is not None and parameter.keep is None:
+            raise ChunkflowError(
+                f"forward changes the weight {parameter.name} in place, so it cannot be streamed: make it a buffer, or "
+                "raise min_bytes above its size."
+            )
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:

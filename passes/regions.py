@@ -241,7 +241,7 @@ def _build(graph: GraphModule, index: int, nodes: Sequence[Node], segments: _Seg
     info = Region(
         index=index,
         name=f"region_{index}",
-        key=structural_key(module),
+        key=structural_key(module, index),
         block=segments.block_of[segments.of[nodes[0]]],
         nodes=len(nodes),
         weights=tuple(weight_nodes[n] for n in inputs if n in weight_nodes),
@@ -260,24 +260,37 @@ def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> 
     return user not in members
 
 
-def structural_key(module: GraphModule) -> str:
-    """Digest of a region's ops, constants, wiring and tensor metadata; names of nodes do not count."""
+def structural_key(module: GraphModule, index: int) -> str:
+    """Digest of a region's ops, constants, wiring and tensor metadata; names of nodes do not count.
+
+    A region that holds more than ATen ops (a nested graph, a function of the user's) is like no other: its key carries
+    its ``index``.
+    """
     number: dict[Node, int] = {}
     lines: list[str] = []
     for node in module.graph.nodes:
         number[node] = len(number)
         args = torch.fx.map_arg((node.args, tuple(sorted(node.kwargs.items()))), lambda n: f"%{number[n]}")
         target = "input" if node.op == "placeholder" else str(node.target)
-        if node.op == "get_attr":
-            inner = getattr(module, str(node.target))
-            target = structural_key(inner) if isinstance(inner, GraphModule) else str(node.target)
+        if node.op in ("get_attr", "call_module", "call_method") or not _is_plain(node):
+            target += f" of region {index}"
         lines.append(f"{node.op} {target} {args!r} {_describe(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
+def _is_plain(node: Node) -> bool:
+    return (
+        node.op != "call_function"
+        or isinstance(node.target, torch._ops.OpOverload)
+        or node.target is operator.getitem
+        or getattr(node.target, "__module__", None) in ("_operator", "math")
+    )
+
+
 def _describe(value: object) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()}{value.device}"
+        bits = f"{'conj' * value.is_conj()}{'neg' * value.is_neg()}"
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()}{value.device}{bits}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_describe(v) for v in value) + "]"
     return repr(value)

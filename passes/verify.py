@@ -43,6 +43,7 @@ def check(program: Program) -> Iterator[str]:
     """The violations of a program, as sentences."""
     yield from _check_slots(program)
     yield from _check_order(program)
+    yield from _check_readers(program)
     order = HappensBefore(program, STEPS)
     lives = _lives(program, order)
     for life in lives.values():
@@ -64,10 +65,17 @@ class _Life:
 
 def _check_slots(program: Program) -> Iterator[str]:
     plan, sizes = program.plan, {w.name: w.nbytes for w in program.problem.weights}
+    names = [w.name for w in plan.weights]
+    if sorted(names) != sorted(sizes) or set(program.weight_inputs) != set(sizes):
+        yield "the plan or the program has other weights than the traced graph"
+    if plan.chunk_bytes <= 0:
+        yield f"chunks of {plan.chunk_bytes} bytes carry nothing"
     for weight in plan.weights:
         if weight.nbytes != sizes.get(weight.name):
             yield f"{weight.name}: planned with {weight.nbytes} bytes, but it has {sizes.get(weight.name)}"
         if weight.home == "device":
+            if weight.offset is not None:
+                yield f"{weight.name}: lives on the device and has a slot, which nothing fills"
             continue
         if weight.offset is None or weight.offset < 0 or weight.offset % ALIGNMENT:
             yield f"{weight.name}: slot offset {weight.offset} is not a multiple of {ALIGNMENT}"
@@ -92,6 +100,16 @@ def _check_order(program: Program) -> Iterator[str]:
     expected = [c.name for c in program.problem.collectives]
     if collectives != expected:
         yield _first_difference("collective", expected, collectives)
+
+
+def _check_readers(program: Program) -> Iterator[str]:
+    """Only regions read streamed weights: what else would is not ordered by waits and evicts."""
+    streamed = {program.weight_inputs.get(w.name): w.name for w in program.plan.streamed}
+    for node in program.module.graph.nodes:
+        if node.op == "placeholder" and node.name in streamed:
+            for user in node.users:
+                if user.op != "call_module":
+                    yield f"{streamed[node.name]}: {user.name} reads it outside a region"
 
 
 def _first_difference(what: str, expected: list[str], found: list[str]) -> str:
@@ -122,7 +140,10 @@ def _check_life(program: Program, order: HappensBefore, life: _Life) -> Iterator
         return
     name, ops = life.plan.name, order.ops
     copied = [ops[i].chunk for i in life.chunks]
-    for chunk in range(program.plan.chunks(life.plan)):
+    chunks = range(program.plan.chunks(life.plan))
+    if not set(copied) <= set(chunks):
+        yield f"{name}: chunks {sorted(set(copied) - set(chunks))} are prefetched, but it has {len(chunks)}"
+    for chunk in chunks:
         if copied.count(chunk) != 1:
             yield f"{name}: chunk {chunk} is prefetched {copied.count(chunk)} times for step {life.step}, not once"
     for read in life.reads:

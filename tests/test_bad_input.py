@@ -167,6 +167,18 @@ def test_offload_refuses_what_it_cannot_place() -> None:
         offload(Stack())
 
 
+def test_a_weight_that_forward_changes_is_named(no_grad: None) -> None:
+    class Changes(Stack):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.blocks[0].up.weight.mul_(2)
+            return super().forward(x)
+
+    model = Changes()
+    with pytest.raises(Exception, match=r"forward changes the weight blocks.0.up.weight in place"):
+        run(model)
+    assert all(home_of(p) is None for p in model.parameters())
+
+
 def test_an_unknown_collective_is_an_error_not_compute() -> None:
     graph = torch.fx.Graph()
     x = graph.placeholder("x")

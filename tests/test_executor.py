@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import OPTIONS
 from helpers import Stack
+from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.runtime.device import HostEvent, HostStream, ThreadStream
@@ -160,14 +161,46 @@ def test_values_are_released_at_their_last_use(no_grad: None) -> None:
     assert max(alive) <= 2, "a region's input and output, no older activation"
 
 
-def test_a_region_that_returns_a_view_of_a_slot_is_refused(no_grad: None) -> None:
-    """Were Inductor to hand out an input instead of a copy of it, the next window would overwrite the activation."""
-    _, _, run, runner = streaming()
-    executor = runner.executor
-    executor._regions = {name: lambda *args: (args[-1],) * 9 for name in executor._regions}
-    executor._instructions = list(executor._prepare(runner.program.module))
-    with pytest.raises(ChunkflowError, match=r"region_1 returned a view of a streamed weight"):
-        run(torch.randn(4, 8))
+def test_what_inductor_returns_of_a_slot_is_copied_out_of_it(no_grad: None) -> None:
+    """Inductor hands out an input where an op does nothing to it; the next window would overwrite the activation."""
+
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.w = nn.Parameter(torch.randn(64, 64))
+            self.blocks = nn.ModuleList([nn.Linear(64, 64, bias=False) for _ in range(6)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scaled = self.w * torch.ones_like(self.w)
+            for block in self.blocks:
+                x = block(x) @ scaled / 8
+            return x
+
+    model, twin, x = Reads().eval(), Reads().eval(), torch.randn(4, 64)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for _ in range(3):
+        torch.testing.assert_close(run(x), twin(x), rtol=1e-4, atol=1e-4)
+    assert "w" in {w.name for w in programs(model)[0].plan.streamed}
+
+
+def test_restore_waits_for_a_step_of_another_thread(no_grad: None) -> None:
+    model, twin, run, runner = streaming()
+    slow_copies(runner, 0.02)
+    x, results = torch.randn(4, 8), list[torch.Tensor]()
+
+    def step() -> None:
+        with torch.no_grad():
+            results.append(run(x))
+
+    thread = threading.Thread(target=step)
+    thread.start()
+    time.sleep(0.05)
+    restore(model)
+    thread.join(timeout=20)
+    assert not thread.is_alive() and torch.equal(results[0], twin(x))
+    with pytest.raises(ChunkflowError, match="copy stream is closed"):
+        runner.executor.intact_slots()
 
 
 def test_an_event_waits_for_the_mark_that_was_newest_when_wait_was_called() -> None:

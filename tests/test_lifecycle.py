@@ -92,10 +92,8 @@ def test_blocks_compiled_one_by_one(no_grad: None) -> None:
     for _ in range(2):
         torch.testing.assert_close(model(x), twin(x))
     assert len(programs(model)) == 2
-    assert_whole_after_blocks = restore(model)
-    assert all(
-        torch.equal(p, q) for p, q in zip(assert_whole_after_blocks.parameters(), twin.parameters(), strict=True)
-    )
+    restore(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_a_part_placed_first_and_then_the_whole(no_grad: None) -> None:
@@ -138,7 +136,7 @@ def test_a_weight_is_offloaded_once_whatever_it_is_a_part_of() -> None:
     wrapper = nn.Sequential(model)
     offload(wrapper, min_bytes=4096)
     for again in (model, wrapper, nn.Sequential(model.blocks[0], nn.Linear(2, 2))):
-        with pytest.raises(ChunkflowError, match=r"blocks.0.up.weight is offloaded already"):
+        with pytest.raises(ChunkflowError, match=r"offloaded already .*blocks.0.up.weight"):
             offload(again)
     restore(model)
     assert all(home_of(p) is None for p in wrapper.parameters())

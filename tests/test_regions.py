@@ -111,6 +111,30 @@ def test_regions_of_other_shapes_are_not_shared() -> None:
     assert len({r.info.key for r in cut.regions}) == 3
 
 
+def test_regions_with_nested_graphs_are_not_shared() -> None:
+    class Branch(nn.Module):
+        def __init__(self, factor: float) -> None:
+            super().__init__()
+            self.factor = factor
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: x * torch.tensor([self.factor]), lambda x: x.sin(), (x,))
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Branch(2.0), Branch(3.0)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    cut = cut_of(Branches(), torch.rand(4, 8))
+    keys = [r.info.key for r in cut.regions if any("cond" in str(n.target) for n in r.module.graph.nodes)]
+    assert len(keys) == len(set(keys)) == 2
+
+
 def test_a_region_past_group_bytes_is_cut_in_front_of_the_weight_that_is_too_much() -> None:
     whole = cut_of(Stack(), torch.randn(4, 8)).problem
     torch._dynamo.reset()

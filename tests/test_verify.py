@@ -103,6 +103,17 @@ def prefetch_for_the_wrong_step(program: Program) -> None:
     node.args = (*node.args[:4], True)
 
 
+def prefetch_chunks_that_are_not_there(program: Program) -> None:
+    node = find(program, PREFETCH, WEIGHT)
+    node.args = (node.args[0], 0, node.args[2] + 2, *node.args[3:])
+
+
+def return_a_weight(program: Program) -> None:
+    (output,) = program.module.graph.find_nodes(op="output")
+    placeholder = next(n for n in program.module.graph.nodes if n.name == program.weight_inputs[WEIGHT])
+    output.args = ((placeholder,),)
+
+
 MUTATIONS: dict[Callable[[Program], None], str] = {
     remove_wait: rf"{WEIGHT}: region_2 .* may read .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=1\) -> wait",
     move_wait_behind_its_use: rf"{WEIGHT}: region_2 .* may read before prefetch",
@@ -111,6 +122,8 @@ MUTATIONS: dict[Callable[[Program], None], str] = {
     remove_evict: rf"{WEIGHT}: evicted 0 times in step 0",
     never_prefetch_a_chunk: rf"{WEIGHT}: chunk 0 is prefetched 0 times for step 0",
     never_prefetch_a_weight: rf"{WEIGHT}: chunk 0 is prefetched 0 times",
+    prefetch_chunks_that_are_not_there: rf"{WEIGHT}: chunks \[2, 3\] are prefetched, but it has 2",
+    return_a_weight: rf"{WEIGHT}: output reads it outside a region",
     prefetch_twice: rf"{WEIGHT}: chunk 0 is prefetched 2 times",
     prefetch_over_a_live_weight: r"blocks.3.up.weight: .* overwrites .* blocks.1.* while region_2 .* missing edge",
     prefetch_for_the_wrong_step: rf"{WEIGHT}: prefetch.* overwrites the slot of {WEIGHT} .* while region_2",

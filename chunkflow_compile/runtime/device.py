@@ -123,12 +123,12 @@ class ThreadStream:
         self._close = weakref.finalize(self, self._queue.put, None)
 
     def run(self, work: Callable[[], None]) -> None:
-        self._queue.put(_unless(self._failure, work))
+        self._put(_unless(self._failure, work))
 
     def record(self, event: HostEvent) -> None:
         mark = event.mark()
         failure = self._failure
-        self._queue.put(lambda: event.reach(mark, failure[0] if failure else None))
+        self._put(lambda: event.reach(mark, failure[0] if failure else None))
 
     def wait(self, event: HostEvent) -> float:
         mark = event.newest
@@ -137,7 +137,7 @@ class ThreadStream:
 
     def synchronize(self) -> None:
         done = threading.Event()
-        self._queue.put(done.set)
+        self._put(done.set)
         done.wait()
         if self._failure:
             error = self._failure[0]
@@ -147,6 +147,11 @@ class ThreadStream:
     def close(self) -> None:
         self._close()
         self._thread.join()
+
+    def _put(self, item: Callable[[], None]) -> None:
+        if not self._close.alive:
+            raise ChunkflowError("The copy stream is closed: the model was restored. Call the compiled model again.")
+        self._queue.put(item)
 
 
 def _unless(failure: list[BaseException], work: Callable[[], None]) -> Callable[[], None]:
@@ -162,7 +167,7 @@ def _drain(work: queue.SimpleQueue[Callable[[], None] | None], failure: list[Bas
         try:
             item()
         except BaseException as error:  # noqa: BLE001  (kept for the thread that waits)
-            failure.append(error)
+            failure.append(error.with_traceback(None))  # its frames would keep the executor alive
 
 
 class CpuDevice:

@@ -127,7 +127,11 @@ class Executor:
 
         Waits for copies in flight.  A weight is whole until a newer prefetch is issued over any of its bytes.
         """
-        self.device.copy.synchronize()
+        try:
+            self.device.copy.synchronize()
+        except ChunkflowError:
+            self.forget()
+            raise
         plans = {w.name: w for w in self.program.plan.streamed}
         whole: dict[str, torch.Tensor] = {}
         newer: list[WeightPlan] = []
@@ -179,7 +183,7 @@ class Executor:
         if node.op == "output":
             return self._call(node, lambda outputs: outputs)
         if node.op == "call_module":
-            return self._call(node, self._probed(node, self._regions[str(node.target)]))
+            return self._call(node, self._probed(self._regions[str(node.target)]))
         if collective_kind(node) is not None:
             return partial(self._collective, node, self._call(node, function), True)
         if is_wait_tensor(node):
@@ -230,22 +234,24 @@ class Executor:
 
         return issue
 
-    def _probed(self, node: Node, region: Callable[..., Any]) -> Callable[..., Any]:
-        """In the first step, makes sure that a region's outputs lie in no slot: they would outlive their weight there."""
-        pending = [True]
-        slots = next(iter(self.binding.slots.values()), None)
-        arena = None if slots is None else slots.untyped_storage()
+    def _probed(self, region: Callable[..., Any]) -> Callable[..., Any]:
+        """Copies outputs that lie in a slot: they would outlive their weight there.
+
+        Inductor hands out an input where an op does nothing to it (w * 1).  Which outputs those are is found in the
+        first step.
+        """
+        slot = next(iter(self.binding.slots.values()), None)
+        if slot is None:
+            return region
+        arena = slot.untyped_storage()._cdata
+        found: list[frozenset[int]] = []
 
         def call(*args: Any) -> Any:
             outputs = region(*args)
-            if pending and arena is not None:
-                for output in outputs:
-                    if isinstance(output, torch.Tensor) and output.untyped_storage()._cdata == arena._cdata:
-                        raise ChunkflowError(
-                            f"{node.name} returned a view of a streamed weight, which its slot does not keep: please report "
-                            "it, and compile with options={'lowering': 'eager'} or a larger min_bytes until then."
-                        )
-                pending.clear()
+            if not found:
+                found.append(frozenset(i for i, o in enumerate(outputs) if _lies_in(o, arena)))
+            if found[0]:
+                return [o.clone() if i in found[0] else o for i, o in enumerate(outputs)]
             return outputs
 
         return call
@@ -274,6 +280,10 @@ class Executor:
             ) from error
         step.collective_s += time.perf_counter() - start
         step.collectives += counts
+
+
+def _lies_in(value: object, storage: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
 
 
 def _evict(step: _Step) -> None:

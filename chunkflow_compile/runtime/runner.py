@@ -37,6 +37,7 @@ class Session:
     ) -> None:
         self.program = program
         self.started = time.monotonic()
+        self._lock = threading.Lock()
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
         self._versions = _versions(self._homes.values())
@@ -65,12 +66,18 @@ class Session:
         # load_state_dict wrote new values: what was fetched is old
         return not self.closed and self._versions == _versions(self._homes.values())
 
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """One step; a second thread waits for the first to end its step."""
+        with self._lock:
+            return self.executor.run(inputs)
+
     def close(self) -> None:
-        """Waits for copies in flight and frees arena and streams."""
-        if not self.closed:
-            self.closed = True
-            self.executor.forget()
-            self.executor.device.close()
+        """Waits for the step and the copies in flight, and frees arena and streams."""
+        with self._lock:
+            if not self.closed:
+                self.closed = True
+                self.executor.forget()
+                self.executor.device.close()
 
     def _bind(self, device: torch.device) -> Binding:
         arena = allocate_arena(self.plan, device)
@@ -110,7 +117,8 @@ class Runner:
         self._device = device
         self._place = place
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-        self._lock = threading.RLock()
+        self._lock = threading.Lock()
+        weakref.finalize(self, _close_all, self._sessions)
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
@@ -118,9 +126,10 @@ class Runner:
     def __call__(self, args: list[Any]) -> Any:
         inputs = list(args)
         args.clear()
-        with self._lock:  # a second thread waits for the first to end its step
-            parameters = {name: inputs[position] for name, position in self._position.items()}
-            return self._session(parameters).executor.run(inputs)
+        parameters = {name: inputs[position] for name, position in self._position.items()}
+        with self._lock:
+            session = self._session(parameters)
+        return session.run(inputs)
 
     def _session(self, parameters: Mapping[str, nn.Parameter]) -> Session:
         """The session of the model that ``parameters`` belong to: its first parameter tells which one."""
@@ -139,6 +148,12 @@ class Runner:
 
     def _start(self, parameters: Mapping[str, nn.Parameter]) -> Session:
         return Session(self.program, self._regions, self._device, parameters)
+
+
+def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
+    """The compiled code is gone (torch._dynamo.reset): nothing can run these sessions again."""
+    for session in list(sessions.values()):
+        session.close()
 
 
 def _versions(homes: Iterable[Home]) -> tuple[int, ...]:
