@@ -17,9 +17,9 @@ def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
     """
     from diffusers import ContextParallelConfig
 
-    if TorchVersion(torch.__version__) < (2, 13):
+    if TorchVersion(torch.__version__) < "2.13":
         # The last gather of a model calls it, and Dynamo does not trace into torch._utils before 2.13.
-        torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)  # type: ignore[attr-defined]
+        torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
     # Without an accelerator, diffusers (0.42) divides by the number of devices; the model's own resolver is shadowed
     # for the length of the call by one that builds its mesh on the CPU.
     if not torch.accelerator.is_available():
