@@ -33,20 +33,6 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int) -> tuple[tuple[int
     return min(packings, key=lambda packing: packing[1])
 
 
-def peak_bytes(lifetimes: Sequence[Lifetime], windows: int) -> int:
-    """The most bytes alive in one window: no packing is smaller."""
-    alive = [0] * max(windows, 1)
-    for life in lifetimes:
-        for k in range(min(life.length, windows)):
-            alive[(life.start + k) % windows] += align(life.nbytes)
-    return max(alive)
-
-
-def meet(a: Lifetime, b: Lifetime, windows: int) -> bool:
-    """Whether two arcs have a window in common."""
-    return (b.start - a.start) % windows < a.length or (a.start - b.start) % windows < b.length
-
-
 def _first_fit(lifetimes: Sequence[Lifetime], windows: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
     offsets = [0] * len(lifetimes)
     occupants: list[list[int]] = [[] for _ in range(windows)]
