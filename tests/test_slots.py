@@ -9,7 +9,7 @@ from chunkflow_compile.passes.plan import ALIGNMENT, align
 from chunkflow_compile.passes.slots import Lifetime, assign_slots
 
 
-def peak_bytes(lifetimes: Sequence[Lifetime], windows: int) -> int:
+def peak_bytes(lifetimes: list[Lifetime], windows: int) -> int:
     """The most bytes alive in one window: no packing is smaller."""
     alive = [0] * max(windows, 1)
     for life in lifetimes:
