@@ -58,6 +58,23 @@ class Cut:
     sequence: tuple[CutRegion | Node, ...]
     problem: Problem
 
+    def data_flow(self) -> dict[str, str]:
+        """What each region and top-level node reads and yields: its name -> a line that must stay true of it."""
+        lines = {}
+        for item in self.sequence:
+            if isinstance(item, CutRegion):
+                lines[item.info.name] = flow_line(item.info.key, [n.name for n in item.inputs])
+                lines.update({n.name: flow_line("output", [item.info.name, i]) for i, n in enumerate(item.outputs)})
+            else:
+                operands = torch.fx.map_arg((item.args, dict(item.kwargs)), lambda n: n.name)
+                lines[item.name] = flow_line(str(item.target), operands)
+        return lines
+
+
+def flow_line(target: str, operands: object) -> str:
+    """One line of :meth:`Cut.data_flow`."""
+    return f"{target} {operands!r}"
+
 
 def cut(
     graph: GraphModule,

@@ -28,7 +28,7 @@ from .plan import Plan, WeightPlan
 from .problem import Problem
 from .regions import Cut, CutRegion
 
-# Key of a top-level node's meta: the name of its node in the source graph, by which verify knows collectives.
+# Key of a node's meta: the name of its node in the source graph, by which verify knows it.
 SOURCE = "chunkflow_source"
 
 
@@ -37,7 +37,7 @@ class Program:
     """A rewritten graph.  ``module``: placeholders are the inputs of the traced graph, in order; weights among them.
 
     ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> its graph;
-    fewer than the region calls, because equal regions share one.
+    fewer than the region calls, because equal regions share one.  ``data_flow``: the Cut's, for verify.
     """
 
     module: GraphModule
@@ -45,6 +45,7 @@ class Program:
     plan: Plan
     weight_inputs: Mapping[str, str]
     regions: Mapping[str, CutRegion]
+    data_flow: Mapping[str, str]
 
     def __str__(self) -> str:
         return listing(self.module)
@@ -74,7 +75,8 @@ class _Writer:
                 self._placeholder(node)
             elif node.op == "get_attr" and not isinstance(getattr(self.cut.source, str(node.target)), GraphModule):
                 self.root[str(node.target)] = getattr(self.cut.source, str(node.target))
-                self.values[node] = self.graph.node_copy(node)
+                self.values[node] = copy = self.graph.node_copy(node)
+                copy.meta[SOURCE] = node.name
         for item in self.cut.sequence:
             if isinstance(item, CutRegion):
                 self._region(item)
@@ -86,7 +88,7 @@ class _Writer:
         self.graph.lint()
         module = GraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
-        return Program(module, self.cut.problem, self.plan, names, self.regions)
+        return Program(module, self.cut.problem, self.plan, names, self.regions, self.cut.data_flow())
 
     def _placeholder(self, node: Node) -> None:
         name = self.weight_names.get(node)
@@ -95,7 +97,7 @@ class _Writer:
             target += "_"
         self.inputs.add(target)
         new = self.graph.placeholder(target)
-        new.meta = dict(node.meta)
+        new.meta = {**node.meta, SOURCE: node.name}
         self.values[node] = new
 
     def _region(self, region: CutRegion) -> None:
@@ -114,7 +116,7 @@ class _Writer:
         call = self.graph.create_node("call_module", target, inputs, name=region.info.name)
         for position, value in enumerate(region.outputs):
             element = self.graph.create_node("call_function", operator.getitem, (call, position), name=value.name)
-            element.meta = dict(value.meta)
+            element.meta = {**value.meta, SOURCE: value.name}
             self.values[value] = element
         for weight in self._streamed_at(index, first=False):
             self.graph.call_function(EVICT, (weight.name,))

@@ -9,7 +9,7 @@ same each time):
 * each weight is evicted once a step, behind its last reader;
 * two weights whose slots overlap are never alive together: the last reader of the one happens before the first chunk
   of the other, wrap-around included;
-* regions and collectives are those of the problem, in its order.
+* regions and collectives are those of the traced graph, in its order, on the values that they have there.
 
 Contract
     Reads the program and its plan, nothing else: it does not trust the passes that made them.
@@ -17,14 +17,20 @@ Contract
 
 from __future__ import annotations
 
+import operator
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from torch.fx import Node
+from torch.fx.node import map_arg
+
 from .discover import collective_kind
 from .errors import ChunkflowError
 from .happens_before import HappensBefore
+from .ops import EVICT, PREFETCH, WAIT
 from .plan import ALIGNMENT, WeightPlan
+from .regions import flow_line
 from .rewrite import SOURCE, Program
 
 STEPS = 2
@@ -44,6 +50,7 @@ def check(program: Program) -> Iterator[str]:
     yield from _check_slots(program)
     yield from _check_order(program)
     yield from _check_readers(program)
+    yield from _check_data_flow(program)
     order = HappensBefore(program, STEPS)
     lives = _lives(program, order)
     for life in lives.values():
@@ -110,6 +117,32 @@ def _check_readers(program: Program) -> Iterator[str]:
             for user in node.users:
                 if user.op != "call_module":
                     yield f"{streamed[node.name]}: {user.name} reads it outside a region"
+
+
+def _check_data_flow(program: Program) -> Iterator[str]:
+    """Every region, output of a region, collective and completion takes what it takes in the traced graph."""
+    seen = set()
+    for node in program.module.graph.nodes:
+        if node.op not in ("call_module", "call_function") or node.target in (PREFETCH, WAIT, EVICT):
+            continue
+        name = str(node.meta.get(SOURCE, node.name))
+        seen.add(name)
+        if node.op == "call_module":
+            known = program.regions.get(str(node.target))
+            found = flow_line(known.info.key if known else "?", [_source(n) for n in node.args if isinstance(n, Node)])
+        elif node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
+            found = flow_line("output", [_source(node.all_input_nodes[0]), node.args[1]])
+        else:
+            found = flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), _source))
+        expected = program.data_flow.get(name)
+        if found != expected:
+            yield f"{name} is {found}, but the traced graph has {expected}"
+    for name in sorted(program.data_flow.keys() - seen):
+        yield f"{name} of the traced graph is missing"
+
+
+def _source(node: Node) -> str:
+    return str(node.meta.get(SOURCE, node.name))
 
 
 def _first_difference(what: str, expected: list[str], found: list[str]) -> str:

@@ -168,7 +168,7 @@ def test_rejects_a_swapped_pair_of_collectives() -> None:
         first, second = (n for n in copied.module.graph.nodes if n.name in ("all_to_all_single", "all_to_all_single_4"))
         first.meta, second.meta = second.meta, first.meta
 
-    (violation,) = check(mutated(program, swap))
+    violation = next(iter(check(mutated(program, swap))))
     assert violation.startswith("collective 0 is all_to_all_single_4, but the traced graph has all_to_all_single there")
 
 
@@ -191,6 +191,42 @@ def test_rejects_a_region_that_reads_another_weight() -> None:
         call.args = (call.args[0], other, *call.args[2:])
 
     assert any("region_2 reads blocks.0.up.weight" in v for v in check(mutated(program, swap)))
+
+
+def swap_operands_of_a_collective(copied: Program) -> None:
+    first, second = [n for n in copied.module.graph.nodes if collective_kind(n) is not None][:2]
+    first.args, second.args = (second.args[0], *first.args[1:]), (first.args[0], *second.args[1:])
+
+
+def change_the_group_of_a_collective(copied: Program) -> None:
+    node = next(n for n in copied.module.graph.nodes if collective_kind(n) is not None)
+    node.args = (*node.args[:-1], "1")
+
+
+def drop_a_completion(copied: Program) -> None:
+    node = next(n for n in copied.module.graph.nodes if n.name == "wait_tensor")
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    copied.module.graph.erase_node(node)
+
+
+def call_other_code(copied: Program) -> None:
+    nodes = {n.name: n for n in copied.module.graph.nodes}
+    nodes["region_1"].target = nodes["region_0"].target
+
+
+@pytest.mark.parametrize(
+    ("mutation", "violation"),
+    [
+        (swap_operands_of_a_collective, r"^all_to_all_single is .*clone_1.*traced graph has .*clone'"),
+        (change_the_group_of_a_collective, r"^all_to_all_single is .*'1'.* traced graph has .*'0'"),
+        (drop_a_completion, r"^wait_tensor of the traced graph is missing"),
+        (call_other_code, r"^region_1 is "),
+    ],
+    ids=lambda v: getattr(v, "__name__", ""),
+)
+def test_rejects_changed_data_flow(mutation: Callable[[Program], None], violation: str) -> None:
+    violations = list(check(mutated(ulysses_program(), mutation)))
+    assert any(re.search(violation, v) for v in violations), violations
 
 
 def test_rejects_regions_out_of_order() -> None:
