@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.guards import Guards
 from chunkflow_compile.modules import ModelIndex
@@ -128,7 +129,7 @@ def _placements(model: nn.Module) -> list[Placement]:
 
 def why_not(parameter: torch.Tensor) -> str | None:
     """Why a parameter cannot be streamed, None if it can."""
-    if type(parameter) is not nn.Parameter:
+    if type(parameter) not in (nn.Parameter, FakeTensor):  # fake: a model that is planned without weights
         return f"a tensor subclass ({type(parameter).__name__})"
     if home_of(parameter) is not None:
         return None

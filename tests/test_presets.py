@@ -10,7 +10,10 @@ import pytest
 from chunkflow_compile.models.presets import PRESETS, Preset, Sizes, preset
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.formulas import dit_block_flops, double_block_flops, single_block_flops
+from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.rewrite import rewrite
+from chunkflow_compile.passes.verify import verify
 
 
 def two_of_each(name: str) -> Preset:
@@ -64,6 +67,14 @@ def test_ulysses_divides_the_flops_and_adds_four_collectives_a_block() -> None:
     tokens, width, bf16 = 220 * 84, 3072, 2
     assert split.collectives[0].nbytes == tokens * width * bf16 / 4
     assert block_bytes(split, "blocks.1") == block_bytes(whole, "blocks.1")
+
+
+def test_a_preset_is_planned_and_verified_without_weights() -> None:
+    cut = two_of_each("wan2.2-ti2v-5b").trace(2)
+    plan = place(cut.problem)
+    verify(rewrite(cut, plan))
+    assert plan.moved_bytes > 0.98 * cut.problem.total_bytes
+    assert {w.name for w in plan.streamed} >= {"blocks.0.ffn.net.2.weight", "blocks.1.attn2.to_out.0.weight"}
 
 
 def test_true_bytes_of_a_block_are_the_paper_s() -> None:
