@@ -7,8 +7,8 @@ defaults, which are the published sizes for FLUX.1, HunyuanVideo and Qwen-Image.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -220,9 +220,8 @@ PRESETS: Mapping[str, Preset] = {
 }
 
 
-def preset(name: str, resize: Callable[[Sizes], Sizes] | None = None) -> Preset:
-    """The preset of a name; ``resize`` changes what it generates.  Raises ChunkflowError listing the names."""
+def preset(name: str) -> Preset:
+    """The preset of a name.  Raises ChunkflowError listing the names."""
     if name not in PRESETS:
         raise ChunkflowError(f"There is no preset {name!r}; there are {', '.join(PRESETS)}.")
-    found = PRESETS[name]
-    return found if resize is None else replace(found, sizes=resize(found.sizes))
+    return PRESETS[name]
