@@ -43,7 +43,7 @@ def chunkflow(
     """Compiles a Dynamo graph; called by torch.compile.
 
     Raises ChunkflowError, which Dynamo wraps, before any weight moves: unknown options, gradients, Inductor freezing, a
-    graph break, inputs on another device than the weights, an arena that cannot hold what one region reads.
+    graph break, inputs on another device than the weights, a memory budget below the floor.
     """
     chosen = parse_options(options, mode)
     _refuse_gradients(example_inputs)
@@ -76,10 +76,11 @@ def build_program(
     pieces = cut(aten, discover(aten, parameters), blocks, options.group_bytes)
     plan = place(
         pieces.problem,
+        options.profile(),
         policy=options.policy,
         chunk_bytes=options.chunk_bytes,
-        lookahead=options.lookahead,
-        arena_bytes=options.arena_bytes,
+        memory=options.memory_bytes(),
+        slowdown=options.slowdown,
     )
     program = rewrite(pieces, plan)
     if options.verify:

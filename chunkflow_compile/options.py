@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+from chunkflow_compile.hardware.profiles import DEFAULT, load_profile
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.place import Policy
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.place import POLICIES, Policy
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
+from chunkflow_compile.units import parse_bytes
 
 # Below 1 MiB a copy costs more to start than to carry (5 to 10 us against 33 us at 30 GB/s), and the biases, norms and
 # modulation tables that are smaller make up less than 1 % of a DiT.
@@ -26,8 +29,19 @@ DEFAULT_CHUNK_BYTES = 16 << 20
 class Options:
     """What a user may choose.  All sizes are bytes."""
 
+    memory: int | str | None = None
+    """Most weight bytes on the device, arena and residents, as bytes or "8GiB": the fastest plan within them."""
+
+    slowdown: float | None = None
+    """Longest predicted step over that with all weights resident: the smallest plan within it.  1.02 if neither this nor
+    memory is given."""
+
+    hardware: str | Path = DEFAULT
+    """The machine that is planned for: a built-in profile, a JSON file, or "measured" after chunkflow calibrate."""
+
     policy: Policy = "chunkflow"
-    """"chunkflow" streams weights; "resident" keeps them all on the device, on the same regions and executor."""
+    """"chunkflow" places by the cost model.  To compare with, on the same regions and executor: "layerwise" fetches the
+    whole next block, "layerwise-barrier" moreover waits for it before the collectives, "resident" streams nothing."""
 
     min_bytes: int = DEFAULT_MIN_BYTES
     """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value given there."""
@@ -35,14 +49,8 @@ class Options:
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     """Longest single copy; a multiple of 256."""
 
-    lookahead: int = 1
-    """Windows between the start of a weight's copy and its first use.  A window lasts from one region to the next."""
-
     group_bytes: int = DEFAULT_GROUP_BYTES
     """Most bytes of streamed weights that one region reads; a region that would read more is cut."""
-
-    arena_bytes: int | None = None
-    """Hard limit of the device arena; the lookahead shrinks until it holds.  None: as large as the lookahead needs."""
 
     lowering: Lowering = "inductor"
     """"inductor", or "eager" to run the regions' ATen ops as they are."""
@@ -57,21 +65,13 @@ class Options:
     """Folder that gets the program (program.txt) and the plan (plan.json) of every compiled graph."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("policy", ("chunkflow", "resident")), ("lowering", ("inductor", "eager"))):
+        for name, allowed in (("policy", POLICIES), ("lowering", ("inductor", "eager"))):
             if getattr(self, name) not in allowed:
                 raise ChunkflowError(
                     f"Option {name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}."
                 )
-        for name, least in (
-            ("min_bytes", 0),
-            ("chunk_bytes", 256),
-            ("lookahead", 0),
-            ("group_bytes", 1),
-            ("arena_bytes", 0),
-        ):
+        for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1)):
             value = getattr(self, name)
-            if value is None and name == "arena_bytes":
-                continue
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ChunkflowError(f"Option {name} must be a whole number of at least {least}, not {value!r}.")
         if self.chunk_bytes % 256:
@@ -79,6 +79,28 @@ class Options:
                 f"Option chunk_bytes={self.chunk_bytes} must be a multiple of 256, the alignment of slots; "
                 f"use {max(256, self.chunk_bytes // 256 * 256)}."
             )
+        self._check_goal()
+
+    def _check_goal(self) -> None:
+        """Before anything is traced: how the goal reads, and whether the machine is known."""
+        if isinstance(self.slowdown, bool) or not isinstance(self.slowdown, (int, float, type(None))):
+            raise ChunkflowError(f"Option slowdown must be a number of at least 1, not {self.slowdown!r}.")
+        if self.slowdown is not None and not self.slowdown >= 1:
+            raise ChunkflowError(
+                f"Option slowdown={self.slowdown} is below 1: no plan beats all weights on the device."
+            )
+        if self.memory is not None and self.slowdown is not None:
+            raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
+        self.memory_bytes()
+        self.profile()
+
+    def memory_bytes(self) -> int | None:
+        """The byte budget."""
+        return None if self.memory is None else parse_bytes(self.memory, "memory")
+
+    def profile(self) -> Hardware:
+        """The machine that is planned for."""
+        return load_profile(self.hardware)
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:

@@ -11,9 +11,11 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch.distributed import distributed_c10d
 from torch.fx import GraphModule, Node
 
 from .errors import ChunkflowError
@@ -101,6 +103,27 @@ def collective_kind(node: Node) -> str | None:
             f"it schedules {known}."
         )
     return kind
+
+
+def crossing_bytes(node: Node) -> int:
+    """Bytes that a collective moves into this rank, by the volume of its kind over P ranks that take n bytes each.
+
+    All-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1), all-reduce 2 n (P - 1) / P.
+    """
+    taken = sum(nbytes(a) for a in node.all_input_nodes)
+    ranks = _ranks(node)
+    kind = collective_kind(node)
+    if kind == "all-gather":
+        return taken * (ranks - 1)
+    return taken * (ranks - 1) // ranks * (2 if kind == "all-reduce" else 1)
+
+
+def _ranks(node: Node) -> int:
+    schema: Any = node.target
+    names = [a.name for a in schema._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # in every release, in no __all__
+    return int(resolve(given["group_name"]).size())
 
 
 def is_wait_tensor(node: Node) -> bool:

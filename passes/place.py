@@ -1,87 +1,201 @@
-"""Place: Problem -> Plan.  The seam that the cost model fills; here a weight starts a fixed number of windows ahead.
+"""Place: Problem and Hardware -> Plan, for a goal: a byte budget, or a step time.
 
 Contract
-    On entry: a Problem.  Nothing else is looked at: no tensors, no clock, no device.
-    On exit: every weight has a home and a reason; streamed ones have a slot and a window, and no two weights that are
-    alive in the same window share bytes.  The same Problem and options give the same Plan, byte for byte.
-    Errors rather than exceeds ``arena_bytes``, and says how small the arena may be.
+    On entry: a Problem and a Hardware.  Nothing else is looked at: no tensors, no clock, no device.
+    On exit: every weight has a home and a reason; streamed ones have a slot and a window a chunk, and no two chunks
+    that are alive in the same window share bytes.  The same arguments give the same Plan, byte for byte.
+    ``memory`` is a hard limit: errors rather than exceeds it, and says how little would do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Literal
 
 from .errors import ChunkflowError
-from .plan import Plan, WeightPlan, align
+from .hardware import Hardware
+from .plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, align, runs
+from .policies import layerwise, next_block_barriers
 from .problem import Problem, Weight
-from .slots import Lifetime, assign_slots
+from .reasons import reason
+from .refine import refine
+from .schedule import schedule, transfers
+from .search import ROUNDING, Candidate, Planner, barriers
+from .slots import Lifetime, Piece, assign_slots
+from .timeline import Simulator, Timeline
+from .windows import as_windows
 
-Policy = Literal["chunkflow", "resident"]
+Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "resident"]
+POLICIES: tuple[Policy, ...] = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
+DEFAULT_SLOWDOWN = 1.02
+# Slots lose a few percent between lifetimes that do not fit each other; each try takes that off the search's budget.
+_TRIES = 8
 
 
 def place(
     problem: Problem,
+    hardware: Hardware,
     *,
     policy: Policy = "chunkflow",
     chunk_bytes: int = 16 << 20,
-    lookahead: int = 1,
-    arena_bytes: int | None = None,
+    memory: int | None = None,
+    slowdown: float | None = None,
 ) -> Plan:
-    """Decides the home, slot and window of every weight.
+    """Decides the home, slot and windows of every weight.
 
-    ``policy``: ``"resident"`` keeps all weights on the device.  ``lookahead``: windows between the start of a weight's
-    copy and its first use.  ``arena_bytes``: a hard limit; the lookahead shrinks until the arena fits.  Raises
-    ChunkflowError when even without lookahead it does not.
+    ``memory``: most weight bytes on the device, for the fastest plan within them.  ``slowdown``: longest predicted step
+    over that with all weights resident, for the smallest plan; 1.02 if neither is given.  Raises ChunkflowError if both
+    are, if ``slowdown`` is below 1, or if ``memory`` is below what the program needs at least.
     """
-    windows = len(problem.regions)
-    streamed = [w for w in problem.weights if w.keep is None and w.uses and policy == "chunkflow"]
-    ahead = lookahead
-    while True:
-        lifetimes = [_lifetime(w, ahead, windows) for w in streamed]
-        offsets, needed = assign_slots(lifetimes, windows) if streamed else ((), 0)
-        if arena_bytes is None or needed <= arena_bytes:
-            break
-        if ahead == 0:
-            raise _too_small(streamed, arena_bytes, needed)
-        ahead -= 1
-    placed = {
-        w.name: WeightPlan(
-            name=w.name,
-            home="host",
-            nbytes=w.nbytes,
-            why=_why_streamed(w, life, windows),
-            offset=offset,
-            window=life.start,
-            first_use=w.uses[0],
-            last_use=w.uses[-1],
+    if memory is not None and slowdown is not None:
+        raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
+    if slowdown is not None and not slowdown >= 1:
+        raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
+    builder = _Builder(planner, hardware, policy)
+    if policy == "chunkflow":
+        plan = _smallest(planner, builder, slowdown) if memory is None else _fastest(planner, builder, memory)
+    else:
+        plan = builder.plan(*_fixed(policy, planner))
+    if memory is not None and plan.device_bytes > memory:
+        raise ChunkflowError(
+            f"memory={memory} bytes is below the {plan.device_bytes} bytes that policy {policy} takes; it has no other plan."
         )
-        for w, life, offset in zip(streamed, lifetimes, offsets, strict=True)
-    }
-    weights = tuple(
-        placed.get(w.name)
-        or WeightPlan(name=w.name, home="device", nbytes=w.nbytes, why=w.keep or "policy resident: nothing is streamed")
-        for w in problem.weights
-    )
-    return Plan(policy=policy, chunk_bytes=chunk_bytes, arena_bytes=needed, windows=windows, weights=weights)
+    return plan
 
 
-def _lifetime(weight: Weight, ahead: int, windows: int) -> Lifetime:
-    """From the opening of its window to the end of its last reader; never so long that it would meet itself."""
-    first, last = weight.uses[0], weight.uses[-1]
-    ahead = min(ahead, windows - (last - first) - 1)
-    return Lifetime(start=(first - ahead) % windows, length=ahead + last - first + 1, nbytes=weight.nbytes)
+def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
+    if policy == "resident":
+        return {}, ()
+    windows = as_windows(planner.chunks, layerwise(planner.problem, planner.chunks), planner.count)
+    streamed = [w for w in planner.weights if any(k is not None for k in windows[w.name])]
+    return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
 
 
-def _why_streamed(weight: Weight, life: Lifetime, windows: int) -> str:
-    ahead = (weight.uses[0] - life.start) % windows
-    return f"streamed, starts {ahead} window{'s' * (ahead != 1)} ahead of region {weight.uses[0]}"
+def _smallest(planner: Planner, builder: _Builder, slowdown: float | None) -> Plan:
+    target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
+    found = planner.smallest(target)
+    return builder.candidate(refine(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s)))
 
 
-def _too_small(streamed: Sequence[Weight], arena_bytes: int, floor: int) -> ChunkflowError:
-    largest = max(streamed, key=lambda w: w.nbytes)
-    return ChunkflowError(
-        f"An arena of {arena_bytes} bytes is too small: the weights read by one region need {floor} bytes at once "
-        f"(the largest weight, {largest.name}, takes {align(largest.nbytes)}). Give arena_bytes={floor} or more, or cut "
-        "finer regions with a smaller group_bytes."
-    )
+def _fastest(planner: Planner, builder: _Builder, memory: int) -> Plan:
+    floor = builder.candidate(planner.play([c.first for c in planner.chunks]))
+    if memory < floor.device_bytes:
+        raise ChunkflowError(
+            f"memory={memory} bytes is too little: {planner.kept_bytes} bytes of small and tied weights stay on the device, "
+            f"and the streamed weights that one region reads need the rest of {floor.device_bytes} bytes. Give "
+            f"memory={floor.device_bytes} or more, or cut finer regions with a smaller group_bytes."
+        )
+    budget = memory
+    for _ in range(_TRIES):
+        if budget < planner.floor():
+            break
+        found = planner.fastest(budget)
+        found = refine(planner, found, lambda c: (builder.slots(c) > memory, c.step_s, c.nbytes))
+        plan = builder.candidate(found)
+        if plan.device_bytes <= memory:
+            return plan
+        budget -= plan.device_bytes - memory
+    return floor
+
+
+class _Builder:
+    """Makes plans of placements: slots, prediction, reasons."""
+
+    def __init__(self, planner: Planner, hardware: Hardware, policy: Policy) -> None:
+        self.planner = planner
+        self.problem = planner.problem
+        self.digest = planner.problem.digest
+        self.hardware = hardware
+        self.policy = policy
+
+    def candidate(self, found: Candidate) -> Plan:
+        windows = as_windows(self.planner.chunks, found.placed, self.planner.count)
+        ops = transfers(self.problem, windows)
+        return self.plan(windows, barriers(self.problem, ops) if found.hard else ())
+
+    def slots(self, found: Candidate) -> int:
+        """Weight bytes on the device of a candidate, its slots cut."""
+        windows = as_windows(self.planner.chunks, found.placed, self.planner.count)
+        streamed = self._streamed(windows)
+        _, arena = self._arena(windows, streamed)
+        return arena + sum(w.nbytes for w in self.problem.weights if w not in streamed)
+
+    def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...]) -> Plan:
+        streamed = self._streamed(windows)
+        offsets, arena = self._arena(windows, streamed)
+        timeline = self.planner.simulator.play(schedule(self.problem, transfers(self.problem, windows, hard)))
+        at = {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}
+        weights = []
+        for weight in self.problem.weights:
+            mine = windows.get(weight.name, ()) if weight.name in at else ()
+            slack = timeline.slack.get(weight.name)
+            why = reason(self.planner, self.policy, weight, windows.get(weight.name, ()), slack)
+            weights.append(
+                WeightPlan(
+                    name=weight.name,
+                    home="host" if weight.name in at else "device",
+                    nbytes=weight.nbytes,
+                    why=why,
+                    offset=at.get(weight.name),
+                    windows=mine,
+                    first_use=weight.uses[0] if weight.uses else -1,
+                    last_use=weight.uses[-1] if weight.uses else -1,
+                    slack_s=None if slack is None or not mine else round(slack, 9),
+                )
+            )
+        plan = Plan(
+            policy=self.policy,
+            problem=self.digest,
+            hardware=self.hardware.name,
+            chunk_bytes=self.planner.simulator.chunk_bytes,
+            arena_bytes=arena,
+            window_count=self.planner.count,
+            weights=tuple(weights),
+            barriers=hard,
+            predicted=self._prediction(timeline, windows, streamed),
+        )
+        return plan
+
+    def _streamed(self, windows: Mapping[str, Windows]) -> list[Weight]:
+        return [w for w in self.problem.weights if any(k is not None for k in windows.get(w.name, ()))]
+
+    def _arena(self, windows: Mapping[str, Windows], streamed: list[Weight]) -> tuple[tuple[int, ...], int]:
+        lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
+        return assign_slots(lifetimes, self.planner.count) if streamed else ((), 0)
+
+    def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
+        """From the opening of each chunk's window to the end of the weight's last reader."""
+        count, size = self.planner.count, self.planner.simulator.chunk_bytes
+        first, last = weight.uses[0], weight.uses[-1]
+        pieces = []
+        for run in runs(windows):
+            begin, end = run.first * size, min(run.end * size, weight.nbytes)
+            if run.window is None:
+                pieces.append(Piece(begin, end, 0, count))
+            else:
+                pieces.append(Piece(begin, end, run.window, (first - run.window) % count + last - first + 1))
+        return Lifetime(tuple(pieces))
+
+    def _prediction(self, timeline: Timeline, windows: Mapping[str, Windows], streamed: list[Weight]) -> Prediction:
+        simulator = self.planner.simulator
+        inside = sum(
+            align(simulator.nbytes(w.name, r.first, r.end))
+            for w in streamed
+            for r in runs(windows[w.name])
+            if r.window is None
+        )
+        outside = sum(w.nbytes for w in self.problem.weights if w not in streamed)
+        return Prediction(
+            step_s=round(timeline.step_s, 9),
+            resident_step_s=round(self.planner.resident.step_s, 9),
+            compute_s=round(timeline.compute_s, 9),
+            exposed_s=round(timeline.exposed_s, 9),
+            collective_s=round(timeline.collective_s, 9),
+            inflation_s=round(timeline.inflation_s, 9) + 0.0,
+            copy_s=round(timeline.copy_s, 9),
+            peak_bytes=timeline.peak_bytes + inside + outside,
+            spans=tuple(
+                Span(lane=s.lane, name=s.name, start=round(s.start, 9), end=round(s.end, 9)) for s in timeline.spans
+            ),
+        )

@@ -1,19 +1,24 @@
-"""The decision: where every weight lives, which slot it streams through, which window starts it.  Frozen, JSON."""
+"""The decision: where every chunk lives, which slot it streams through, which window starts it.  Frozen, JSON."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from itertools import groupby
 from typing import Any, Literal
 
 from .errors import ChunkflowError
+from .problem import Problem
 
-SCHEMA = 1
+SCHEMA = 2
 # Kernels assume 16-byte alignment of their inputs; 256 is what the CUDA allocator gives to every tensor.
 ALIGNMENT = 256
 
 Home = Literal["host", "device"]
+# The window that starts each chunk of a weight, None for a chunk that stays on the device.
+Windows = tuple["int | None", ...]
 
 
 def align(nbytes: int) -> int:
@@ -21,12 +26,37 @@ def align(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
+def chunk_count(nbytes: int, chunk_bytes: int) -> int:
+    """Number of chunks of ``nbytes``, the last one shorter."""
+    return -(-nbytes // chunk_bytes)
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring chunks ``[first, end)`` of one weight that the same window starts; ``window`` None: residents."""
+
+    first: int
+    end: int
+    window: int | None
+
+
+def runs(windows: Windows) -> Iterator[Run]:
+    """The chunks of a weight, grouped by window."""
+    first = 0
+    for window, group in groupby(windows):
+        end = first + len(list(group))
+        yield Run(first, end, window)
+        first = end
+
+
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """One weight.  A streamed one has ``home="host"``, a slot at ``offset`` bytes into the arena and a window.
+    """One weight.  ``home="host"``: it streams through a slot at ``offset`` bytes into the arena.
 
-    ``window`` starts its chunks, in this step if ``window <= first_use`` and otherwise in the step before
-    (wrap-around).  ``first_use`` and ``last_use`` are region indices.  ``why`` is a sentence for people.
+    ``windows``: for each chunk the window that starts it, in this step if ``window <= first_use`` and otherwise in the
+    step before (wrap-around); None for a chunk that stays in the slot.  ``first_use`` and ``last_use`` are region
+    indices.  ``slack_s``: predicted seconds between the arrival of its last chunk and its first reader; negative where
+    the reader waits.  ``why`` is a sentence for people.
     """
 
     name: str
@@ -34,46 +64,104 @@ class WeightPlan:
     nbytes: int
     why: str
     offset: int | None = None
-    window: int | None = None
-    first_use: int | None = None
-    last_use: int | None = None
+    windows: Windows = ()
+    first_use: int = -1
+    last_use: int = -1
+    slack_s: float | None = None
 
-    @property
-    def wraps(self) -> bool:
-        return self.window is not None and self.first_use is not None and self.window > self.first_use
+    def wraps(self, window: int) -> bool:
+        """Whether a chunk that ``window`` starts serves the next step."""
+        return window > self.first_use
+
+
+@dataclass(frozen=True, kw_only=True)
+class Barrier:
+    """Compute waits for ``weights`` before it starts ``collective``, so that their copies do not run beside it."""
+
+    collective: str
+    weights: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """Work on a lane of the predicted timeline, in seconds from the start of the step; a copy may start before it."""
+
+    lane: Literal["compute", "collective", "copy"]
+    name: str
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """What the cost model expects of a step, once steps follow each other.
+
+    ``exposed_s``: compute waits for weights.  ``collective_s``: collectives from start to end, ``inflation_s`` of it
+    because copies run beside them.  ``copy_s``: the link carries weights.  ``peak_bytes``: most weight bytes that are on
+    the device at once.  ``resident_step_s``: the step with all weights on the device.
+    """
+
+    step_s: float
+    resident_step_s: float
+    compute_s: float
+    exposed_s: float
+    collective_s: float
+    inflation_s: float
+    copy_s: float
+    peak_bytes: int
+    spans: tuple[Span, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All weights of a program.  ``arena_bytes``: size of the device arena.  ``chunk_bytes``: longest single copy."""
+    """All weights of a program.  ``arena_bytes``: size of the device arena.  ``chunk_bytes``: longest single copy.
+
+    ``problem``: digest of the Problem that it was made for.  ``hardware``: name of the profile.
+    """
 
     policy: str
+    problem: str
+    hardware: str
     chunk_bytes: int
     arena_bytes: int
-    windows: int
+    window_count: int
     weights: tuple[WeightPlan, ...]
+    barriers: tuple[Barrier, ...] = ()
+    predicted: Prediction | None = None
 
     @property
     def streamed(self) -> tuple[WeightPlan, ...]:
         return tuple(w for w in self.weights if w.home == "host")
 
     @property
-    def resident_bytes(self) -> int:
-        return sum(w.nbytes for w in self.weights if w.home == "device")
-
-    @property
     def device_bytes(self) -> int:
-        """Weight bytes on the device: arena and residents."""
-        return self.arena_bytes + self.resident_bytes
+        """Weight bytes on the device: the arena, and the weights that live outside it."""
+        return self.arena_bytes + sum(w.nbytes for w in self.weights if w.home == "device")
 
     @property
     def moved_bytes(self) -> int:
         """Bytes copied to the device in one step."""
-        return sum(w.nbytes for w in self.streamed)
+        return sum(
+            self.span(w, r.first, r.end)[1] - self.span(w, r.first, r.end)[0]
+            for w in self.streamed
+            for r in runs(w.windows)
+            if r.window is not None
+        )
 
-    def chunks(self, weight: WeightPlan) -> int:
-        """Number of chunks of a weight."""
-        return -(-weight.nbytes // self.chunk_bytes)
+    def span(self, weight: WeightPlan, first: int, end: int) -> tuple[int, int]:
+        """The bytes ``[start, stop)`` of chunks ``[first, end)`` of a weight."""
+        return first * self.chunk_bytes, min(end * self.chunk_bytes, weight.nbytes)
+
+    def check_problem(self, problem: Problem) -> None:
+        """Raises ChunkflowError if the plan was made for another model, size, degree or cut."""
+        if self.problem != problem.digest:
+            ours, theirs = {w.name for w in self.weights}, {w.name for w in problem.weights}
+            odd = sorted(ours ^ theirs)
+            hint = f"; only one of them has the weight {odd[0]}" if odd else ": sizes, degree or min_bytes differ"
+            raise ChunkflowError(
+                f"The plan was made for problem {self.problem}, this model is {problem.digest}{hint}. Make the plan again "
+                "for this model."
+            )
 
     def to_json(self) -> str:
         body = {"schema": SCHEMA, **asdict(self)}
@@ -90,16 +178,22 @@ class Plan:
             body: dict[str, Any] = json.loads(text)
             digest, schema = body.pop("digest"), body["schema"]
         except (ValueError, KeyError, AttributeError) as error:
-            raise ChunkflowError(f"This is not a ChunkFlow plan: {error}.") from error
+            raise ChunkflowError(f"This is not a ChunkFlow plan: {error!r}. Make one with chunkflow plan.") from error
         if schema != SCHEMA:
             raise ChunkflowError(f"The plan has schema {schema}, this version reads {SCHEMA}: make the plan again.")
         if digest != _digest(body):
             raise ChunkflowError("The plan was edited after it was written (its digest does not fit): make it again.")
         del body["schema"]
-        body["weights"] = tuple(WeightPlan(**w) for w in body["weights"])
+        body["weights"] = tuple(WeightPlan(**{**w, "windows": tuple(w["windows"])}) for w in body["weights"])
+        body["barriers"] = tuple(
+            Barrier(collective=b["collective"], weights=tuple(b["weights"])) for b in body["barriers"]
+        )
+        if body["predicted"] is not None:
+            spans = tuple(Span(**s) for s in body["predicted"]["spans"])
+            body["predicted"] = Prediction(**{**body["predicted"], "spans": spans})
         return Plan(**body)
 
 
-def _digest(body: dict[str, Any]) -> str:
+def _digest(body: Mapping[str, Any]) -> str:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import hashlib
+import json
+from dataclasses import asdict, dataclass
 
 from .costs import Cost
 
@@ -58,12 +60,17 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective.  ``before``: index of the region that runs next after it.  ``nbytes``: bytes it takes in."""
+    """A collective.  ``nbytes``: bytes that cross the link into this rank.
+
+    ``before``: index of the region that runs next after it starts; ``until``: index of the region in front of which its
+    completion is awaited; the number of regions if that is the end of the step.
+    """
 
     name: str
     kind: str
     nbytes: int
     before: int
+    until: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,3 +84,9 @@ class Problem:
     @property
     def total_bytes(self) -> int:
         return sum(w.nbytes for w in self.weights)
+
+    @property
+    def digest(self) -> str:
+        """Sixteen hex digits that tell this problem from every other; a plan carries them."""
+        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()[:16]

@@ -26,7 +26,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .costs import region_cost
-from .discover import Discovery, collective_kind, is_view, is_wait_tensor, nbytes
+from .discover import Discovery, collective_kind, crossing_bytes, is_view, is_wait_tensor, nbytes
 from .errors import ChunkflowError
 from .problem import Collective, Problem, Region, Weight
 
@@ -313,6 +313,12 @@ def _describe(value: object) -> str:
     return repr(value)
 
 
+def _collective_behind(completion: Node) -> Node:
+    """The collective whose result ``completion`` waits for, getitem of a coalesced one looked through."""
+    node = completion.all_input_nodes[0]
+    return node if collective_kind(node) is not None else node.all_input_nodes[0]
+
+
 def _problem(discovery: Discovery, regions: Sequence[CutRegion], sequence: Sequence[CutRegion | Node]) -> Problem:
     readers: dict[str, list[int]] = {}
     for region in regions:
@@ -334,12 +340,22 @@ def _problem(discovery: Discovery, regions: Sequence[CutRegion], sequence: Seque
                 keep=found.keep,
             )
         )
-    collectives: list[Collective] = []
-    before = 0
+    before, started, awaited = 0, list[tuple[Node, int]](), dict[Node, int]()
     for item in sequence:
         if isinstance(item, CutRegion):
             before = item.info.index + 1
-        elif (kind := collective_kind(item)) is not None:
-            taken = sum(nbytes(a) for a in item.all_input_nodes)
-            collectives.append(Collective(name=item.name, kind=kind, nbytes=taken, before=before))
+        elif collective_kind(item) is not None:
+            started.append((item, before))
+        elif is_wait_tensor(item):
+            awaited.setdefault(_collective_behind(item), before)
+    collectives = [
+        Collective(
+            name=node.name,
+            kind=str(collective_kind(node)),
+            nbytes=crossing_bytes(node),
+            before=at,
+            until=awaited.get(node, at),  # DTensor's all-to-all waits by itself
+        )
+        for node, at in started
+    ]
     return Problem(regions=tuple(r.info for r in regions), collectives=tuple(collectives), weights=tuple(weights))

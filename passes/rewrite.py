@@ -8,8 +8,9 @@
 Contract
     On entry: a Cut and a Plan of its Problem.
     Preserved: regions and collectives are those of the Cut, in its order and with its operands; collectives keep the
-    names that they have in the source graph.  Only transfer ops are added, each at an anchor: prefetches in front of
-    the region that their window opens before, waits in front of the first reader, evicts behind the last.
+    names that they have in the source graph.  Only transfer ops are added, where schedule.py says: prefetches in front
+    of the region that their window opens before, waits in front of the first reader and at barriers, evicts behind the
+    last reader.
     Structurally equal regions are one submodule.
 """
 
@@ -24,9 +25,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .ops import EVICT, PREFETCH, WAIT, prefetch_of
-from .plan import Plan, WeightPlan
+from .plan import Plan
 from .problem import Problem
 from .regions import Cut, CutRegion
+from .schedule import transfers
 
 # Key of a node's meta: the name of its node in the source graph, by which verify knows it.
 SOURCE = "chunkflow_source"
@@ -52,7 +54,8 @@ class Program:
 
 
 def rewrite(cut: Cut, plan: Plan) -> Program:
-    """Builds the program of ``cut`` under ``plan``."""
+    """Builds the program of ``cut`` under ``plan``.  Raises ChunkflowError if the plan was made for another problem."""
+    plan.check_problem(cut.problem)
     return _Writer(cut, plan).write()
 
 
@@ -60,6 +63,7 @@ class _Writer:
     def __init__(self, cut: Cut, plan: Plan) -> None:
         self.cut = cut
         self.plan = plan
+        self.transfers = transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers)
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
         self.root: dict[str, object] = {}
@@ -81,6 +85,8 @@ class _Writer:
             if isinstance(item, CutRegion):
                 self._region(item)
             else:
+                for weight in self.transfers.barriers.get(item.name, ()):
+                    self.graph.call_function(WAIT, (weight,))
                 self.values[item] = copy = self.graph.node_copy(item, self.values.__getitem__)
                 copy.meta[SOURCE] = item.name
         output = next(n for n in source.nodes if n.op == "output")
@@ -102,12 +108,11 @@ class _Writer:
 
     def _region(self, region: CutRegion) -> None:
         index = region.info.index
-        for weight in self.plan.streamed:
-            if weight.window == index:
-                args = (weight.name, 0, self.plan.chunks(weight), index)
-                self.graph.call_function(PREFETCH, (*args, True) if weight.wraps else args)
-        for weight in self._streamed_at(index, first=True):
-            self.graph.call_function(WAIT, (weight.name,))
+        for op in self.transfers.prefetches.get(index, ()):
+            args = (op.weight, op.first, op.end, op.window)
+            self.graph.call_function(PREFETCH, (*args, True) if op.next_step else args)
+        for weight in self.transfers.waits.get(index, ()):
+            self.graph.call_function(WAIT, (weight,))
         target = self.shared.setdefault(region.info.key, f"lowered_{len(self.shared)}")
         if target not in self.root:
             self.root[target] = region.module
@@ -118,11 +123,8 @@ class _Writer:
             element = self.graph.create_node("call_function", operator.getitem, (call, position), name=value.name)
             element.meta = {**value.meta, SOURCE: value.name}
             self.values[value] = element
-        for weight in self._streamed_at(index, first=False):
-            self.graph.call_function(EVICT, (weight.name,))
-
-    def _streamed_at(self, region: int, *, first: bool) -> list[WeightPlan]:
-        return [w for w in self.plan.streamed if (w.first_use if first else w.last_use) == region]
+        for weight in self.transfers.evicts.get(index, ()):
+            self.graph.call_function(EVICT, (weight,))
 
 
 def _identifier(name: str) -> str:

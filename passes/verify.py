@@ -4,11 +4,11 @@ Checked, over a priming and two consecutive steps (which is every pair of neighb
 same each time):
 
 * slots lie inside the arena, are aligned, and are as large as their weights;
-* each streamed byte is copied exactly once for each step;
+* each streamed chunk is copied exactly once for each step, and no other chunk is;
 * each reader of a weight comes behind a wait that covers all chunks of it;
 * each weight is evicted once a step, behind its last reader;
-* two weights whose slots overlap are never alive together: the last reader of the one happens before the first chunk
-  of the other, wrap-around included;
+* two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
+  other, wrap-around included; over a chunk that stays nothing is ever copied;
 * regions and collectives are those of the traced graph, in its order, on the values that they have there.
 
 Contract
@@ -18,7 +18,7 @@ Contract
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from bisect import bisect_left, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -29,7 +29,7 @@ from .discover import collective_kind
 from .errors import ChunkflowError
 from .happens_before import HappensBefore
 from .ops import EVICT, PREFETCH, WAIT
-from .plan import ALIGNMENT, WeightPlan
+from .plan import ALIGNMENT, WeightPlan, chunk_count
 from .regions import flow_line
 from .rewrite import SOURCE, Program
 
@@ -60,11 +60,11 @@ def check(program: Program) -> Iterator[str]:
 
 @dataclass
 class _Life:
-    """What one step does with one streamed weight, as indices of ops."""
+    """What one step does with one streamed weight, as indices of ops; ``chunks``: those of each chunk."""
 
     plan: WeightPlan
     step: int
-    chunks: list[int] = field(default_factory=list)
+    chunks: dict[int, list[int]] = field(default_factory=dict)
     waits: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     evicts: list[int] = field(default_factory=list)
@@ -86,6 +86,8 @@ def _check_slots(program: Program) -> Iterator[str]:
             continue
         if weight.offset is None or weight.offset < 0 or weight.offset % ALIGNMENT:
             yield f"{weight.name}: slot offset {weight.offset} is not a multiple of {ALIGNMENT}"
+        elif plan.chunk_bytes > 0 and len(weight.windows) != chunk_count(weight.nbytes, plan.chunk_bytes):
+            yield f"{weight.name}: {len(weight.windows)} windows do not fit its {weight.nbytes} bytes"
         elif weight.offset + weight.nbytes > plan.arena_bytes:
             end = weight.offset + weight.nbytes
             yield f"{weight.name}: slot ends at byte {end}, outside the arena of {plan.arena_bytes}"
@@ -157,7 +159,7 @@ def _lives(program: Program, order: HappensBefore) -> dict[tuple[str, int], _Lif
     for i, op in enumerate(order.ops):
         if op.kind == "chunk":
             if (op.weight, op.serves) in lives:
-                lives[op.weight, op.serves].chunks.append(i)
+                lives[op.weight, op.serves].chunks.setdefault(op.chunk, []).append(i)
         elif op.kind == "wait" and (op.weight, op.step) in lives:
             lives[op.weight, op.step].waits.append(i)
         elif op.kind == "evict" and (op.weight, op.step) in lives:
@@ -172,16 +174,16 @@ def _check_life(program: Program, order: HappensBefore, life: _Life) -> Iterator
     if life.step >= STEPS:  # the step after the last: only its wrap-around chunks are in sight
         return
     name, ops = life.plan.name, order.ops
-    copied = [ops[i].chunk for i in life.chunks]
-    chunks = range(program.plan.chunks(life.plan))
-    if not set(copied) <= set(chunks):
-        yield f"{name}: chunks {sorted(set(copied) - set(chunks))} are prefetched, but it has {len(chunks)}"
-    for chunk in chunks:
-        if copied.count(chunk) != 1:
-            yield f"{name}: chunk {chunk} is prefetched {copied.count(chunk)} times for step {life.step}, not once"
+    for chunk, window in enumerate(life.plan.windows):
+        times, due = len(life.chunks.get(chunk, ())), window is not None
+        if times != due:
+            wanted = "not once" if due else "but it stays on the device"
+            yield f"{name}: chunk {chunk} is prefetched {times} times for step {life.step}, {wanted}"
+    if surplus := [c for c in sorted(life.chunks) if c not in range(len(life.plan.windows))]:
+        yield f"{name}: chunks {surplus} are prefetched, but it has {len(life.plan.windows)}"
     for read in life.reads:
         waits = [w for w in life.waits if order.ordered(w, read)]
-        for chunk in life.chunks:
+        for chunk in (i for copies in life.chunks.values() for i in copies):
             if not any(order.ordered(chunk, w) for w in waits):
                 yield (
                     f"{name}: {ops[read]} may read before {ops[chunk]} has arrived; missing edge: "
@@ -199,37 +201,67 @@ def _check_life(program: Program, order: HappensBefore, life: _Life) -> Iterator
                 )
 
 
+@dataclass(frozen=True, order=True)
+class _Stay:
+    """A chunk in its bytes, from its copy (index ``start`` of an op) to the last op of ``life`` that uses them."""
+
+    start: int
+    chunk: int
+    name: str
+    step: int
+
+
 def _check_overlaps(program: Program, order: HappensBefore, lives: dict[tuple[str, int], _Life]) -> Iterator[str]:
-    by_name: dict[str, list[_Life]] = defaultdict(list)
-    for (name, _), life in lives.items():
-        by_name[name].append(life)
-    for a, b in _overlapping(program.plan.streamed):
-        for first in by_name[a.name]:
-            for then in by_name[b.name]:
-                if (a.name, first.step) != (b.name, then.step) and first.chunks and then.chunks:
-                    yield from _check_pair(order, first, then)
+    """By a sweep over the arena's bytes: of the chunks in one byte, each must be over before the next is copied.
+
+    Copies are in one stream, so that this holds of every pair if it holds of neighbours.
+    """
+    edges: list[tuple[int, bool, WeightPlan, int]] = []
+    for weight in program.plan.streamed:
+        for chunk in range(len(weight.windows)):
+            begin, end = program.plan.span(weight, chunk, chunk + 1)
+            offset = weight.offset or 0
+            edges += [(offset + begin, True, weight, chunk), (offset + end, False, weight, chunk)]
+    present: list[_Stay] = []
+    staying: dict[tuple[str, int], None] = {}
+    seen: set[tuple[_Stay, _Stay]] = set()
+    for byte, enters, weight, chunk in sorted(edges, key=lambda e: (e[0], e[1], e[2].name, e[3])):
+        if weight.windows[chunk] is None:
+            if enters:
+                staying[weight.name, chunk] = None
+            else:
+                del staying[weight.name, chunk]
+        for stay in _stays(weight, chunk, lives) if weight.windows[chunk] is not None else ():
+            at = bisect_left(present, stay)
+            if enters:
+                insort(present, stay)
+                pairs = list(zip(present[max(at - 1, 0) : at + 1], present[max(at, 1) : at + 2], strict=False))
+            else:
+                del present[at]
+                pairs = [(present[at - 1], present[at])] if 0 < at < len(present) else []
+            for pair in pairs:
+                if pair not in seen:
+                    seen.add(pair)
+                    yield from _check_pair(order, lives, byte, *pair)
+        if enters and staying and (len(staying) > 1 or present):
+            others = ", ".join(sorted({name for name, _ in staying} | {p.name for p in present}))
+            yield f"byte {byte} of the arena is taken by a chunk that stays on the device and by others: {others}"
 
 
-def _overlapping(weights: tuple[WeightPlan, ...]) -> Iterator[tuple[WeightPlan, WeightPlan]]:
-    """Pairs of weights whose slots share bytes, each weight with itself included, by a sweep over offsets."""
-    active: list[WeightPlan] = []
-    for weight in sorted((w for w in weights if w.offset is not None), key=lambda w: (w.offset or 0, w.name)):
-        active = [a for a in active if (a.offset or 0) + a.nbytes > (weight.offset or 0)]
-        active.append(weight)
-        yield from ((a, weight) for a in active)
+def _stays(weight: WeightPlan, chunk: int, lives: dict[tuple[str, int], _Life]) -> Iterator[_Stay]:
+    for step in range(STEPS + 1):
+        for start in lives[weight.name, step].chunks.get(chunk, ())[:1]:
+            yield _Stay(start, chunk, weight.name, step)
 
 
-def _check_pair(order: HappensBefore, first: _Life, then: _Life) -> Iterator[str]:
-    """One of two lives in the same bytes must be over before the first chunk of the other starts."""
-    if first.chunks[0] > then.chunks[0]:
-        first, then = then, first
-    for end in (*first.reads, *first.evicts, *first.chunks[-1:]):
-        start = then.chunks[0]
-        if not order.ordered(end, start):
-            ops = order.ops
+def _check_pair(
+    order: HappensBefore, lives: dict[tuple[str, int], _Life], byte: int, first: _Stay, then: _Stay
+) -> Iterator[str]:
+    life, ops = lives[first.name, first.step], order.ops
+    for end in (*life.reads, *life.evicts, first.start):
+        if not order.ordered(end, then.start):
             yield (
-                f"{then.plan.name}: {ops[start]} overwrites the slot of {first.plan.name} at byte "
-                f"{max(first.plan.offset or 0, then.plan.offset or 0)} while {ops[end]} may still use it; missing edge: "
-                f"{ops[end].label} -> {ops[start].label}"
+                f"{then.name}: {ops[then.start]} overwrites the slot of {first.name} at byte {byte} while {ops[end]} may "
+                f"still use it; missing edge: {ops[end].label} -> {ops[then.start].label}"
             )
             return

@@ -11,8 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-# Before any test: weights of 4 KiB are "large", chunks small enough that weights have several.
-OPTIONS: dict[str, Any] = {"min_bytes": 4096, "chunk_bytes": 4096}
+# Weights of 4 KiB are "large", chunks small enough that weights have several, on a machine on which they hide.
+OPTIONS: dict[str, Any] = {
+    "min_bytes": 4096,
+    "chunk_bytes": 4096,
+    "hardware": str(Path(__file__).parent / "slow_compute.json"),
+    "slowdown": 1.0,
+}
 
 
 @pytest.fixture(autouse=True)

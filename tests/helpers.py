@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import torch
 from torch import nn
 
+from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.regions import Cut
 from chunkflow_compile.tracing import trace
 
@@ -13,6 +21,14 @@ from chunkflow_compile.tracing import trace
 def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
     """The regions of a module, all weights streamed unless ``min_bytes`` says otherwise."""
     return trace(model, {"x": x}, Options(**{"min_bytes": 0, **options}))
+
+
+def plan_of(problem: Problem, **goal: Any) -> Plan:
+    """A plan on a machine with a millisecond of compute a region, in chunks of 4 KiB."""
+    machine = replace(load_profile(Path(__file__).parent / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
+    if goal.keys().isdisjoint(("memory", "policy")):
+        goal = {"slowdown": 1.0, **goal}
+    return place(problem, machine, **{"chunk_bytes": 4096, **goal})
 
 
 class Block(nn.Module):

@@ -13,7 +13,7 @@ from helpers import Stack, UlyssesStack
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.passes.discover import collective_kind
 from chunkflow_compile.runtime.host_store import home_of
 
@@ -24,7 +24,8 @@ def stack() -> Stack:
 
 
 def run(model: nn.Module, x: torch.Tensor | None = None, fullgraph: bool = True, **options: Any) -> torch.Tensor:
-    compiled = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options={**OPTIONS, **options})
+    goal = {k: v for k, v in OPTIONS.items() if k != "slowdown" or "memory" not in options}
+    compiled = torch.compile(model, backend="chunkflow", fullgraph=fullgraph, options={**goal, **options})
     return compiled(torch.randn(4, 8) if x is None else x)
 
 
@@ -38,16 +39,20 @@ def assert_untouched(model: nn.Module) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"lookahed": 2}, r"Unknown option 'lookahed'; did you mean 'lookahead'"),
-        ({"policy": "fast"}, r"policy='fast' is unknown; use one of chunkflow, resident"),
-        ({"lookahead": -1}, r"lookahead must be a whole number of at least 0"),
+        ({"memmory": "8GiB"}, r"Unknown option 'memmory'; did you mean 'memory'"),
+        ({"policy": "fast"}, r"policy='fast' is unknown; use one of resident, layerwise, layerwise-barrier, chunkflow"),
+        ({"memory": "8 pounds"}, r"memory='8 pounds' is no size: give bytes, or a text such as '8GiB'"),
+        ({"slowdown": 0.9}, r"slowdown=0.9 is below 1"),
+        ({"slowdown": "fast"}, r"slowdown must be a number of at least 1, not 'fast'"),
+        ({"memory": 1 << 20, "slowdown": 1.1}, r"Give memory or slowdown, not both"),
+        ({"hardware": "h300"}, r"no hardware profile 'h300': give one of cpu, h100-nvlink, h100-pcie-x2, "),
         ({"chunk_bytes": 0}, r"chunk_bytes must be a whole number of at least 256, not 0"),
         ({"chunk_bytes": 1000}, r"chunk_bytes=1000 must be a multiple of 256.*use 768"),
         ({"min_bytes": "1MiB"}, r"min_bytes must be a whole number"),
         ({"inductor": {"freezing": True}}, r"freezing turns weights into constants"),
         ({"inductor": {"max_autotun": True}}, r"Unknown Inductor option 'max_autotun'.*did you mean 'max_autotune'"),
         ({"inductor": {"triton.cudagraphs": True}}, r"would double the streamed weights"),
-        ({"arena_bytes": 4096}, r"arena of 4096 bytes is too small.*largest weight, blocks.0.*Give arena_bytes=16384"),
+        ({"memory": 4096}, r"memory=4096 bytes is too little.*the rest of (\d+) bytes. Give memory=\1 or more"),
     ],
 )
 def test_options_are_checked_before_any_weight_moves(options: dict[str, Any], sentence: str, no_grad: None) -> None:
@@ -59,7 +64,13 @@ def test_options_are_checked_before_any_weight_moves(options: dict[str, Any], se
 
 def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    torch.testing.assert_close(run(model, x, arena_bytes=16384), twin(x))
+    with pytest.raises(Exception, match="too little") as raised:
+        run(model, x, memory=1)
+    floor = int(str(raised.value).split("Give memory=")[1].split()[0])
+    with pytest.raises(Exception, match=f"Give memory={floor} "):
+        run(model, x, memory=floor - 1)
+    torch.testing.assert_close(run(model, x, memory=floor), twin(x))
+    assert programs(model)[-1].plan.device_bytes == floor
 
 
 def test_an_unknown_mode_names_the_known_ones(no_grad: None) -> None:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from expecttest import TestCase
-from helpers import Stack, UlyssesStack, cut_of
+from helpers import Stack, UlyssesStack, cut_of, plan_of
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.regions import Cut
 from chunkflow_compile.passes.rewrite import rewrite
 from chunkflow_compile.passes.verify import verify
 
 
-def body(cut: Cut, **options: int) -> str:
+def body(cut: Cut, **options: Any) -> str:
     """The program's lines without its inputs."""
-    plan = place(cut.problem, chunk_bytes=4096, **options)
+    plan = plan_of(cut.problem, **options)
     program = rewrite(cut, plan)
     verify(program)
     lines = str(program).splitlines()
     kept = {w.name: w.why for w in plan.weights if w.home == "device"}
-    head = [f"# {w.name}: slot {w.offset}, {plan.chunks(w)} chunks" for w in plan.streamed]
+    head = [f"# {w.name}: slot {w.offset}, {len(w.windows)} chunks, {w.why}" for w in plan.streamed]
     head += [f"# {name}: resident ({why})" for name, why in kept.items()]
     inputs = {n.name for n in program.module.graph.nodes if n.op == "placeholder"}
     return "\n".join(head + [line for line in lines if line.split(":")[0] not in inputs]) + "\n"
@@ -48,25 +49,26 @@ class Tied(nn.Module):
 class TestSnapshots(TestCase):
     def test_no_collectives(self) -> None:
         self.assertExpectedInline(
-            body(cut_of(Stack(), torch.randn(4, 8)), lookahead=1),
+            body(cut_of(Stack(), torch.randn(4, 8))),
             """\
-# embed.weight: slot 16384, 1 chunks
-# embed.bias: slot 17408, 1 chunks
-# blocks.0.up.weight: slot 0, 2 chunks
-# blocks.0.down.weight: slot 8192, 2 chunks
-# blocks.1.up.weight: slot 16384, 2 chunks
-# blocks.1.down.weight: slot 24576, 2 chunks
-# head.weight: slot 0, 1 chunks
-# head.bias: slot 1024, 1 chunks
-prefetch('blocks.0.up.weight', chunks[0:2], window=0)
+# embed.weight: slot 12288, 1 chunks, hidden: copied from window 3, 1 window ahead of region 0, there 0.948 ms before it is read
+# embed.bias: slot 13312, 1 chunks, hidden: copied from window 3, 1 window ahead of region 0, there 0.940 ms before it is read
+# blocks.0.up.weight: slot 24576, 2 chunks, hidden: copied from window 3, 2 windows ahead of region 1, there 0.794 ms before it is read
+# blocks.0.down.weight: slot 0, 2 chunks, hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
+# blocks.1.up.weight: slot 8192, 2 chunks, hidden: copied from window 0, 2 windows ahead of region 2, there 0.794 ms before it is read
+# blocks.1.down.weight: slot 16384, 2 chunks, hidden: copied from window 1, 1 window ahead of region 2, there 0.383 ms before it is read
+# head.weight: slot 0, 1 chunks, hidden: copied from window 2, 1 window ahead of region 3, there 0.948 ms before it is read
+# head.bias: slot 1024, 1 chunks, hidden: copied from window 2, 1 window ahead of region 3, there 0.945 ms before it is read
+prefetch('blocks.0.up.weight', chunks[1:2], window=0)
 prefetch('blocks.0.down.weight', chunks[0:2], window=0)
+prefetch('blocks.1.up.weight', chunks[0:1], window=0)
 wait('embed.weight')
 wait('embed.bias')
 region_0 = lowered_0(embed_bias, arg2_1, embed_weight)
 addmm = region_0[0]: float32[4, 32]
 evict('embed.weight')
 evict('embed.bias')
-prefetch('blocks.1.up.weight', chunks[0:2], window=1)
+prefetch('blocks.1.up.weight', chunks[1:2], window=1)
 prefetch('blocks.1.down.weight', chunks[0:2], window=1)
 wait('blocks.0.up.weight')
 wait('blocks.0.down.weight')
@@ -84,6 +86,7 @@ evict('blocks.1.up.weight')
 evict('blocks.1.down.weight')
 prefetch('embed.weight', chunks[0:1], window=3, next_step)
 prefetch('embed.bias', chunks[0:1], window=3, next_step)
+prefetch('blocks.0.up.weight', chunks[0:1], window=3, next_step)
 wait('head.weight')
 wait('head.bias')
 region_3 = lowered_2(head_bias, add_1, head_weight)
@@ -101,12 +104,12 @@ return (addmm_1,)
         finally:
             dist.destroy_process_group()
         self.assertExpectedInline(
-            body(cut, lookahead=1),
+            body(cut),
             """\
-# blocks.0.qkv.weight: slot 4096, 3 chunks
-# blocks.0.out.weight: slot 0, 1 chunks
-# blocks.1.qkv.weight: slot 4096, 3 chunks
-# blocks.1.out.weight: slot 0, 1 chunks
+# blocks.0.qkv.weight: slot 4096, 3 chunks, hidden: copied from window 9, 1 window ahead of region 0, there 0.383 ms before it is read
+# blocks.0.out.weight: slot 0, 1 chunks, hidden: copied from window 3, 1 window ahead of region 4, there 0.894 ms before it is read
+# blocks.1.qkv.weight: slot 4096, 3 chunks, hidden: copied from window 4, 1 window ahead of region 5, there 0.383 ms before it is read
+# blocks.1.out.weight: slot 0, 1 chunks, hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
 wait('blocks.0.qkv.weight')
 region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)
 getitem_1 = region_0[0]: float32[4, 32]
@@ -170,15 +173,15 @@ return (add_1,)
     def test_a_small_weight_stays_resident(self) -> None:
         cut = cut_of(Stack(layers=1), torch.randn(4, 8), min_bytes=2048)
         self.assertExpectedInline(
-            body(cut, lookahead=1),
+            body(cut),
             """\
-# blocks.0.up.weight: slot 0, 2 chunks
-# blocks.0.down.weight: slot 8192, 2 chunks
+# blocks.0.up.weight: slot 0, 2 chunks, hidden: copied from window 2, 2 windows ahead of region 1, there 0.794 ms before it is read
+# blocks.0.down.weight: slot 8192, 2 chunks, hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
 # embed.weight: resident (small: 1024 bytes)
 # embed.bias: resident (small: 128 bytes)
 # head.weight: resident (small: 1024 bytes)
 # head.bias: resident (small: 32 bytes)
-prefetch('blocks.0.up.weight', chunks[0:2], window=0)
+prefetch('blocks.0.up.weight', chunks[1:2], window=0)
 prefetch('blocks.0.down.weight', chunks[0:2], window=0)
 region_0 = lowered_0(embed_weight, embed_bias, arg2_1)
 addmm = region_0[0]: float32[4, 32]
@@ -188,6 +191,7 @@ region_1 = lowered_1(addmm, blocks_0_up_weight, blocks_0_down_weight)
 add = region_1[0]: float32[4, 32]
 evict('blocks.0.up.weight')
 evict('blocks.0.down.weight')
+prefetch('blocks.0.up.weight', chunks[0:1], window=2, next_step)
 region_2 = lowered_2(head_weight, head_bias, add)
 addmm_1 = region_2[0]: float32[4, 8]
 return (addmm_1,)
@@ -196,10 +200,10 @@ return (addmm_1,)
 
     def test_a_tied_weight_stays_resident(self) -> None:
         self.assertExpectedInline(
-            body(cut_of(Tied(), torch.randn(4, 8)), lookahead=1),
+            body(cut_of(Tied(), torch.randn(4, 8))),
             """\
-# blocks.0.weight: slot 0, 1 chunks
-# blocks.1.weight: slot 4096, 1 chunks
+# blocks.0.weight: slot 0, 1 chunks, hidden: copied from window 0, 1 window ahead of region 1, there 0.794 ms before it is read
+# blocks.1.weight: slot 4096, 1 chunks, hidden: copied from window 1, 1 window ahead of region 2, there 0.794 ms before it is read
 # embed.weight: resident (tied: also head.weight)
 prefetch('blocks.0.weight', chunks[0:1], window=0)
 region_0 = lowered_0(embed_weight, arg1_1)

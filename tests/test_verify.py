@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import Stack, UlyssesStack, cut_of
+from helpers import Stack, UlyssesStack, cut_of, plan_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.fx import Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.discover import collective_kind
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
@@ -29,7 +30,7 @@ WEIGHT = "blocks.1.up.weight"
 
 def stack_program(layers: int = 4, **options: int) -> Program:
     cut = cut_of(Stack(layers), torch.randn(4, 8))
-    return rewrite(cut, place(cut.problem, chunk_bytes=4096, **options))
+    return rewrite(cut, plan_of(cut.problem, **options))
 
 
 def ulysses_program() -> Program:
@@ -38,7 +39,7 @@ def ulysses_program() -> Program:
         cut = cut_of(UlyssesStack(), torch.randn(4, 32))
     finally:
         dist.destroy_process_group()
-    return rewrite(cut, place(cut.problem, chunk_bytes=4096))
+    return rewrite(cut, plan_of(cut.problem))
 
 
 def mutated(program: Program, change: Callable[[Program], None]) -> Program:
@@ -104,8 +105,8 @@ def prefetch_for_the_wrong_step(program: Program) -> None:
 
 
 def prefetch_chunks_that_are_not_there(program: Program) -> None:
-    node = find(program, PREFETCH, WEIGHT)
-    node.args = (node.args[0], 0, node.args[2] + 2, *node.args[3:])
+    node = [n for n in program.module.graph.nodes if n.target is PREFETCH and n.args[0] == WEIGHT][-1]
+    node.args = (*node.args[:2], node.args[2] + 2, *node.args[3:])
 
 
 def return_a_weight(program: Program) -> None:
@@ -115,7 +116,7 @@ def return_a_weight(program: Program) -> None:
 
 
 MUTATIONS: dict[Callable[[Program], None], str] = {
-    remove_wait: rf"{WEIGHT}: region_2 .* may read .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=1\) -> wait",
+    remove_wait: rf"{WEIGHT}: region_2 .* may read .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=0\) -> wait",
     move_wait_behind_its_use: rf"{WEIGHT}: region_2 .* may read before prefetch",
     move_wait_before_its_prefetch: rf"{WEIGHT}: region_2 .* may read before prefetch",
     move_evict_before_the_last_use: rf"{WEIGHT}: evict\('{WEIGHT}'\) .* comes before its reader region_2",
@@ -157,6 +158,36 @@ def test_rejects_a_slot_outside_the_arena_and_one_off_alignment() -> None:
     assert any(
         "not a multiple of 256" in v for v in check(replace(program, plan=replace(program.plan, weights=weights)))
     )
+
+
+def partly_resident_program() -> Program:
+    """On a machine whose link has room for a part of the weights, so that chunks of one weight stay."""
+    machine = replace(load_profile("h100-pcie-x2"), h2d_bandwidth=1e6, launch_s=1e-3, eta_pref=1.0)
+    cut = cut_of(Stack(4), torch.randn(4, 8))
+    for room in range(20000, 80000, 256):
+        plan = place(cut.problem, machine, chunk_bytes=1024, memory=room)
+        if any(None in w.windows for w in plan.streamed):
+            return rewrite(cut, plan)
+    raise AssertionError("no plan keeps a part of a weight")
+
+
+def test_rejects_a_copy_of_a_chunk_that_stays_and_one_over_it() -> None:
+    program = partly_resident_program()
+    verify(program)
+    partly = next(w for w in program.plan.streamed if None in w.windows)
+    kept = partly.windows.index(None)
+
+    def copy_it(copied: Program) -> None:
+        node = find(copied, PREFETCH, partly.name)
+        with copied.module.graph.inserting_after(node):
+            copied.module.graph.call_function(PREFETCH, (partly.name, kept, kept + 1, *node.args[3:]))
+
+    violations = list(check(mutated(program, copy_it)))
+    assert any(f"{partly.name}: chunk {kept} is prefetched 1 times" in v and "stays" in v for v in violations)
+    other = next(w for w in program.plan.streamed if w.name != partly.name)
+    moved = tuple(replace(w, offset=partly.offset) if w is other else w for w in program.plan.weights)
+    violations = list(check(replace(program, plan=replace(program.plan, weights=moved))))
+    assert any(re.search(rf"stays on the device and by others: .*{partly.name}", v) for v in violations), violations
 
 
 def test_rejects_a_swapped_pair_of_collectives() -> None:
@@ -239,16 +270,20 @@ def test_rejects_regions_out_of_order() -> None:
     assert any("region 1 is region_2" in v for v in check(mutated(program, swap)))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     layers=st.integers(1, 6),
-    lookahead=st.integers(0, 9),
+    policy=st.sampled_from(["chunkflow", "layerwise", "layerwise-barrier"]),
+    room=st.floats(0, 1),
     chunk=st.sampled_from([256, 1024, 4096, 1 << 20]),
     group=st.sampled_from([1, 9000, 1 << 20]),
 )
-def test_accepts_every_plan_that_place_makes(layers: int, lookahead: int, chunk: int, group: int) -> None:
+def test_accepts_every_plan_that_place_makes(layers: int, policy: str, room: float, chunk: int, group: int) -> None:
     torch._dynamo.reset()
     cut = cut_of(Stack(layers), torch.randn(4, 8), group_bytes=group)
-    plan = place(cut.problem, chunk_bytes=chunk, lookahead=lookahead)
+    goal: dict[str, Any] = {"policy": policy}
+    if policy == "chunkflow":
+        goal["memory"] = 32768 + int(room * cut.problem.total_bytes)
+    plan = plan_of(cut.problem, chunk_bytes=chunk, **goal)
     verify(rewrite(cut, plan))
     assert plan == type(plan).from_json(plan.to_json())

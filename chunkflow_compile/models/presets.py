@@ -6,22 +6,19 @@ defaults, which are the published sizes for FLUX.1, HunyuanVideo and Qwen-Image.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch import nn
 
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.regions import Cut
-from chunkflow_compile.tracing import trace
 
 from .families import FAMILIES, Config, Shape
-from .ulysses import enable_ulysses
+from .weightless import trace_without_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,48 +74,16 @@ class Preset:
             raise ChunkflowError(
                 f"{self.name} has {heads} attention heads: the Ulysses degree {degree} must divide them."
             )
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with _fake_ranks(degree), torch.no_grad():
-            with fake, _default_dtype(torch.bfloat16):  # fake parameters cannot be converted afterwards
-                model = family.build(self.config)
-            if degree > 1:
-                enable_ulysses(model, degree)  # a device mesh reads real tensors
-            with fake:
-                inputs = {k: _as_bfloat16(v) for k, v in family.inputs(self.config, shape, None).items()}
-                if degree > 1:
-                    model(**inputs)  # diffusers' parallel hooks settle in their first call
-                return trace(model, inputs, options)
+
+        def build() -> tuple[nn.Module, dict[str, Any]]:
+            inputs = family.inputs(self.config, shape, None)
+            return family.build(self.config), {k: _as_bfloat16(v) for k, v in inputs.items()}
+
+        return trace_without_weights(build, degree, options, torch.bfloat16)
 
 
 def _as_bfloat16(value: Any) -> Any:
     return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
-
-
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextlib.contextmanager
-def _fake_ranks(degree: int) -> Iterator[None]:
-    """A process group of ``degree`` ranks that does nothing, for tracing alone."""
-    if degree == 1:
-        yield
-        return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if dist.is_initialized():
-        raise ChunkflowError("A process group is initialised: presets are traced in a process of their own.")
-    dist.init_process_group("fake", rank=0, world_size=degree, store=FakeStore())
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 _WAN: Config = {

@@ -14,8 +14,8 @@ def allocate_arena(plan: Plan, device: torch.device) -> torch.Tensor:
         raw = torch.empty(plan.arena_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise ChunkflowError(
-            f"The device {device} has no room for an arena of {plan.arena_bytes} bytes ({error}). Free memory, or give a "
-            "smaller lookahead, group_bytes or arena_bytes."
+            f"The device {device} has no room for an arena of {plan.arena_bytes} bytes ({error}). Free memory, or "
+            "give less as memory=."
         ) from error
     start = -raw.data_ptr() % ALIGNMENT
     return raw[start : start + plan.arena_bytes]

@@ -183,11 +183,18 @@ class CpuDevice:
         return HostEvent()
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        # One engine, one thread: Tensor.copy_ would spread over the compute's threads.  ctypes releases the GIL.
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+        copy_host_bytes(target, source)
 
     def close(self) -> None:
         self.copy.close()
+
+
+def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies between host tensors (uint8, equal sizes) by one thread, as a copy engine does.
+
+    Tensor.copy_ would spread over the compute's threads.  ctypes releases the GIL.
+    """
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
 
 def check_device(device: torch.device) -> None:

@@ -24,7 +24,6 @@ from torch.fx.node import map_arg
 from chunkflow_compile.passes.discover import collective_kind, is_wait_tensor
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
-from chunkflow_compile.passes.plan import WeightPlan
 from chunkflow_compile.passes.rewrite import SOURCE, Program
 
 from .device import Device
@@ -76,7 +75,8 @@ class Executor:
         self._regions = regions
         self._opening = device.event()
         self._arrival = {w.name: device.event() for w in program.plan.streamed}
-        self._writes: dict[str, None] = {}  # streamed weights in the order of their newest prefetch
+        self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
+        self._writes: dict[Prefetch, None] = {}  # in the order in which they were issued last
         self._primed = False
         self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
@@ -132,14 +132,16 @@ class Executor:
         except ChunkflowError:
             self.forget()
             raise
-        plans = {w.name: w for w in self.program.plan.streamed}
-        whole: dict[str, torch.Tensor] = {}
-        newer: list[WeightPlan] = []
-        for name in reversed(self._writes):
-            if not any(overlap(plans[name], other) for other in newer):
-                whole[name] = self.binding.slots[name]
-            newer.append(plans[name])
-        return whole
+        plan = self.program.plan
+        plans = {w.name: w for w in plan.streamed}
+        broken = {op.weight for op in self._prefetches if op not in self._writes}
+        newer: list[tuple[str, int, int]] = []
+        for op in reversed(self._writes):
+            begin, end = ((plans[op.weight].offset or 0) + b for b in plan.span(plans[op.weight], op.first, op.end))
+            if any(name != op.weight and a < end and begin < b for name, a, b in newer):
+                broken.add(op.weight)
+            newer.append((op.weight, begin, end))
+        return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
 
     def _prime(self) -> int:
         step = _Step([])
@@ -203,8 +205,8 @@ class Executor:
                 stream.run(copy)
             stream.record(arrival)
             step.moved += nbytes
-            self._writes.pop(weight, None)
-            self._writes[weight] = None
+            self._writes.pop(prefetch, None)
+            self._writes[prefetch] = None
 
         return issue
 
@@ -288,10 +290,3 @@ def _lies_in(value: object, storage: int) -> bool:
 
 def _evict(step: _Step) -> None:
     """Nothing to do: the opening of the next window over these bytes is what orders them."""
-
-
-def overlap(a: WeightPlan, b: WeightPlan) -> bool:
-    """Whether two slots share bytes."""
-    if a.offset is None or b.offset is None:
-        return False
-    return a.offset < b.offset + b.nbytes and b.offset < a.offset + a.nbytes

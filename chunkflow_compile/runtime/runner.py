@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.plan import Plan, runs
 from chunkflow_compile.passes.rewrite import Program
 
 from .arena import allocate_arena, as_weight, flat_bytes, slot_bytes
@@ -91,6 +91,10 @@ class Session:
             if weight.offset is not None:
                 slots[weight.name] = slot_bytes(arena, weight.offset, weight.nbytes)
                 values[weight.name] = as_weight(slots[weight.name], home.host)
+                for run in runs(weight.windows):
+                    if run.window is None:  # these chunks stay: nothing else ever lies in their bytes
+                        begin, end = self.plan.span(weight, run.first, run.end)
+                        slots[weight.name][begin:end].copy_(flat_bytes(home.host)[begin:end])
             else:
                 values[weight.name] = home.host.to(device, copy=True)
         return Binding(values, slots, {name: flat_bytes(self._homes[name].host) for name in slots})

@@ -1,0 +1,64 @@
+"""``chunkflow calibrate``: measures this machine into a hardware profile."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from chunkflow_compile.hardware.calibrate import calibrate
+from chunkflow_compile.hardware.profiles import measured_path
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import Hardware
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "calibrate",
+        help="measure this machine into a hardware profile",
+        description="Measures GEMMs, attention, memory, copies to the device, collectives of two ranks alone and beside "
+        "copies, and writes a profile for --hardware FILE or options={'hardware': FILE}.",
+        epilog="example: chunkflow calibrate --out hw.json",
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the profile there (default: this machine's own, as hardware='measured')"
+    )
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--name", help="name of the profile (default: that of the file)")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.out) if arguments.out else measured_path()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise ChunkflowError("--device cuda: torch sees no CUDA device here.")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.open("a").close()
+    except OSError as error:
+        raise ChunkflowError(f"The profile cannot be written to {out}: {error}. Give another file.") from error
+    profile = calibrate(torch.device(arguments.device), arguments.name or out.stem)
+    out.write_text(profile.to_json())
+    print(describe(profile))
+    print(f"\nprofile: {out}")
+    return 0
+
+
+def describe(profile: Hardware) -> str:
+    """The figures of a profile, for people."""
+    rows = [(f"peak {d}", f"{rate / 1e12:.3g} TFLOP/s") for d, rate in profile.peak_flops.items()]
+    rows += [
+        ("reached by compute", f"{100 * profile.eta_comp:.0f} %"),
+        ("memory", f"{profile.memory_bandwidth / 1e9:.4g} GB/s"),
+        ("copy to the device", f"{profile.copy_rate / 1e9:.4g} GB/s, {profile.chunk_s * 1e6:.3g} us a chunk"),
+        (
+            "collective",
+            f"{profile.collective_bandwidth / 1e9:.4g} GB/s, {profile.collective_latency_s * 1e6:.3g} us each",
+        ),
+        ("a call", f"{profile.launch_s * 1e6:.3g} us"),
+        ("copy beside a collective", f"{profile.copy_slowdown:.2f} times as long"),
+        ("collective beside a copy", f"{profile.collective_slowdown:.2f} times as long"),
+    ]
+    return tabulate(rows, tablefmt="simple")

@@ -1,0 +1,1 @@
+"""Machines: profiles that are built in, and one's own, measured."""

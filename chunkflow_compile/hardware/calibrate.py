@@ -1,0 +1,286 @@
+"""Calibrate: measures a machine into a profile, on the CPU or on CUDA.
+
+Stages, each a median of repetitions: GEMM and attention rates by dtype, memory bandwidth, the cost of a call, H2D time
+against size, and over two ranks a collective alone, a copy alone, and both at once.
+"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from tqdm import tqdm
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import Hardware
+
+MIB = 1 << 20
+RANKS = 2
+# Copies of these sizes show both the cost to start one and the rate of a long one.
+COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
+COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
+REPEATS = 7
+# Fixed, because all ranks must call as often; enough that some hundred milliseconds of copies run beside them.
+ROUNDS_BESIDE = 40
+_TIMEOUT = timedelta(minutes=2)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """Seconds = latency + bytes / rate."""
+
+    latency: float
+    rate: float
+
+
+def calibrate(device: torch.device, name: str) -> Hardware:
+    """The profile of ``device`` under ``name``, with a progress bar.  Raises ChunkflowError if a rank fails."""
+    link = RANKS if device.type == "cpu" or torch.cuda.device_count() >= RANKS else 1
+    with tqdm(total=6 if link > 1 else 5, unit="stage") as progress:
+
+        def stage(text: str) -> None:
+            progress.set_description(text)
+
+        stage("GEMMs")
+        gemms = {str(d).removeprefix("torch."): _gemm_rate(device, d) for d in _dtypes(device)}
+        progress.update()
+        stage("attention")
+        main = max(gemms, key=lambda d: gemms[d])
+        attention = _attention_rate(device, getattr(torch, main))
+        progress.update()
+        stage("memory")
+        memory = _memory_rate(device)
+        progress.update()
+        stage("calls")
+        launch = _launch_seconds(device)
+        progress.update()
+        stage("copies")
+        copy = _copy_line(device)
+        progress.update()
+        together = None
+        if link > 1:
+            stage("collectives, alone and beside copies")
+            together = _on_ranks(device)
+            progress.update()
+    return _profile(name, device, gemms, attention, memory, launch, copy, together)
+
+
+@dataclass(frozen=True)
+class _Together:
+    """Two ranks: the line of a collective, and the factors by which it and a copy stretch each other."""
+
+    collective: _Line
+    copy_slowdown: float
+    collective_slowdown: float
+
+
+def _profile(
+    name: str,
+    device: torch.device,
+    gemms: dict[str, float],
+    attention: float,
+    memory: float,
+    launch: float,
+    copy: _Line,
+    together: _Together | None,
+) -> Hardware:
+    by = f"measured on {_device_name(device)}, torch {torch.__version__}"
+    alone = "not measured, one device only: "
+    shared = together is None or max(together.copy_slowdown, together.collective_slowdown) > 1.05
+    return Hardware(
+        name=name,
+        peak_flops=gemms,
+        eta_comp=round(min(1.0, (1 + attention / max(gemms.values())) / 2), 3),
+        memory_bandwidth=memory,
+        h2d_bandwidth=copy.rate,
+        eta_pref=1.0,
+        launch_s=launch,
+        chunk_s=copy.latency,
+        collective_latency_s=together.collective.latency if together else 3e-5,
+        collective_bandwidth=together.collective.rate if together else copy.rate * 0.75,
+        shared_link=shared,
+        copy_slowdown=together.copy_slowdown if together and shared else 2.0 if shared else 1.0,
+        collective_slowdown=together.collective_slowdown if together and shared else 2.0 if shared else 1.0,
+        sources={
+            "peak_flops": f"{by}: square GEMMs",
+            "eta_comp": f"{by}: mean of GEMM and attention rates over the GEMM rate",
+            "memory_bandwidth": f"{by}: a copy on the device, read and written",
+            "h2d_bandwidth": f"{by}: a copy of 64 MiB, less the time to start one",
+            "eta_pref": "1: the bandwidth is measured, not nominal",
+            "launch_s": f"{by}: a call that computes next to nothing",
+            "chunk_s": f"{by}: a copy of 4 KiB",
+            "collective_latency_s": f"{by}: an all-to-all of 4 KiB" if together else alone + "assumption",
+            "collective_bandwidth": f"{by}: an all-to-all of 16 MiB, less its latency"
+            if together
+            else alone + "3/4 of the link",
+            "shared_link": f"{by}: a factor above 1.05" if together else alone + "assumption",
+            "copy_slowdown": f"{by}: beside a collective" if together else alone + "a fair share",
+            "collective_slowdown": f"{by}: beside copies" if together else alone + "a fair share",
+        },
+    )
+
+
+def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
+    return (torch.float32,) if device.type == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
+    n = 1024 if device.type == "cpu" else 8192
+    a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
+    return round(2 * n**3 / _median(device, lambda: a @ b))
+
+
+def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
+    tokens, heads = (1024, 8) if device.type == "cpu" else (8192, 24)
+    q, k, v = (torch.randn(1, heads, tokens, 128, device=device, dtype=dtype) for _ in range(3))
+    seconds = _median(device, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    return 4 * heads * tokens**2 * 128 / seconds
+
+
+def _memory_rate(device: torch.device) -> float:
+    size = (256 if device.type == "cpu" else 2048) * MIB
+    source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return round(2 * size / _median(device, lambda: target.copy_(source)))
+
+
+def _launch_seconds(device: torch.device) -> float:
+    a = torch.ones(16, 16, device=device)
+    calls = 200
+
+    def many() -> None:
+        for _ in range(calls):
+            torch.relu(a)
+
+    return _median(device, many) / calls
+
+
+def _copy_line(device: torch.device) -> _Line:
+    return _line([(size, _median(device, _copier(device, size))) for size in COPY_SIZES])
+
+
+def _copier(device: torch.device, size: int) -> Callable[[], object]:
+    """A copy from host memory to the device, on the engine that the runtime uses."""
+    source = torch.ones(size, dtype=torch.uint8)
+    target = torch.ones(size, dtype=torch.uint8, device=device)
+    if device.type == "cpu":
+        from chunkflow_compile.runtime.device import copy_host_bytes
+
+        return lambda: copy_host_bytes(target, source)
+    pinned = source.pin_memory()
+    return lambda: target.copy_(pinned, non_blocking=True)
+
+
+def _on_ranks(device: torch.device) -> _Together:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            spawn(_rank, (device.type, folder), nprocs=RANKS)
+        except ProcessRaisedException as error:
+            raise ChunkflowError(f"A rank of the calibration failed: {error}") from error
+        result: _Together = torch.load(Path(folder) / "rank0.pt", weights_only=False)
+        return result
+
+
+def _rank(rank: int, kind: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo",
+        init_method=f"file://{folder}/meet",
+        rank=rank,
+        world_size=RANKS,
+        timeout=_TIMEOUT,
+    )
+    try:
+        points = []
+        for size in COLLECTIVE_SIZES:
+            crossing = size * (RANKS - 1) // RANKS
+            points.append((crossing, _median(device, _exchange(device, size), ROUNDS_BESIDE)))
+        alone = _line(points)
+        exchange, size = _exchange(device, COLLECTIVE_SIZES[-1]), COPY_SIZES[-1] // 4
+        copy_alone = _median(device, _copier(device, size))
+        exchange_alone = _median(device, exchange, ROUNDS_BESIDE)
+        copy_beside, exchange_beside = _both(device, exchange, size)
+        found = _Together(alone, _factor(copy_beside, copy_alone), _factor(exchange_beside, exchange_alone))
+        if rank == 0:
+            torch.save(found, Path(folder) / "rank0.pt")
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def _factor(beside: float, alone: float) -> float:
+    return round(max(1.0, beside / alone), 2)
+
+
+def _exchange(device: torch.device, size: int) -> Callable[[], object]:
+    sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
+    return lambda: dist.all_to_all_single(received, sent)
+
+
+def _both(device: torch.device, exchange: Callable[[], object], size: int) -> tuple[float, float]:
+    """Median seconds of a copy and of a collective while the other runs all the time."""
+    copies: list[float] = []
+    over = threading.Event()
+
+    def keep_copying() -> None:
+        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        copy = _copier(device, size)
+        while not over.is_set():
+            start = time.perf_counter()
+            if stream is None:
+                copy()
+            else:
+                with torch.cuda.stream(stream):
+                    copy()
+                stream.synchronize()
+            copies.append(time.perf_counter() - start)
+
+    thread = threading.Thread(target=keep_copying)
+    thread.start()
+    try:
+        beside = _median(device, exchange, ROUNDS_BESIDE, own_stream=True)
+    finally:
+        over.set()
+        thread.join()
+    return statistics.median(copies), beside
+
+
+def _median(
+    device: torch.device, work: Callable[[], object], repeats: int = REPEATS, own_stream: bool = False
+) -> float:
+    """Median seconds of ``work``, after one run that does not count.  ``own_stream``: others' streams are not waited for."""
+
+    def finish() -> None:
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize() if own_stream else torch.cuda.synchronize(device)
+
+    work()
+    finish()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        work()
+        finish()
+        times.append(time.perf_counter() - start)
+    return float(f"{statistics.median(times):.4g}")  # what follows is noise
+
+
+def _line(points: Sequence[tuple[int, float]]) -> _Line:
+    """The latency is what the smallest takes, a few KiB; the rate is that between the smallest and the largest."""
+    (small, latency), (large, seconds) = points[0], points[-1]
+    return _Line(latency=latency, rate=round((large - small) / max(seconds - latency, 1e-9)))
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"

@@ -1,0 +1,103 @@
+"""Tracing without weights: fake tensors, and as many ranks as one likes in one process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from chunkflow_compile.options import Options
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.regions import Cut
+from chunkflow_compile.tracing import trace
+
+from .ulysses import enable_ulysses
+
+Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
+
+
+def trace_without_weights(
+    build: Build, degree: int = 1, options: Options | None = None, dtype: torch.dtype = torch.float32
+) -> Cut:
+    """The regions of one rank's call of the model and keyword arguments that ``build`` makes, of ``degree`` ranks.
+
+    ``build`` runs where every tensor is fake and, for a degree above 1, in a process group of as many ranks that does
+    nothing; a model with ``enable_parallelism`` is split by it.  ``dtype``: what parameters are made in.  Raises
+    ChunkflowError if a process group is there already.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with _fake_ranks(degree), torch.no_grad():
+        with fake, _default_dtype(dtype):  # fake parameters cannot be converted afterwards
+            model, inputs = build()
+        if degree > 1 and hasattr(model, "enable_parallelism"):
+            enable_ulysses(model, degree)  # a device mesh reads real tensors
+            with fake:
+                model(**inputs)  # diffusers' parallel hooks settle in their first call
+        with fake:
+            return trace(model, inputs, options)
+
+
+def load_build(name: str) -> Build:
+    """The function of ``file.py:function``.  Raises ChunkflowError if there is no such file or function."""
+    path, _, function = name.rpartition(":")
+    if not path or not Path(path).is_file():
+        raise ChunkflowError(f"There is no file {path or name!r}: give a model as file.py:function.")
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickling look it up
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ChunkflowError(f"{path} cannot be run: {type(error).__name__}: {error}") from error
+    finally:
+        sys.path.pop(0)
+    build = getattr(module, function, None)
+    if not callable(build):
+        raise ChunkflowError(f"{path} has no function {function!r}: it should return (model, keyword arguments).")
+
+    def checked() -> tuple[nn.Module, Mapping[str, Any]]:
+        made = build()
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+            raise ChunkflowError(f"{name} returned {type(made).__name__}: it should return (model, keyword arguments).")
+        return made[0].eval(), made[1]
+
+    return checked
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def _fake_ranks(degree: int) -> Iterator[None]:
+    """A process group of ``degree`` ranks that does nothing, for tracing alone."""
+    if degree == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise ChunkflowError(
+            "A process group is initialised: models are traced without weights in a process of their own."
+        )
+    dist.init_process_group("fake", rank=0, world_size=degree, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

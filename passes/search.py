@@ -1,0 +1,232 @@
+"""Search: how many chunks stay on the device, how much memory the others stream through, from a goal.
+
+A candidate is (residents, limit, hard): the first ``residents`` chunks of the ranking stay, the others take windows
+under ``limit`` bytes alive at once; ``hard`` adds a barrier before each collective, so that no copy runs beside one.
+Candidates are played on the timeline; nothing is judged by anything else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from .plan import Barrier
+from .policies import layerwise
+from .problem import Problem
+from .residency import rank
+from .schedule import Transfers, schedule, transfers
+from .timeline import Simulator, Timeline
+from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes
+
+# Steps closer than this are equal: less memory wins.
+SAME_STEP = 1e-3
+# Sums of a thousand spans differ by this much in floating point.
+ROUNDING = 1e-9
+_SAMPLES = 8
+_HALVINGS = 7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """``placed``: for each chunk its window (negative: of the step before), None if it stays.  ``nbytes``: weight bytes
+    on the device, before slots are cut."""
+
+    placed: tuple[int | None, ...]
+    hard: bool
+    nbytes: int
+    timeline: Timeline
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+
+class Planner:
+    """What is known of a problem on a machine before a goal is given."""
+
+    def __init__(self, problem: Problem, simulator: Simulator) -> None:
+        self.problem = problem
+        self.simulator = simulator
+        self.count = len(problem.regions)
+        self.weights = [w for w in problem.weights if w.keep is None and w.uses]
+        self.chunks: list[Chunk] = chunks_of(self.weights, simulator)
+        streamed = {w.name for w in self.weights}
+        self.kept_bytes = sum(w.nbytes for w in problem.weights if w.name not in streamed)
+        self.resident = simulator.play(schedule(problem, transfers(problem, {})))
+        self.link: Link = link_of(self.resident, simulator)
+        longest = max((c.seconds for c in self.chunks), default=0.0)
+        self.margin = longest  # one chunk: what a copy may lose to a neighbour that was not foreseen
+        self.ranking = self._rank()
+        self._known: dict[tuple[int, int | None, bool], Candidate | None] = {}
+        self._late: dict[int, list[int]] = {}
+
+    def floor(self) -> int:
+        """The fewest weight bytes on the device that the program can run with."""
+        return self.kept_bytes + self._least(0)
+
+    def candidate(self, residents: int, limit: int | None, hard: bool = False) -> Candidate | None:
+        """The candidate, None if ``limit`` cannot hold what one region reads."""
+        key = (residents, limit, hard)
+        if key not in self._known:
+            kept = set(self.ranking[:residents])
+            indices = [i for i in range(len(self.chunks)) if i not in kept]
+            chunks = [self.chunks[i] for i in indices]
+            windows = fit(chunks, self._latest(residents, chunks), self.count, limit)
+            placed: list[int | None] = [None] * len(self.chunks)
+            for i, window in zip(indices, windows or (), strict=False):
+                placed[i] = window
+            self._known[key] = None if windows is None else self.play(placed, hard)
+        return self._known[key]
+
+    def play(self, placed: Sequence[int | None], hard: bool = False) -> Candidate:
+        """Plays any placement of the chunks."""
+        ops = transfers(self.problem, as_windows(self.chunks, placed, self.count))
+        if hard:
+            ops = transfers(self.problem, as_windows(self.chunks, placed, self.count), barriers(self.problem, ops))
+        timeline = self.simulator.play(schedule(self.problem, ops))
+        return Candidate(placed=tuple(placed), hard=hard, nbytes=self.nbytes(placed), timeline=timeline)
+
+    def nbytes(self, placed: Sequence[int | None]) -> int:
+        """Weight bytes on the device of a placement, if slots are cut without loss."""
+        streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
+        kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)
+        live = live_bytes([c for c, _ in streamed], [w for _, w in streamed], self.count) if streamed else 0
+        return self.kept_bytes + kept + live
+
+    def fastest(self, memory: int) -> Candidate:
+        """The fastest candidate within ``memory`` bytes; of equals the smallest."""
+        room = memory - self.kept_bytes
+        most = max(m for m in self._counts() if self._resident_bytes(m) + self._least(m) <= room)
+
+        def at(residents: int) -> Candidate | None:
+            return self.candidate(residents, room - self._resident_bytes(residents))
+
+        found = [c for m in _spread(0, most) if (c := at(m)) is not None]
+        best = min(range(len(found)), key=lambda i: self._order(found[i]))
+        grid = list(_spread(0, most))
+        low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+        found += [c for m in _spread(low, high) if (c := at(m)) is not None]
+        chosen = min(found, key=self._order)
+        hard = [self.play(c.placed, hard=True) for c in sorted(found, key=self._order)[:2] if self._contended(c)]
+        return min([chosen, *hard, *self._others(memory)], key=self._order)
+
+    def smallest(self, step_s: float) -> Candidate:
+        """The candidate of fewest bytes whose step takes at most ``step_s``, or the fastest if none does."""
+        total = len(self.chunks)
+        step_s *= 1 + ROUNDING
+        enough = _bisect(0, total, lambda m: self._meets(self.candidate(m, None), step_s))
+        found: list[Candidate] = []
+        for extra in (0, total // 64, total // 24, total // 12, total // 6):
+            residents = min(enough + extra, total)
+            known = min((c.nbytes for c in found), default=None)
+            if (
+                known is not None
+                and self.kept_bytes + self._resident_bytes(residents) + self._least(residents) >= known
+            ):
+                continue
+            found += self._shrink(residents, step_s)
+        found += [c for c in self._others(None) if c.step_s <= step_s]
+        return min(found, key=lambda c: (c.nbytes, c.step_s)) if found else self.fastest(self._everything())
+
+    def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
+        """The candidate of ``residents`` with the lowest limit that still meets the step, soft and hard."""
+        natural = self.candidate(residents, None)
+        if natural is None or natural.step_s > step_s:
+            return []
+        floor = self._least(residents)
+        ceiling = natural.nbytes - self.kept_bytes - self._resident_bytes(residents)
+        found = [natural]
+        for hard in (False, True):
+            if hard and not self._contended(found[-1]):
+                break
+            low, high = floor, ceiling
+            for _ in range(_HALVINGS):
+                middle = (low + high) // 2
+                tried = self.candidate(residents, middle, hard)
+                if self._meets(tried, step_s):
+                    assert tried is not None
+                    found.append(tried)
+                    high = middle
+                else:
+                    low = middle
+        return found
+
+    def _others(self, memory: int | None) -> list[Candidate]:
+        """The whole next block, as other systems have it: never to be slower than they are."""
+        candidate = self.play(layerwise(self.problem, self.chunks))
+        return [candidate] if memory is None or candidate.nbytes <= memory else []
+
+    def _contended(self, candidate: Candidate) -> bool:
+        return self.simulator.hardware.shared_link and candidate.timeline.inflation_s > 0
+
+    def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
+        return candidate is not None and candidate.step_s <= step_s
+
+    def _order(self, candidate: Candidate) -> tuple[int, int, float]:
+        """Fastest first; steps within SAME_STEP of each other are one, and the smaller wins."""
+        return round(candidate.step_s / (SAME_STEP * self.resident.step_s)), candidate.nbytes, candidate.step_s
+
+    def _counts(self) -> Iterable[int]:
+        return range(len(self.chunks) + 1)
+
+    def _everything(self) -> int:
+        return self.kept_bytes + 2 * sum(c.nbytes for c in self.chunks)
+
+    def _resident_bytes(self, residents: int) -> int:
+        return sum(self.chunks[i].nbytes for i in self.ranking[:residents])
+
+    def _least(self, residents: int) -> int:
+        """Most bytes that one region reads of what is streamed."""
+        kept = set(self.ranking[:residents])
+        streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
+        return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
+
+    def _latest(self, residents: int, chunks: Sequence[Chunk]) -> list[int]:
+        if residents not in self._late:
+            self._late[residents] = latest(chunks, self.link, self.margin)
+        return self._late[residents]
+
+    def _rank(self) -> list[int]:
+        """By the stall of each region when it is fetched barely ahead: in twice the room that the largest needs."""
+        if not self.chunks:
+            return []
+        least = live_bytes(self.chunks, [c.first for c in self.chunks], self.count)
+        windows = fit(self.chunks, latest(self.chunks, self.link, self.margin), self.count, 2 * least)
+        assert windows is not None
+        timeline = self.play(windows).timeline
+        stalls: dict[int, float] = {}
+        for chunk in self.chunks:
+            stalls[chunk.first] = stalls.get(chunk.first, 0.0)
+        first = {w.name: w.uses[0] for w in self.weights}
+        for name, slack in timeline.slack.items():
+            stalls[first[name]] += max(0.0, -slack)
+        return rank(self.chunks, stalls)
+
+
+def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:
+    """Before each collective a wait for the newest copy issued before it: all others are in front of it."""
+    found, newest = [], None
+    starts: dict[int, str] = {}
+    for collective in problem.collectives:
+        starts.setdefault(collective.before, collective.name)
+    for k in range(len(problem.regions) + 1):
+        if k in starts and newest is not None:
+            found.append(Barrier(collective=starts[k], weights=(newest,)))
+            newest = None
+        for op in ops.prefetches.get(k, ()):
+            newest = op.weight
+    return tuple(found)
+
+
+def _spread(low: int, high: int) -> Sequence[int]:
+    """Whole numbers from low to high, ends included, at most _SAMPLES + 1 of them."""
+    steps = min(_SAMPLES, max(high - low, 0)) or 1
+    return sorted({low + (high - low) * i // steps for i in range(steps + 1)})
+
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The lowest number for which ``holds``, which must stay true once it is."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low

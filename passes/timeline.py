@@ -1,0 +1,235 @@
+"""Timeline: plays a schedule on a hardware profile, by discrete events, until its steps repeat.
+
+Three lanes.  *Compute* takes the items in order, as a device stream does.  *Collective* runs collectives one at a time in
+the order of their start.  *Copy* runs chunks one at a time in the order of issue; a chunk is issued when compute comes
+to its prefetch.  On a shared link a copy and a collective in flight together each slow down by the profile's factor:
+2 for both is a fair share of a link that either fills alone.
+
+It knows no policy: what it plays is all that it sees.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from .hardware import Hardware
+from .ops import Prefetch
+from .plan import Span
+from .problem import Problem
+from .schedule import Await, Collect, Compute, Item, Wait
+
+# Steps settle in two or three; a schedule that still drifts after this many is reported as it then is.
+MOST_STEPS = 12
+_SETTLED = 1e-9
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step of many.  Seconds from its start; ``slack``: weight -> seconds from its arrival to its first reader, or
+    minus the seconds that the reader waited for it.  ``peak_bytes``: most streamed bytes in slots at once."""
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    collective_s: float
+    inflation_s: float
+    copy_s: float
+    peak_bytes: int
+    slack: Mapping[str, float]
+    spans: tuple[Span, ...]
+
+
+class Simulator:
+    """Plays schedules of one problem on one machine."""
+
+    def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int) -> None:
+        self.problem = problem
+        self.hardware = hardware
+        self.chunk_bytes = chunk_bytes
+        self.compute_s = [r.cost.seconds(hardware) for r in problem.regions]
+        self.collective_s = [
+            hardware.collective_latency_s + c.nbytes / hardware.collective_bandwidth for c in problem.collectives
+        ]
+        self.sizes = {w.name: w.nbytes for w in problem.weights}
+
+    def nbytes(self, weight: str, first: int, end: int) -> int:
+        """Bytes of chunks ``[first, end)`` of a weight."""
+        return min(end * self.chunk_bytes, self.sizes[weight]) - first * self.chunk_bytes
+
+    def copy_seconds(self, weight: str, first: int, end: int) -> float:
+        """Seconds that chunks ``[first, end)`` of a weight take alone on the link."""
+        return self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
+
+    def play(self, items: Sequence[Item]) -> Timeline:
+        """The step that a schedule settles into, from a cold start."""
+        return _Run(self, items).play()
+
+
+@dataclass
+class _Step:
+    """What one step adds up to while it runs."""
+
+    start: float
+    exposed: float = 0.0
+    collective: float = 0.0
+    inflation: float = 0.0
+    copy: float = 0.0
+    peak: int = 0
+    slack: dict[str, float] = field(default_factory=dict)
+    spans: list[tuple[Literal["compute", "collective", "copy"], str, float, float]] = field(default_factory=list)
+
+
+class _Run:
+    def __init__(self, simulator: Simulator, items: Sequence[Item]) -> None:
+        self.simulator = simulator
+        self.items = items
+        hardware = simulator.hardware
+        self.copy_factor = hardware.copy_slowdown if hardware.shared_link else 1.0
+        self.collective_factor = hardware.collective_slowdown if hardware.shared_link else 1.0
+        self.now = 0.0
+        self.step = _Step(0.0)
+        self.live = 0
+        self.streamed: dict[str, int] = {}
+        # Copy lane: what is queued, the seconds left of the first, and the newest issue of each weight.
+        self.copies: deque[tuple[Prefetch, float, int]] = deque()
+        self.copy_left = 0.0
+        self.copy_start = 0.0
+        self.issued = self.arrived = 0
+        self.newest: dict[str, int] = {}
+        self.arrival: dict[int, float] = {}
+        # Collective lane.
+        self.collectives: deque[int] = deque()
+        self.collective_left = 0.0
+        self.collective_start = 0.0
+        self.started: dict[int, int] = {}
+        self.finished: dict[int, int] = {}
+
+    def play(self) -> Timeline:
+        for item in self.items:
+            if isinstance(item, Prefetch):
+                nbytes = self.simulator.nbytes(item.weight, item.first, item.end)
+                self.streamed[item.weight] = self.streamed.get(item.weight, 0) + nbytes
+        for item in self.items:
+            if isinstance(item, Prefetch) and item.next_step:
+                self._issue(item)
+        previous = -1.0
+        for _ in range(MOST_STEPS):
+            self.step = _Step(self.now)
+            self.step.peak = self.live
+            for item in self.items:
+                self._run(item)
+            length = self.now - self.step.start
+            if abs(length - previous) <= _SETTLED * length:
+                break
+            previous = length
+        return self._timeline(length)
+
+    def _run(self, item: Item) -> None:
+        step = self.step
+        if isinstance(item, Prefetch):
+            self._issue(item)
+        elif isinstance(item, Wait):
+            wanted = self.newest.get(item.weight, 0)
+            reached = self.now
+            while self.arrived < wanted:
+                self._advance(None)
+            waited = self.now - reached
+            step.exposed += waited
+            if item.weight not in step.slack:
+                step.slack[item.weight] = -waited if waited else reached - self.arrival.get(wanted, reached)
+        elif isinstance(item, Compute):
+            start = self.now
+            end = start + self.simulator.compute_s[item.region]
+            while self.now < end:
+                self._advance(end)
+            name = self.simulator.problem.regions[item.region].name
+            step.spans.append(("compute", name, start, end))
+        elif isinstance(item, Collect):
+            self.started[item.collective] = self.started.get(item.collective, 0) + 1
+            self.collectives.append(item.collective)
+            if len(self.collectives) == 1:
+                self._start_collective()
+        elif isinstance(item, Await):
+            while self.finished.get(item.collective, 0) < self.started.get(item.collective, 0):
+                self._advance(None)
+        else:
+            self.live -= self.streamed[item.weight]
+
+    def _issue(self, op: Prefetch) -> None:
+        self.issued += 1
+        self.newest[op.weight] = self.issued
+        seconds = self.simulator.copy_seconds(op.weight, op.first, op.end)
+        self.copies.append((op, seconds, self.issued))
+        if len(self.copies) == 1:
+            self._start_copy()
+
+    def _start_copy(self) -> None:
+        op, self.copy_left, _ = self.copies[0]
+        self.copy_start = self.now
+        self.live += self.simulator.nbytes(op.weight, op.first, op.end)
+        self.step.peak = max(self.step.peak, self.live)
+
+    def _start_collective(self) -> None:
+        self.collective_left = self.simulator.collective_s[self.collectives[0]]
+        self.collective_start = self.now
+
+    def _advance(self, limit: float | None) -> None:
+        """To the next end of a copy or a collective, or to ``limit`` if that is sooner."""
+        both = bool(self.copies) and bool(self.collectives)
+        copy_factor = self.copy_factor if both else 1.0
+        collective_factor = self.collective_factor if both else 1.0
+        copy_end = self.copy_left * copy_factor if self.copies else float("inf")
+        collective_end = self.collective_left * collective_factor if self.collectives else float("inf")
+        delta = min(copy_end, collective_end)
+        at_limit = limit is not None and limit - self.now < delta
+        if at_limit:
+            assert limit is not None
+            delta = limit - self.now
+            self.now = limit
+        else:
+            self.now += delta
+        if self.copies:
+            self.step.copy += delta
+            self.copy_left -= delta / copy_factor
+            if not at_limit and copy_end <= collective_end:
+                self._end_copy()
+        if self.collectives:
+            self.collective_left -= delta / collective_factor
+            if not at_limit and collective_end <= copy_end:
+                self._end_collective()
+
+    def _end_copy(self) -> None:
+        op, _, number = self.copies.popleft()
+        self.arrived = number
+        self.arrival[number] = self.now
+        self.step.spans.append(("copy", f"{op.weight}[{op.first}:{op.end}]", self.copy_start, self.now))
+        if self.copies:
+            self._start_copy()
+
+    def _end_collective(self) -> None:
+        index = self.collectives.popleft()
+        self.finished[index] = self.finished.get(index, 0) + 1
+        took = self.now - self.collective_start
+        self.step.collective += took
+        self.step.inflation += took - self.simulator.collective_s[index]
+        name = self.simulator.problem.collectives[index].name
+        self.step.spans.append(("collective", name, self.collective_start, self.now))
+        if self.collectives:
+            self._start_collective()
+
+    def _timeline(self, length: float) -> Timeline:
+        step = self.step
+        return Timeline(
+            step_s=length,
+            compute_s=sum(self.simulator.compute_s),
+            exposed_s=step.exposed,
+            collective_s=step.collective,
+            inflation_s=step.inflation,
+            copy_s=step.copy,
+            peak_bytes=step.peak,
+            slack=step.slack,
+            spans=tuple(Span(lane=n, name=m, start=a - step.start, end=b - step.start) for n, m, a, b in step.spans),
+        )
