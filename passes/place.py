@@ -28,8 +28,6 @@ from .windows import as_windows
 Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "resident"]
 POLICIES: tuple[Policy, ...] = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
 DEFAULT_SLOWDOWN = 1.02
-# Slots lose a few percent between lifetimes that do not fit each other; each try takes that off the search's budget.
-_TRIES = 8
 
 
 def place(
@@ -52,7 +50,7 @@ def place(
     if slowdown is not None and not slowdown >= 1:
         raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
-    builder = _Builder(planner, hardware, policy)
+    builder = Builder(planner, hardware, policy)
     if policy == "chunkflow":
         plan = _smallest(planner, builder, slowdown) if memory is None else _fastest(planner, builder, memory)
     else:
@@ -72,13 +70,13 @@ def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[
     return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
 
 
-def _smallest(planner: Planner, builder: _Builder, slowdown: float | None) -> Plan:
+def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Plan:
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     found = planner.smallest(target)
     return builder.candidate(refine(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s)))
 
 
-def _fastest(planner: Planner, builder: _Builder, memory: int) -> Plan:
+def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     floor = builder.candidate(planner.play([c.first for c in planner.chunks]))
     if memory < floor.device_bytes:
         raise ChunkflowError(
@@ -86,20 +84,20 @@ def _fastest(planner: Planner, builder: _Builder, memory: int) -> Plan:
             f"and the streamed weights that one region reads need the rest of {floor.device_bytes} bytes. Give "
             f"memory={floor.device_bytes} or more, or cut finer regions with a smaller group_bytes."
         )
-    budget = memory
-    for _ in range(_TRIES):
-        if budget < planner.floor():
-            break
-        found = planner.fastest(budget)
-        found = refine(planner, found, lambda c: (builder.slots(c) > memory, c.step_s, c.nbytes))
-        plan = builder.candidate(found)
+    found: Candidate | None = planner.fastest(memory)
+    cut = 0
+    while found is not None:
+        better = refine(planner, found, lambda c: (builder.slots(c) > memory, c.step_s, c.nbytes))
+        plan = builder.candidate(better)
         if plan.device_bytes <= memory:
             return plan
-        budget -= plan.device_bytes - memory
+        # Slots lose some percent between lifetimes that do not fit each other: leave the others that much less room.
+        cut = max(2 * cut, plan.device_bytes - memory)
+        found = planner.smaller(found, memory - cut)
     return floor
 
 
-class _Builder:
+class Builder:
     """Makes plans of placements: slots, prediction, reasons."""
 
     def __init__(self, planner: Planner, hardware: Hardware, policy: Policy) -> None:
@@ -114,12 +112,12 @@ class _Builder:
         ops = transfers(self.problem, windows)
         return self.plan(windows, barriers(self.problem, ops) if found.hard else ())
 
-    def slots(self, found: Candidate) -> int:
-        """Weight bytes on the device of a candidate, its slots cut."""
+    def slots(self, found: Candidate, quick: bool = False) -> int:
+        """Weight bytes on the device of a candidate, its slots cut; ``quick``: with fewer tries to cut them well."""
         windows = as_windows(self.planner.chunks, found.placed, self.planner.count)
         streamed = self._streamed(windows)
-        _, arena = self._arena(windows, streamed)
-        return arena + sum(w.nbytes for w in self.problem.weights if w not in streamed)
+        _, arena = self._arena(windows, streamed, quick)
+        return arena + self._outside(streamed)
 
     def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...]) -> Plan:
         streamed = self._streamed(windows)
@@ -160,9 +158,15 @@ class _Builder:
     def _streamed(self, windows: Mapping[str, Windows]) -> list[Weight]:
         return [w for w in self.problem.weights if any(k is not None for k in windows.get(w.name, ()))]
 
-    def _arena(self, windows: Mapping[str, Windows], streamed: list[Weight]) -> tuple[tuple[int, ...], int]:
+    def _outside(self, streamed: list[Weight]) -> int:
+        """Bytes of the weights that have no slot."""
+        return self.problem.total_bytes - sum(w.nbytes for w in streamed)
+
+    def _arena(
+        self, windows: Mapping[str, Windows], streamed: list[Weight], quick: bool = False
+    ) -> tuple[tuple[int, ...], int]:
         lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
-        return assign_slots(lifetimes, self.planner.count) if streamed else ((), 0)
+        return assign_slots(lifetimes, self.planner.count, quick)
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
         """From the opening of each chunk's window to the end of the weight's last reader."""
@@ -185,7 +189,7 @@ class _Builder:
             for r in runs(windows[w.name])
             if r.window is None
         )
-        outside = sum(w.nbytes for w in self.problem.weights if w not in streamed)
+        outside = self._outside(streamed)
         return Prediction(
             step_s=round(timeline.step_s, 9),
             resident_step_s=round(self.planner.resident.step_s, 9),
@@ -195,7 +199,5 @@ class _Builder:
             inflation_s=round(timeline.inflation_s, 9) + 0.0,
             copy_s=round(timeline.copy_s, 9),
             peak_bytes=timeline.peak_bytes + inside + outside,
-            spans=tuple(
-                Span(lane=s.lane, name=s.name, start=round(s.start, 9), end=round(s.end, 9)) for s in timeline.spans
-            ),
+            spans=tuple(Span(s.lane, s.name, round(s.start, 9), round(s.end, 9)) for s in timeline.spans),
         )

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from .errors import ChunkflowError
 from .problem import Problem
@@ -82,8 +82,7 @@ class Barrier:
     weights: tuple[str, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Span:
+class Span(NamedTuple):
     """Work on a lane of the predicted timeline, in seconds from the start of the step; a copy may start before it."""
 
     lane: Literal["compute", "collective", "copy"]
@@ -189,7 +188,7 @@ class Plan:
             Barrier(collective=b["collective"], weights=tuple(b["weights"])) for b in body["barriers"]
         )
         if body["predicted"] is not None:
-            spans = tuple(Span(**s) for s in body["predicted"]["spans"])
+            spans = tuple(Span(*s) for s in body["predicted"]["spans"])
             body["predicted"] = Prediction(**{**body["predicted"], "spans": spans})
         return Plan(**body)
 

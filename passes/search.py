@@ -7,8 +7,10 @@ Candidates are played on the timeline; nothing is judged by anything else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .plan import Barrier
 from .policies import layerwise
@@ -23,15 +25,16 @@ SAME_STEP = 1e-3
 # Sums of a thousand spans differ by this much in floating point.
 ROUNDING = 1e-9
 _SAMPLES = 8
-_HALVINGS = 7
+_HALVINGS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """``placed``: for each chunk its window (negative: of the step before), None if it stays.  ``nbytes``: weight bytes
-    on the device, before slots are cut."""
+    """``placed``: for each chunk its window (negative: of the step before), None if it stays.  ``residents``: how many of
+    the ranking stay, None if it was not made that way.  ``nbytes``: weight bytes on the device, before slots are cut."""
 
     placed: tuple[int | None, ...]
+    residents: int | None
     hard: bool
     nbytes: int
     timeline: Timeline
@@ -57,12 +60,13 @@ class Planner:
         longest = max((c.seconds for c in self.chunks), default=0.0)
         self.margin = longest  # one chunk: what a copy may lose to a neighbour that was not foreseen
         self.ranking = self._rank()
+        self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
         self._known: dict[tuple[int, int | None, bool], Candidate | None] = {}
         self._late: dict[int, list[int]] = {}
 
     def floor(self) -> int:
         """The fewest weight bytes on the device that the program can run with."""
-        return self.kept_bytes + self._least(0)
+        return self._floor(0)
 
     def candidate(self, residents: int, limit: int | None, hard: bool = False) -> Candidate | None:
         """The candidate, None if ``limit`` cannot hold what one region reads."""
@@ -75,16 +79,23 @@ class Planner:
             placed: list[int | None] = [None] * len(self.chunks)
             for i, window in zip(indices, windows or (), strict=False):
                 placed[i] = window
-            self._known[key] = None if windows is None else self.play(placed, hard)
+            self._known[key] = None if windows is None else self.play(placed, hard, residents)
         return self._known[key]
 
-    def play(self, placed: Sequence[int | None], hard: bool = False) -> Candidate:
+    def within(self, memory: int, residents: int, hard: bool = False) -> Candidate | None:
+        """The candidate of so many residents whose others take what is left of ``memory``."""
+        limit = memory - self.kept_bytes - self._resident_bytes(residents)
+        return self.candidate(residents, limit, hard) if limit >= 0 else None
+
+    def play(self, placed: Sequence[int | None], hard: bool = False, residents: int | None = None) -> Candidate:
         """Plays any placement of the chunks."""
         ops = transfers(self.problem, as_windows(self.chunks, placed, self.count))
         if hard:
             ops = transfers(self.problem, as_windows(self.chunks, placed, self.count), barriers(self.problem, ops))
-        timeline = self.simulator.play(schedule(self.problem, ops))
-        return Candidate(placed=tuple(placed), hard=hard, nbytes=self.nbytes(placed), timeline=timeline)
+        timeline = self.simulator.play(schedule(self.problem, ops), spans=False)
+        return Candidate(
+            placed=tuple(placed), residents=residents, hard=hard, nbytes=self.nbytes(placed), timeline=timeline
+        )
 
     def nbytes(self, placed: Sequence[int | None]) -> int:
         """Weight bytes on the device of a placement, if slots are cut without loss."""
@@ -95,20 +106,35 @@ class Planner:
 
     def fastest(self, memory: int) -> Candidate:
         """The fastest candidate within ``memory`` bytes; of equals the smallest."""
-        room = memory - self.kept_bytes
-        most = max(m for m in self._counts() if self._resident_bytes(m) + self._least(m) <= room)
+        natural = self.candidate(0, None)
+        if natural is not None and natural.nbytes <= memory and natural.step_s <= self.resident.step_s * (1 + ROUNDING):
+            return natural
+        most = _bisect(0, len(self.chunks), lambda m: self._floor(m + 1) > memory)
+        found: list[Candidate] = []
+        low, high = 0, most
+        for samples in (_SAMPLES, _SAMPLES // 2):
+            grid = _spread(low, high, samples)
+            tried = [(m, c) for m in grid if (c := self.within(memory, m)) is not None]
+            best = min(tried, key=lambda t: self._order(t[1]))[0]
+            found += [c for _, c in tried]
+            low, high = (
+                max([m for m in grid if m < best], default=low),
+                min([m for m in grid if m > best], default=high),
+            )
+        ordered = sorted(found, key=self._order)
+        hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
+        return min([ordered[0], *hard, *self._others(memory)], key=self._order)
 
-        def at(residents: int) -> Candidate | None:
-            return self.candidate(residents, room - self._resident_bytes(residents))
-
-        found = [c for m in _spread(0, most) if (c := at(m)) is not None]
-        best = min(range(len(found)), key=lambda i: self._order(found[i]))
-        grid = list(_spread(0, most))
-        low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
-        found += [c for m in _spread(low, high) if (c := at(m)) is not None]
-        chosen = min(found, key=self._order)
-        hard = [self.play(c.placed, hard=True) for c in sorted(found, key=self._order)[:2] if self._contended(c)]
-        return min([chosen, *hard, *self._others(memory)], key=self._order)
+    def smaller(self, found: Candidate, memory: int) -> Candidate | None:
+        """The fastest candidate within ``memory`` that is like ``found``, with less room to fetch ahead or with fewer
+        residents; None if there is none."""
+        residents = found.residents or 0
+        kept = max(0, self._resident_sums[residents] - max(0, found.nbytes - memory))
+        fewer = bisect_right(self._resident_sums, kept) - 1
+        tried = (
+            self.within(memory, m, found.hard) for m in {residents, fewer, (residents + fewer) // 2, fewer // 2, 0}
+        )
+        return min((c for c in tried if c is not None), key=self._order, default=None)
 
     def smallest(self, step_s: float) -> Candidate:
         """The candidate of fewest bytes whose step takes at most ``step_s``, or the fastest if none does."""
@@ -116,7 +142,7 @@ class Planner:
         step_s *= 1 + ROUNDING
         enough = _bisect(0, total, lambda m: self._meets(self.candidate(m, None), step_s))
         found: list[Candidate] = []
-        for extra in (0, total // 64, total // 24, total // 12, total // 6):
+        for extra in (0, total // 64, total // 24, total // 8):
             residents = min(enough + extra, total)
             known = min((c.nbytes for c in found), default=None)
             if (
@@ -137,7 +163,7 @@ class Planner:
         ceiling = natural.nbytes - self.kept_bytes - self._resident_bytes(residents)
         found = [natural]
         for hard in (False, True):
-            if hard and not self._contended(found[-1]):
+            if hard and self.play(found[-1].placed, True).step_s > found[-1].step_s:
                 break
             low, high = floor, ceiling
             for _ in range(_HALVINGS):
@@ -166,20 +192,20 @@ class Planner:
         """Fastest first; steps within SAME_STEP of each other are one, and the smaller wins."""
         return round(candidate.step_s / (SAME_STEP * self.resident.step_s)), candidate.nbytes, candidate.step_s
 
-    def _counts(self) -> Iterable[int]:
-        return range(len(self.chunks) + 1)
-
     def _everything(self) -> int:
         return self.kept_bytes + 2 * sum(c.nbytes for c in self.chunks)
 
     def _resident_bytes(self, residents: int) -> int:
-        return sum(self.chunks[i].nbytes for i in self.ranking[:residents])
+        return self._resident_sums[residents]
 
     def _least(self, residents: int) -> int:
         """Most bytes that one region reads of what is streamed."""
         kept = set(self.ranking[:residents])
         streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
+
+    def _floor(self, residents: int) -> int:
+        return self.kept_bytes + self._resident_bytes(residents) + self._least(residents)
 
     def _latest(self, residents: int, chunks: Sequence[Chunk]) -> list[int]:
         if residents not in self._late:
@@ -218,9 +244,9 @@ def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:
     return tuple(found)
 
 
-def _spread(low: int, high: int) -> Sequence[int]:
-    """Whole numbers from low to high, ends included, at most _SAMPLES + 1 of them."""
-    steps = min(_SAMPLES, max(high - low, 0)) or 1
+def _spread(low: int, high: int, samples: int) -> Sequence[int]:
+    """Whole numbers from low to high, ends included, at most ``samples`` + 1 of them."""
+    steps = min(samples, max(high - low, 0)) or 1
     return sorted({low + (high - low) * i // steps for i in range(steps + 1)})
 
 

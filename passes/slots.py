@@ -11,10 +11,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from .plan import align
+from .plan import ALIGNMENT, align
 
-# Lifetimes placed an order: forty rounds for the 300 weights of a large model, a few tenths of a second.
-_WORK = 12_000
+# Pairs of pieces compared in each of the orders: a dozen rounds, a few tenths of a second, for 500 pieces.
+_WORK = 3_000_000
+_MOST_ROUNDS = 40
+# Rings are tried from the bytes alive upward, a percent at a time, starting over at so many places.
+_RING_SIZES = 100
+_RING_TURNS = 8
+_LEAST_ROUNDS = 2
+
+
+_Packing = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True)
@@ -46,27 +54,34 @@ class Lifetime:
         return max(p.length for p in self.pieces)
 
 
-def assign_slots(lifetimes: Sequence[Lifetime], windows: int) -> tuple[tuple[int, ...], int]:
-    """Offsets in bytes (multiples of 256), one a lifetime, and the size of the arena that holds them."""
+def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = False) -> tuple[tuple[int, ...], int]:
+    """Offsets in bytes (multiples of 256), one a lifetime, and the size of the arena that holds them.
+
+    ``quick``: few tries, for a caller that asks hundreds of times.
+    """
     if not lifetimes:
         return (), 0
+    masks = [[_mask(p, windows) for p in life.pieces] for life in lifetimes]
     resident = [any(p.length >= windows for p in life.pieces) for life in lifetimes]
     orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
         lambda i: (not resident[i], lifetimes[i].start, -lifetimes[i].nbytes, i),
         lambda i: (not resident[i], -lifetimes[i].nbytes, lifetimes[i].start, i),
     )
     least = _most_alive(lifetimes, windows)
-    packings = (_lifted(lifetimes, windows, sorted(range(len(lifetimes)), key=order), least) for order in orders)
-    return min(packings, key=lambda packing: packing[1])
+    pieces = sum(len(life.pieces) for life in lifetimes)
+    rounds = _LEAST_ROUNDS if quick else max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _WORK // pieces**2))
+    packings = [_lifted(lifetimes, masks, sorted(range(len(lifetimes)), key=o), least, rounds) for o in orders]
+    best = min(packings, key=lambda packing: packing[1])
+    return _ring(lifetimes, masks, windows, least, best)
 
 
 def _lifted(
-    lifetimes: Sequence[Lifetime], windows: int, order: Sequence[int], least: int
-) -> tuple[tuple[int, ...], int]:
+    lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int], least: int, rounds: int
+) -> _Packing:
     """First fit, again and again with those that stuck out at the top placed first; the best of all rounds."""
-    best: tuple[tuple[int, ...], int] | None = None
-    for _ in range(max(4, _WORK // len(lifetimes))):
-        offsets, arena = _first_fit(lifetimes, windows, order)
+    best: _Packing | None = None
+    for _ in range(rounds):
+        offsets, arena = _first_fit(lifetimes, masks, order)
         if best is None or arena < best[1]:
             best = offsets, arena
         if arena == least:
@@ -77,44 +92,82 @@ def _lifted(
     return best
 
 
+def _ring(
+    lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing
+) -> _Packing:
+    """The smallest ring that holds all, or ``best`` if none is smaller.  Weights that stay in part lie below it."""
+    stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
+    offsets, base = [0] * len(lifetimes), 0
+    for i in stay:
+        offsets[i], base = base, base + align(lifetimes[i].nbytes)
+    ends = {i: (life.start + life.pieces[0].length) % windows for i, life in enumerate(lifetimes)}
+    order = sorted(set(range(len(lifetimes))) - set(stay), key=lambda i: (ends[i], i))
+    step = align(max(least // _RING_SIZES, ALIGNMENT))
+    for size in range(max(least - base, step), best[1] - base, step):
+        for turn in range(0, len(order), max(1, len(order) // _RING_TURNS)):
+            turned, position = [*order[turn:], *order[:turn]], 0
+            for i in turned:
+                nbytes = align(lifetimes[i].nbytes)
+                if position + nbytes > size:
+                    position = 0
+                offsets[i], position = base + position, position + nbytes
+            end = max(o + align(life.nbytes) for o, life in zip(offsets, lifetimes, strict=True))
+            if end < best[1] and _disjoint(lifetimes, masks, offsets):
+                return tuple(offsets), end
+    return best
+
+
+def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
+    """Whether no two pieces that are alive in one window share bytes: a sweep over the arena's bytes."""
+    pieces = sorted(
+        (offset + piece.begin, offset + align(piece.end), mask)
+        for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
+        for piece, mask in zip(life.pieces, mine, strict=True)
+    )
+    present: list[tuple[int, int]] = []
+    for begin, end, mask in pieces:
+        present = [(e, m) for e, m in present if e > begin]
+        if any(m & mask for _, m in present):
+            return False
+        present.append((end, mask))
+    return True
+
+
 def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
     """The most bytes alive in one window: no arena is smaller."""
     alive = [0] * windows
     for life in lifetimes:
         for piece in life.pieces:
-            for k in _covered(piece, windows):
-                alive[k] += align(piece.end) - piece.begin
+            for k in range(min(piece.length, windows)):
+                alive[(piece.start + k) % windows] += align(piece.end) - piece.begin
     return max(alive)
 
 
-def _first_fit(lifetimes: Sequence[Lifetime], windows: int, order: Sequence[int]) -> tuple[tuple[int, ...], int]:
+def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int]) -> _Packing:
     offsets = [0] * len(lifetimes)
-    occupants: list[set[tuple[int, int]]] = [set() for _ in range(windows)]
+    placed: list[tuple[int, int, int]] = []
     arena = 0
     for i in order:
         life = lifetimes[i]
+        forbidden = [  # open intervals of offsets at which a piece would meet one that is placed
+            (begin - align(piece.end), end - piece.begin)
+            for piece, mask in zip(life.pieces, masks[i], strict=True)
+            for windows, begin, end in placed
+            if windows & mask
+        ]
         offset = 0
-        for low, high in sorted(_forbidden(life, windows, occupants)):
+        for low, high in sorted(forbidden):
             if low < offset < high:
                 offset = high
         offsets[i] = offset
         arena = max(arena, offset + align(life.nbytes))
-        for piece in life.pieces:
-            taken = (offset + piece.begin, offset + align(piece.end))
-            for k in _covered(piece, windows):
-                occupants[k].add(taken)
+        for piece, mask in zip(life.pieces, masks[i], strict=True):
+            placed.append((mask, offset + piece.begin, offset + align(piece.end)))
     return tuple(offsets), arena
 
 
-def _forbidden(life: Lifetime, windows: int, occupants: Sequence[set[tuple[int, int]]]) -> set[tuple[int, int]]:
-    """Open intervals of offsets at which a piece of ``life`` would meet an occupant."""
-    return {
-        (begin - align(piece.end), end - piece.begin)
-        for piece in life.pieces
-        for k in _covered(piece, windows)
-        for begin, end in occupants[k]
-    }
-
-
-def _covered(piece: Piece, windows: int) -> list[int]:
-    return [(piece.start + k) % windows for k in range(min(piece.length, windows))]
+def _mask(piece: Piece, windows: int) -> int:
+    """A bit for each window in which the piece is alive."""
+    arc = (1 << min(piece.length, windows)) - 1
+    turned = arc << piece.start
+    return (turned | turned >> windows) & ((1 << windows) - 1)

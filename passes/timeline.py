@@ -63,9 +63,9 @@ class Simulator:
         """Seconds that chunks ``[first, end)`` of a weight take alone on the link."""
         return self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
 
-    def play(self, items: Sequence[Item]) -> Timeline:
-        """The step that a schedule settles into, from a cold start."""
-        return _Run(self, items).play()
+    def play(self, items: Sequence[Item], spans: bool = True) -> Timeline:
+        """The step that a schedule settles into, from a cold start; without its ``spans`` where only figures matter."""
+        return _Run(self, items, spans).play()
 
 
 @dataclass
@@ -83,8 +83,9 @@ class _Step:
 
 
 class _Run:
-    def __init__(self, simulator: Simulator, items: Sequence[Item]) -> None:
+    def __init__(self, simulator: Simulator, items: Sequence[Item], spans: bool) -> None:
         self.simulator = simulator
+        self.spans = spans
         self.items = items
         hardware = simulator.hardware
         self.copy_factor = hardware.copy_slowdown if hardware.shared_link else 1.0
@@ -145,8 +146,8 @@ class _Run:
             end = start + self.simulator.compute_s[item.region]
             while self.now < end:
                 self._advance(end)
-            name = self.simulator.problem.regions[item.region].name
-            step.spans.append(("compute", name, start, end))
+            if self.spans:
+                step.spans.append(("compute", self.simulator.problem.regions[item.region].name, start, end))
         elif isinstance(item, Collect):
             self.started[item.collective] = self.started.get(item.collective, 0) + 1
             self.collectives.append(item.collective)
@@ -205,7 +206,8 @@ class _Run:
         op, _, number = self.copies.popleft()
         self.arrived = number
         self.arrival[number] = self.now
-        self.step.spans.append(("copy", f"{op.weight}[{op.first}:{op.end}]", self.copy_start, self.now))
+        if self.spans:
+            self.step.spans.append(("copy", f"{op.weight}[{op.first}:{op.end}]", self.copy_start, self.now))
         if self.copies:
             self._start_copy()
 
@@ -215,8 +217,9 @@ class _Run:
         took = self.now - self.collective_start
         self.step.collective += took
         self.step.inflation += took - self.simulator.collective_s[index]
-        name = self.simulator.problem.collectives[index].name
-        self.step.spans.append(("collective", name, self.collective_start, self.now))
+        if self.spans:
+            name = self.simulator.problem.collectives[index].name
+            self.step.spans.append(("collective", name, self.collective_start, self.now))
         if self.collectives:
             self._start_collective()
 
@@ -231,5 +234,5 @@ class _Run:
             copy_s=step.copy,
             peak_bytes=step.peak,
             slack=step.slack,
-            spans=tuple(Span(lane=n, name=m, start=a - step.start, end=b - step.start) for n, m, a, b in step.spans),
+            spans=tuple(Span(n, m, a - step.start, b - step.start) for n, m, a, b in step.spans),
         )

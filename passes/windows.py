@@ -172,7 +172,7 @@ def fit(chunks: Sequence[Chunk], wanted: Sequence[int], count: int, limit: int |
 
     In order of use: who is needed first gets the room first.  A chunk is alive from its window to its last reader.
     """
-    if limit is None or not chunks:
+    if limit is None or not chunks or live_bytes(chunks, wanted, count) <= limit:
         return list(wanted)
     live = [0] * count
     for chunk in chunks:

@@ -23,7 +23,7 @@ def body(cut: Cut, **options: Any) -> str:
     verify(program)
     lines = str(program).splitlines()
     kept = {w.name: w.why for w in plan.weights if w.home == "device"}
-    head = [f"# {w.name}: slot {w.offset}, {len(w.windows)} chunks, {w.why}" for w in plan.streamed]
+    head = [f"# {w.name}: slot {w.offset}, {len(w.windows)} chunks\n#   {w.why}" for w in plan.streamed]
     head += [f"# {name}: resident ({why})" for name, why in kept.items()]
     inputs = {n.name for n in program.module.graph.nodes if n.op == "placeholder"}
     return "\n".join(head + [line for line in lines if line.split(":")[0] not in inputs]) + "\n"
@@ -51,14 +51,22 @@ class TestSnapshots(TestCase):
         self.assertExpectedInline(
             body(cut_of(Stack(), torch.randn(4, 8))),
             """\
-# embed.weight: slot 12288, 1 chunks, hidden: copied from window 3, 1 window ahead of region 0, there 0.948 ms before it is read
-# embed.bias: slot 13312, 1 chunks, hidden: copied from window 3, 1 window ahead of region 0, there 0.940 ms before it is read
-# blocks.0.up.weight: slot 24576, 2 chunks, hidden: copied from window 3, 2 windows ahead of region 1, there 0.794 ms before it is read
-# blocks.0.down.weight: slot 0, 2 chunks, hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
-# blocks.1.up.weight: slot 8192, 2 chunks, hidden: copied from window 0, 2 windows ahead of region 2, there 0.794 ms before it is read
-# blocks.1.down.weight: slot 16384, 2 chunks, hidden: copied from window 1, 1 window ahead of region 2, there 0.383 ms before it is read
-# head.weight: slot 0, 1 chunks, hidden: copied from window 2, 1 window ahead of region 3, there 0.948 ms before it is read
-# head.bias: slot 1024, 1 chunks, hidden: copied from window 2, 1 window ahead of region 3, there 0.945 ms before it is read
+# embed.weight: slot 12288, 1 chunks
+#   hidden: copied from window 3, 1 window ahead of region 0, there 0.948 ms before it is read
+# embed.bias: slot 13312, 1 chunks
+#   hidden: copied from window 3, 1 window ahead of region 0, there 0.940 ms before it is read
+# blocks.0.up.weight: slot 24576, 2 chunks
+#   hidden: copied from window 3, 2 windows ahead of region 1, there 0.794 ms before it is read
+# blocks.0.down.weight: slot 0, 2 chunks
+#   hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
+# blocks.1.up.weight: slot 8192, 2 chunks
+#   hidden: copied from window 0, 2 windows ahead of region 2, there 0.794 ms before it is read
+# blocks.1.down.weight: slot 16384, 2 chunks
+#   hidden: copied from window 1, 1 window ahead of region 2, there 0.383 ms before it is read
+# head.weight: slot 0, 1 chunks
+#   hidden: copied from window 2, 1 window ahead of region 3, there 0.948 ms before it is read
+# head.bias: slot 1024, 1 chunks
+#   hidden: copied from window 2, 1 window ahead of region 3, there 0.945 ms before it is read
 prefetch('blocks.0.up.weight', chunks[1:2], window=0)
 prefetch('blocks.0.down.weight', chunks[0:2], window=0)
 prefetch('blocks.1.up.weight', chunks[0:1], window=0)
@@ -106,10 +114,14 @@ return (addmm_1,)
         self.assertExpectedInline(
             body(cut),
             """\
-# blocks.0.qkv.weight: slot 4096, 3 chunks, hidden: copied from window 9, 1 window ahead of region 0, there 0.383 ms before it is read
-# blocks.0.out.weight: slot 0, 1 chunks, hidden: copied from window 3, 1 window ahead of region 4, there 0.894 ms before it is read
-# blocks.1.qkv.weight: slot 4096, 3 chunks, hidden: copied from window 4, 1 window ahead of region 5, there 0.383 ms before it is read
-# blocks.1.out.weight: slot 0, 1 chunks, hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
+# blocks.0.qkv.weight: slot 4096, 3 chunks
+#   hidden: copied from window 9, 1 window ahead of region 0, there 0.383 ms before it is read
+# blocks.0.out.weight: slot 0, 1 chunks
+#   hidden: copied from window 3, 1 window ahead of region 4, there 0.894 ms before it is read
+# blocks.1.qkv.weight: slot 4096, 3 chunks
+#   hidden: copied from window 4, 1 window ahead of region 5, there 0.383 ms before it is read
+# blocks.1.out.weight: slot 0, 1 chunks
+#   hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
 wait('blocks.0.qkv.weight')
 region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)
 getitem_1 = region_0[0]: float32[4, 32]
@@ -175,8 +187,10 @@ return (add_1,)
         self.assertExpectedInline(
             body(cut),
             """\
-# blocks.0.up.weight: slot 0, 2 chunks, hidden: copied from window 2, 2 windows ahead of region 1, there 0.794 ms before it is read
-# blocks.0.down.weight: slot 8192, 2 chunks, hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
+# blocks.0.up.weight: slot 0, 2 chunks
+#   hidden: copied from window 2, 2 windows ahead of region 1, there 0.794 ms before it is read
+# blocks.0.down.weight: slot 8192, 2 chunks
+#   hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
 # embed.weight: resident (small: 1024 bytes)
 # embed.bias: resident (small: 128 bytes)
 # head.weight: resident (small: 1024 bytes)
@@ -202,8 +216,10 @@ return (addmm_1,)
         self.assertExpectedInline(
             body(cut_of(Tied(), torch.randn(4, 8))),
             """\
-# blocks.0.weight: slot 0, 1 chunks, hidden: copied from window 0, 1 window ahead of region 1, there 0.794 ms before it is read
-# blocks.1.weight: slot 4096, 1 chunks, hidden: copied from window 1, 1 window ahead of region 2, there 0.794 ms before it is read
+# blocks.0.weight: slot 0, 1 chunks
+#   hidden: copied from window 0, 1 window ahead of region 1, there 0.794 ms before it is read
+# blocks.1.weight: slot 4096, 1 chunks
+#   hidden: copied from window 1, 1 window ahead of region 2, there 0.794 ms before it is read
 # embed.weight: resident (tied: also head.weight)
 prefetch('blocks.0.weight', chunks[0:1], window=0)
 region_0 = lowered_0(embed_weight, arg1_1)

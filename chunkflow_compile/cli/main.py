@@ -6,10 +6,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from chunkflow_compile.cli import calibrate, demo
+from chunkflow_compile.cli import calibrate, demo, plan, simulate
 from chunkflow_compile.passes.errors import ChunkflowError
 
-COMMANDS = (demo, calibrate)
+COMMANDS = (demo, plan, simulate, calibrate)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,7 +11,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from chunkflow_compile.cli import target
-from chunkflow_compile.passes.curve import Point, curve
+from chunkflow_compile.passes.curve import Point, on_grid, plans_along
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.plan import Plan, WeightPlan, runs
@@ -138,11 +138,8 @@ def _weights(plan: Plan) -> str:
 
 def _curve(found: target.Target, picture: str) -> int:
     problem, options = found.cut.problem, found.options
-    points: list[Point] = []
-    with tqdm(unit="point", leave=False) as progress:
-        for point in curve(problem, found.hardware, options.chunk_bytes):
-            points.append(point)
-            progress.update()
+    plans = plans_along(problem, found.hardware, options.chunk_bytes)
+    points = on_grid(list(tqdm(plans, unit="plan", leave=False)), options.chunk_bytes)
     print(f"{found.title}; Ulysses degree {found.degree} on {found.hardware.name}\n")
     rows = [
         (size(p.memory), seconds(p.step_s * found.forwards), f"{p.step_s / points[-1].resident_step_s:.3f}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -118,4 +119,6 @@ def _patiently(what: str, work: Callable[[], T]) -> T:
     diffusers.utils.logging.set_verbosity_error()
     if sys.stderr.isatty():
         print(f"tracing {what} without weights (half a minute for 10,000 nodes) ...", file=sys.stderr, flush=True)
-    return work()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return work()

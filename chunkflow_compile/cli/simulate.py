@@ -1,0 +1,63 @@
+"""``chunkflow simulate``: the policies side by side on a machine, played without weights."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+
+from chunkflow_compile.cli import target
+from chunkflow_compile.cli.plan import check_writable
+from chunkflow_compile.passes.place import POLICIES, Policy
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.report.record import Record, seconds, table
+from chunkflow_compile.simulate.arms import arm_record, plan_arms
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "simulate",
+        help="play a model under each policy, without weights",
+        description="Plays a step of a model on a machine under each policy, by discrete events with contention.",
+        epilog="example: chunkflow simulate wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --policy all",
+    )
+    target.add_arguments(parser)
+    parser.add_argument("--policy", default="all", choices=("all", *POLICIES), help="one policy (default: all)")
+    parser.add_argument("--json", metavar="FILE", help="write the record there")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.json:
+        check_writable(arguments.json)
+    found = target.load(arguments)
+    problem, options = found.cut.problem, found.options
+    policies = POLICIES if arguments.policy == "all" else (arguments.policy,)
+    plans = plan_arms(
+        problem,
+        found.hardware,
+        policies,
+        chunk_bytes=options.chunk_bytes,
+        memory=options.memory_bytes(),
+        slowdown=options.slowdown,
+    )
+    record = Record(
+        model=f"{found.title}, simulated on {found.hardware.name}",
+        degree=found.degree,
+        arms={name: arm_record(plan, problem, found.forwards) for name, plan in plans.items()},
+    )
+    print(f"{record.model}; Ulysses degree {found.degree}, {found.forwards} forwards a step\n")
+    print(table(record, _columns(plans, found.forwards)))
+    if arguments.json:
+        record.write(arguments.json)
+    return 0
+
+
+def _columns(plans: Mapping[Policy, Plan], forwards: int) -> dict[str, dict[str, object]]:
+    predicted = {name: plan.predicted for name, plan in plans.items() if plan.predicted is not None}
+    columns: dict[str, dict[str, object]] = {
+        "of them by copies": {name: seconds(p.inflation_s * forwards) for name, p in predicted.items()}
+    }
+    if "layerwise" in predicted:
+        base = predicted["layerwise"].step_s
+        columns["step to layerwise"] = {name: f"{p.step_s / base:.3f}" for name, p in predicted.items()}
+    return columns

@@ -1,0 +1,45 @@
+"""Pictures, by matplotlib, which is an extra: it is imported when a picture is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from chunkflow_compile.passes.curve import Point
+from chunkflow_compile.passes.errors import ChunkflowError
+
+
+def new_axes(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple[Any, Any]:
+    """A figure and its axes, drawn without a display.  Raises ChunkflowError if matplotlib is not installed."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ChunkflowError("Pictures need matplotlib: pip install 'chunkflow-compile[pictures]'.") from error
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure, figure.subplots(1, columns)
+
+
+def save(figure: Any, path: Path) -> None:
+    """Writes a figure without the date, so that equal figures are equal files."""
+    figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+
+
+def draw_curve(points: Sequence[Point], forwards: int, title: str, path: Path) -> None:
+    """Memory against step time, with the resident step as a line."""
+    figure, axes = new_axes()
+    axes.step([p.memory / 2**30 for p in points], [p.step_s * forwards for p in points], where="post")
+    axes.axhline(points[-1].resident_step_s * forwards, linestyle=":", color="gray")
+    axes.annotate(
+        "all weights resident",
+        (points[-1].memory / 2**30, points[-1].resident_step_s * forwards),
+        ha="right",
+        va="bottom",
+    )
+    axes.set_xlabel("weights on the device, GiB")
+    axes.set_ylabel("predicted step, s")
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, fontsize=10)
+    save(figure, path)
