@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := chunkflow_compile passes tests examples docs
 
-.PHONY: demo test lint types unit bench clean
+.PHONY: demo test lint types unit bench paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -27,6 +27,10 @@ unit: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
+
+# Traces twelve full-size configurations: ten minutes on two cores.
+paper: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/paper.py --out docs/benchmarks/paper.md
 
 # torch first: whatever depends on it would otherwise pull a build of its own choice.
 $(VENV)/ready: pyproject.toml

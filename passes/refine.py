@@ -42,9 +42,12 @@ def _neighbours(planner: Planner, best: Candidate) -> Iterator[list[int | None]]
                 yield [*best.placed[:i], other, *best.placed[i + 1 :]]
     kept = [i for i, w in enumerate(best.placed) if w is None]
     streamed = [i for i, w in enumerate(best.placed) if w is not None]
-    for i in kept:  # one chunk leaves, another stays in its place
+    for i in (*kept, *streamed):  # one chunk leaves or comes late, another stays or comes early in its place
         for j in streamed:
-            swapped = list(best.placed)
-            swapped[i], swapped[j] = planner.chunks[i].first - 1, None
-            if planner.chunks[i].last - (planner.chunks[i].first - 1) < planner.count:
+            if i != j:
+                chunk, other = planner.chunks[i], planner.chunks[j]
+                late = chunk.first if i in streamed else max(chunk.first - 1, chunk.last + 1 - planner.count)
+                early = max(other.first - 1, other.last + 1 - planner.count) if i in streamed else None
+                swapped = list(best.placed)
+                swapped[i], swapped[j] = late, early
                 yield swapped

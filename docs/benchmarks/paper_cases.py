@@ -1,0 +1,136 @@
+"""The configurations of the paper's evaluation, traced without weights, planned and played."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import warnings
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean
+
+from tqdm import tqdm
+
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.presets import Sizes, preset
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.place import POLICIES, place
+from chunkflow_compile.passes.plan import Plan, Prediction
+from chunkflow_compile.passes.problem import Problem
+
+DEGREE = 2
+MACHINE = "h100-pcie-x2"
+MIB, GIB = 1 << 20, 1 << 30
+CHUNK = 16 * MIB
+TEXT = {"hunyuanvideo": 162}  # the paper has 161 tokens, which two ranks cannot share evenly
+ROOMY = "chunkflow, in layerwise's memory"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A configuration of the paper.  ``size``: frames, or samples for an image model."""
+
+    model: str
+    size: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.model.split('-')[0]} {self.size}"
+
+    @property
+    def sizes(self) -> Sizes:
+        known = preset(self.model).sizes
+        text = TEXT.get(self.model, known.text)
+        batch, frames = (self.size, 1) if self.model == "flux.1-dev" else (1, self.size)
+        return Sizes(height=known.height, width=known.width, frames=frames, batch=batch, text=text)
+
+    @property
+    def forwards(self) -> int:
+        return preset(self.model).forwards
+
+    def trace(self) -> Problem:
+        import diffusers
+
+        diffusers.utils.logging.set_verbosity_error()
+        warnings.filterwarnings("ignore")
+        return preset(self.model).trace(DEGREE, self.sizes).problem
+
+
+CASES = [
+    *(Case("wan2.2-ti2v-5b", n) for n in (41, 81, 121, 161)),
+    *(Case("flux.1-dev", b) for b in (4, 8, 12, 16)),
+    *(Case("hunyuanvideo", n) for n in (9, 21, 33, 45)),
+]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A configuration, played.  ``plans``: by arm."""
+
+    case: Case
+    problem: Problem
+    plans: dict[str, Plan]
+
+    def step(self, arm: str) -> float:
+        return self.predicted(arm).step_s * self.case.forwards
+
+    def predicted(self, arm: str) -> Prediction:
+        found = self.plans[arm].predicted
+        assert found is not None
+        return found
+
+    @property
+    def fits(self) -> bool:
+        """Whether all copies and collectives together take no longer than the resident step."""
+        machine, resident = load_profile(MACHINE), self.predicted("resident")
+        return self.problem.total_bytes / machine.copy_rate + resident.collective_s <= resident.step_s
+
+
+def play(case: Case, problem: Problem, machine: Hardware) -> Result:
+    plans = {policy: place(problem, machine, policy=policy, chunk_bytes=CHUNK) for policy in POLICIES}
+    room = plans["layerwise"].device_bytes
+    return Result(case, problem, {**plans, ROOMY: place(problem, machine, chunk_bytes=CHUNK, memory=room)})
+
+
+def breakdown(r: Result, arm: str) -> tuple[float, float, float, float]:
+    """Shares of the step: compute, collectives as if alone, compute waiting for weights, collectives slowed by copies."""
+    p = r.predicted(arm)
+    alone = p.collective_s - p.inflation_s
+    return p.compute_s / p.step_s, alone / p.step_s, p.exposed_s / p.step_s, p.inflation_s / p.step_s
+
+
+def blocks_of(problem: Problem) -> tuple[float, float]:
+    """Mean FLOPs of a rank and bytes of the transformer blocks."""
+    home = {r.index: r.block for r in problem.regions}
+    flops: dict[str, float] = {}
+    nbytes: dict[str, float] = {}
+    for region in problem.regions:
+        if "blocks" in region.block and "refiner" not in region.block:
+            flops[region.block] = flops.get(region.block, 0) + region.cost.flops
+    for weight in problem.weights:
+        if weight.uses and home[weight.uses[0]] in flops:
+            block = home[weight.uses[0]]
+            nbytes[block] = nbytes.get(block, 0) + weight.nbytes
+    return mean(flops.values()), mean(nbytes.values())
+
+
+def trace_all(keep: Path | None) -> list[Problem]:
+    """The problems of all cases, two processes at a time."""
+    found: dict[Case, Problem] = {}
+    for case in CASES:
+        path = keep / f"{case.model}_{case.size}.pkl" if keep is not None else None
+        if path is not None and path.exists():
+            found[case] = pickle.loads(path.read_bytes())
+    missing = [c for c in CASES if c not in found]
+    workers = min(2, os.cpu_count() or 1)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
+        traced = pool.map(Case.trace, missing)
+        for case, problem in zip(missing, tqdm(traced, total=len(missing), unit="graph", desc="tracing"), strict=True):
+            found[case] = problem
+            if keep is not None:
+                keep.mkdir(parents=True, exist_ok=True)
+                (keep / f"{case.model}_{case.size}.pkl").write_bytes(pickle.dumps(problem))
+    return [found[c] for c in CASES]

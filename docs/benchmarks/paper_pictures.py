@@ -1,0 +1,115 @@
+"""The pictures of the paper's evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from paper_cases import GIB, ROOMY, Result, blocks_of, breakdown
+
+from chunkflow_compile.passes.formulas import knee as knee_of
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.report.pictures import new_axes, save
+
+COLORS = {
+    "resident": "#999999",
+    "layerwise": "#e0a458",
+    "layerwise-barrier": "#b5523b",
+    "chunkflow": "#2a6f97",
+    ROOMY: "#7fb7d6",
+}
+
+
+def draw_steps(results: list[Result], path: Path) -> None:
+    figure, axes = new_axes(12, 4, columns=3)
+    for panel, model in zip(axes, dict.fromkeys(r.case.model for r in results), strict=True):
+        mine = [r for r in results if r.case.model == model]
+        for i, arm in enumerate(COLORS):
+            panel.bar(
+                [k + 0.16 * (i - 2) for k in range(len(mine))],
+                [r.step(arm) for r in mine],
+                0.16,
+                label=arm,
+                color=COLORS[arm],
+            )
+        panel.set_xticks(range(len(mine)), [str(r.case.size) for r in mine])
+        panel.set_xlabel("samples" if model == "flux.1-dev" else "frames")
+        panel.set_title(model, fontsize=10)
+    axes[0].set_ylabel("predicted step, s")
+    axes[0].legend(fontsize=7)
+    save(figure, path)
+
+
+def draw_memory(results: list[Result], path: Path) -> None:
+    figure, axes = new_axes(12, 4, columns=3)
+    for panel, model in zip(axes, dict.fromkeys(r.case.model for r in results), strict=True):
+        mine = [r for r in results if r.case.model == model]
+        for i, arm in enumerate(COLORS):
+            heights = [r.predicted(arm).peak_bytes / GIB for r in mine]
+            panel.bar([k + 0.16 * (i - 2) for k in range(len(mine))], heights, 0.16, label=arm, color=COLORS[arm])
+        panel.set_xticks(range(len(mine)), [str(r.case.size) for r in mine])
+        panel.set_yscale("log")
+        panel.set_xlabel("samples" if model == "flux.1-dev" else "frames")
+        panel.set_title(model, fontsize=10)
+    axes[0].set_ylabel("peak weight memory, GiB")
+    axes[0].legend(fontsize=7)
+    save(figure, path)
+
+
+def draw_breakdown(results: list[Result], path: Path) -> None:
+    figure, axes = new_axes(12, 4.6)
+    labels, base = [], 0.0
+    parts = ("compute", "collectives", "H2D stall", "contention")
+    colors = ("#2a6f97", "#8fb996", "#e0a458", "#b5523b")
+    for r in results:
+        for arm in ("resident", "layerwise", "layerwise-barrier", "chunkflow"):
+            bottom = 0.0
+            for part, color, share in zip(parts, colors, breakdown(r, arm), strict=True):
+                height = share * r.step(arm) / r.step("resident")
+                axes.bar(base, height, 0.8, bottom=bottom, color=color, label=part if not labels else None)
+                bottom += height
+            labels.append((base, f"{r.case.name} {arm}"))
+            base += 1
+        base += 0.8
+    axes.set_xticks([x for x, _ in labels], [t for _, t in labels], rotation=90, fontsize=6)
+    axes.margins(x=0.01, y=0.06)
+    axes.set_ylabel("step, of resident")
+    axes.legend(fontsize=8)
+    save(figure, path)
+
+
+def draw_roofline(results: list[Result], machine: Hardware, path: Path) -> None:
+    figure, axes = new_axes(8, 4.6)
+    roof = machine.flops("bfloat16")
+    knee = knee_of(
+        peak=machine.peak_flops["bfloat16"],
+        eta_comp=machine.eta_comp,
+        h2d=machine.h2d_bandwidth,
+        eta_pref=machine.eta_pref,
+    )
+    spread = (knee / 8, knee * 8)
+    axes.plot([spread[0], knee, spread[1]], [spread[0] * machine.copy_rate, roof, roof], color="black")
+    axes.axvline(knee, linestyle=":", color="gray")
+    axes.annotate(f"knee I* = {knee:,.0f} FLOP/byte", (knee, roof / 7), rotation=90, ha="right", fontsize=8)
+    axes.annotate("GPU roof", (spread[1], roof), ha="right", va="bottom", fontsize=8)
+    axes.annotate("H2D roof", (spread[0] * 1.2, spread[0] * 1.2 * machine.copy_rate), ha="left", va="top", fontsize=8)
+    looks = {"wan2.2-ti2v-5b": ("o", "#2a6f97"), "flux.1-dev": ("s", "#e0a458"), "hunyuanvideo": ("^", "#b5523b")}
+    for row, (model, (marker, color)) in enumerate(looks.items()):
+        for r in (r for r in results if r.case.model == model):
+            flops, nbytes = blocks_of(r.problem)
+            point = (flops / nbytes, min(roof, flops / nbytes * machine.copy_rate))
+            axes.plot(*point, marker, color=color, label=model if r.case.size in (41, 4, 9) else None)
+            axes.annotate(
+                str(r.case.size),
+                point,
+                (0, -14 - 11 * row),
+                textcoords="offset points",
+                ha="center",
+                fontsize=7,
+                color=color,
+            )
+    axes.legend(fontsize=8, loc="lower right", title="frames or samples")
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_xlabel("FLOP of a rank's block per byte of its weights")
+    axes.set_ylabel("FLOP/s while its weights stream")
+    save(figure, path)
