@@ -1,6 +1,7 @@
 """A Ulysses-parallel diffusion transformer in plain torch, its weights streamed by ChunkFlow.
 
     torchrun --nproc-per-node 2 examples/ulysses_dit.py
+    chunkflow plan examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu
 
 Each rank holds a part of the sequence.  Attention needs all of it, so four all-to-alls a block trade sequence for
 heads and back.  They are functional collectives: torch.compile traces them, and ChunkFlow schedules copies around them.
@@ -76,6 +77,12 @@ def to_sequence(x: torch.Tensor) -> torch.Tensor:
     parts = x[0].transpose(0, 1).reshape(ranks, tokens // ranks, HEADS // ranks, -1).contiguous()
     mine = funcol.all_to_all_single(parts, None, None, dist.group.WORLD)
     return mine.transpose(0, 1).reshape(1, tokens // ranks, WIDTH)
+
+
+def planned() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """What ``chunkflow plan`` traces: the model and the keyword arguments of one call, on one of P ranks."""
+    tokens = TOKENS // dist.get_world_size()
+    return UlyssesDiT().eval(), {"x": torch.randn(1, tokens, 16), "t": torch.ones(1)}
 
 
 @torch.no_grad()

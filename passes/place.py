@@ -77,24 +77,31 @@ def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Pla
 
 
 def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
-    floor = builder.candidate(planner.play([c.first for c in planner.chunks]))
-    if memory < floor.device_bytes:
+    barely = planner.play([c.first for c in planner.chunks])
+    floor = builder.slots(barely)
+    if memory < floor:
         raise ChunkflowError(
             f"memory={memory} bytes is too little: {planner.kept_bytes} bytes of small and tied weights stay on the device, "
-            f"and the streamed weights that one region reads need the rest of {floor.device_bytes} bytes. Give "
-            f"memory={floor.device_bytes} or more, or cut finer regions with a smaller group_bytes."
+            f"and the streamed weights that one region reads need the rest of {floor} bytes. Give memory={floor} or more, or "
+            "cut finer regions with a smaller group_bytes."
         )
+
+    def cost(candidate: Candidate) -> tuple[float, ...]:
+        return max(0, builder.slots(candidate) - memory), candidate.step_s, candidate.nbytes
+
+    fitting = [refine(planner, barely, cost)]
     found: Candidate | None = planner.fastest(memory)
     cut = 0
     while found is not None:
-        better = refine(planner, found, lambda c: (builder.slots(c) > memory, c.step_s, c.nbytes))
-        plan = builder.candidate(better)
-        if plan.device_bytes <= memory:
-            return plan
+        better = refine(planner, found, cost)
+        over = builder.slots(better) - memory
+        if over <= 0:
+            fitting.append(better)
+            break
         # Slots lose some percent between lifetimes that do not fit each other: leave the others that much less room.
-        cut = max(2 * cut, plan.device_bytes - memory)
+        cut = max(2 * cut, over)
         found = planner.smaller(found, memory - cut)
-    return floor
+    return builder.candidate(min(fitting, key=lambda c: (c.step_s, c.nbytes)))
 
 
 class Builder:

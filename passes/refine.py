@@ -1,37 +1,63 @@
 """Refine: hill climbing over single chunks, for short programs, where one chunk more or less is a large share.
 
-Long programs are left as the search has them: their chunks are many and small beside the step.
+From where no neighbour is better it goes on from a random neighbour of a neighbour, a few times; the random numbers are
+the same every time.  Long programs are left as the search has them: their chunks are many and small beside the step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from itertools import product
+from random import Random
 
 from .search import Candidate, Planner
 
 # Each move plays the timeline; programs of more chunks than this would take longer than they gain.
-MOST_CHUNKS = 24
-_MOST_PLAYS = 600
+MOST_CHUNKS = 16
+_MOST_PLAYS = 1600
+_KICKS = 12
+
+Cost = Callable[[Candidate], tuple[float, ...]]
 
 
-def refine(planner: Planner, found: Candidate, cost: Callable[[Candidate], tuple[Any, ...]]) -> Candidate:
-    """The best neighbour of the best neighbour ... of ``found``, by ``cost``: window by window, chunk by chunk."""
-    if len(planner.chunks) > MOST_CHUNKS:
+def refine(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
+    """The cheapest candidate that is reached from ``found``, by ``cost``."""
+    if not 0 < len(planner.chunks) <= MOST_CHUNKS:
         return found
-    best, best_cost, plays = found, cost(found), 0
-    improved = True
-    while improved and plays < _MOST_PLAYS:
-        improved = False
-        for placed in _neighbours(planner, best):
-            plays += 1
-            tried = planner.play(placed, best.hard)
-            if (tried_cost := cost(tried)) < best_cost:
-                best, best_cost, improved = tried, tried_cost, True
-                break
-            if plays >= _MOST_PLAYS:
-                break
+    climber = _Climber(planner, cost)
+    best, best_cost = climber.climb(found)
+    numbers = Random(0)
+    for _ in range(_KICKS):
+        kicked = best
+        for _ in range(2):
+            kicked = planner.play(numbers.choice(list(_neighbours(planner, kicked))), best.hard)
+        tried, tried_cost = climber.climb(kicked)
+        if tried_cost < best_cost:
+            best, best_cost = tried, tried_cost
     return best
+
+
+class _Climber:
+    def __init__(self, planner: Planner, cost: Cost) -> None:
+        self.planner = planner
+        self.cost = cost
+        self.plays = 0
+
+    def climb(self, best: Candidate) -> tuple[Candidate, tuple[float, ...]]:
+        """The first candidate on the way up that is better than all its neighbours, and its cost."""
+        best_cost = self.cost(best)
+        improved = True
+        while improved:
+            improved = False
+            for placed in _neighbours(self.planner, best):
+                if self.plays == _MOST_PLAYS:
+                    return best, best_cost
+                self.plays += 1
+                tried = self.planner.play(placed, best.hard)
+                if (tried_cost := self.cost(tried)) < best_cost:
+                    best, best_cost, improved = tried, tried_cost, True
+                    break
+        return best, best_cost
 
 
 def _neighbours(planner: Planner, best: Candidate) -> Iterator[list[int | None]]:
@@ -42,12 +68,12 @@ def _neighbours(planner: Planner, best: Candidate) -> Iterator[list[int | None]]
                 yield [*best.placed[:i], other, *best.placed[i + 1 :]]
     kept = [i for i, w in enumerate(best.placed) if w is None]
     streamed = [i for i, w in enumerate(best.placed) if w is not None]
+    ahead = [max(c.first - 1, c.last + 1 - planner.count) for c in planner.chunks]
     for i in (*kept, *streamed):  # one chunk leaves or comes late, another stays or comes early in its place
+        late = [planner.chunks[i].first, *([ahead[i]] if i in kept else [])]
         for j in streamed:
-            if i != j:
-                chunk, other = planner.chunks[i], planner.chunks[j]
-                late = chunk.first if i in streamed else max(chunk.first - 1, chunk.last + 1 - planner.count)
-                early = max(other.first - 1, other.last + 1 - planner.count) if i in streamed else None
+            early = [None, *([ahead[j]] if i in streamed else [])]
+            for window, other in product(late, early) if i != j else ():
                 swapped = list(best.placed)
-                swapped[i], swapped[j] = late, early
+                swapped[i], swapped[j] = window, other
                 yield swapped

@@ -6,11 +6,14 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from chunkflow_compile.cli.main import main
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.plan import Plan
 
 
 def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -40,6 +43,52 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(tmp_path: Path) -> None
     assert "prefetch('blocks.1." in program.read_text() and "all_to_all_single" in program.read_text()
 
 
+OWN = "examples/ulysses_dit.py:planned"
+
+
+def test_plan_prints_tables_and_writes_a_plan_that_runs_on_its_model_alone(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    goal = ("--ulysses", "2", "--hardware", "cpu", "--memory", "20MiB", "--weights", "--json", str(out))
+    done = chunkflow("plan", OWN, *goal)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(out.read_text())
+    assert plan.device_bytes <= 20 << 20 < plan.moved_bytes and plan.hardware == "cpu"
+    assert plan.digest in done.stdout and "Ulysses degree 2 on cpu" in done.stdout
+    assert re.search(r"(?m)^blocks\.0 .. 11 +12\.0 MiB +12\.0 MiB +0\.0 MiB", done.stdout)
+    assert re.search(r"(?m)^blocks\.3\.mlp\.0\.weight +4\.0 MiB +host +hidden: copied from window", done.stdout)
+    again = tmp_path / "again.json"
+    assert chunkflow("plan", OWN, *goal[:-1], str(again)).returncode == 0
+    assert again.read_bytes() == out.read_bytes()
+
+
+def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(tmp_path: Path) -> None:
+    out = tmp_path / "simulated.json"
+    done = chunkflow("simulate", OWN, "--ulysses", "2", "--hardware", "cpu", "--forwards", "2", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(out.read_text())
+    assert list(written["arms"]) == ["resident", "layerwise", "layerwise-barrier", "chunkflow"]
+    resident, layerwise, barrier, streamed = written["arms"].values()
+    assert resident["step_s"] <= streamed["step_s"] <= 1.02 * resident["step_s"] + 1e-6
+    assert resident["step_s"] <= layerwise["step_s"] <= barrier["step_s"]
+    assert streamed["weights_device_bytes"] < layerwise["weights_device_bytes"] < resident["weights_device_bytes"]
+    assert layerwise["moved_bytes_per_step"] == 2 * 144 << 20 and resident["moved_bytes_per_step"] == 0
+    assert all(arm["equal_to_resident"] is None for arm in written["arms"].values())
+    assert "step to layerwise" in done.stdout and "2 forwards a step" in done.stdout
+
+
+def test_the_curve_is_a_table_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    slow = tmp_path / "slow.json"
+    slow.write_text(replace(load_profile("cpu"), h2d_bandwidth=2e8).to_json())
+    done = chunkflow(
+        "plan", OWN, "--ulysses", "2", "--hardware", str(slow), "--chunk-bytes", "1MiB", "--curve", str(picture)
+    )
+    assert done.returncode == 0, done.stderr
+    ratios = [float(r) for r in re.findall(r"(?m)^[0-9.]+ MiB +[0-9.]+ ms +([0-9.]+) *$", done.stdout)]
+    assert 10 < len(ratios) < 40 and ratios == sorted(ratios, reverse=True) and ratios[0] > 1.5 and ratios[-1] == 1.0
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -49,6 +98,17 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(tmp_path: Path) -> None
             "cannot be written: [Errno 2] No such file or directory: '/nowhere/f.json'",
         ),
         (["demo", "--dump", "/proc/nowhere"], "cannot be written: [Errno 2]"),
+        (["plan", "wan3"], "no preset 'wan3'; there are wan2.2-ti2v-5b, "),
+        (["plan", "nothing.py:build"], "There is no file 'nothing.py': give a model as file.py:function"),
+        (["plan", "examples/ulysses_dit.py:build"], "has no function 'build'"),
+        (["plan", "flux.1-dev", "--ulysses", "5"], "24 attention heads: the Ulysses degree 5 must divide them"),
+        (["plan", "flux.1-dev", "--memory", "3 apples"], "memory='3 apples' is no size"),
+        (["plan", "flux.1-dev", "--slowdown", "0.9"], "slowdown=0.9 is below 1"),
+        (["plan", "flux.1-dev", "--hardware", "tpu"], "no hardware profile 'tpu': give one of cpu, "),
+        (["plan", "flux.1-dev", "--json", "/nowhere/plan.json"], "cannot be written to /nowhere/plan.json"),
+        (["plan", OWN, "--hardware", "cpu", "--memory", "1MiB"], "Give memory="),
+        (["simulate", "wan2.2-ti2v-5b", "--frames", "80"], "frames 80 is not 4 k + 1"),
+        (["simulate", OWN, "--forwards", "0"], "--forwards must be at least 1"),
     ],
 )
 def test_bad_use_is_one_sentence_and_exit_code_2(
@@ -60,8 +120,9 @@ def test_bad_use_is_one_sentence_and_exit_code_2(
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        main(["demo", "--help"])
-    assert "example: chunkflow demo" in capsys.readouterr().out
+    for command in ("demo", "plan", "simulate", "calibrate"):
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert f"example: chunkflow {command}" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="2"):
         main([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
 import time
@@ -214,15 +215,20 @@ def test_sixty_blocks_are_planned_in_three_seconds_and_twice_as_many_in_proporti
         found = blocks_problem(blocks, 20.0)
         times = []
         for _ in range(3):
-            start = time.perf_counter()
+            start = time.process_time()
             planned(found, **goal)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
         return min(times)
 
-    for goal in ({}, {"memory": 200 * CHUNK}):
-        once = fastest(60, **goal)
-        assert once < 3
-        assert fastest(120, **goal) <= 2.5 * once
+    gc.collect()
+    gc.freeze()  # what the collector does with the rest of this process is not planning
+    try:
+        for goal in ({}, {"memory": 200 * CHUNK}):
+            once = fastest(60, **goal)
+            assert once < 3
+            assert fastest(120, **goal) <= 2.5 * once
+    finally:
+        gc.unfreeze()
 
 
 def test_the_same_plan_byte_for_byte_whatever_the_hash_seed() -> None:

@@ -12,6 +12,7 @@ from chunkflow_compile.hardware.calibrate import calibrate
 from chunkflow_compile.hardware.profiles import measured_path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.report.record import check_writable
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,11 +35,9 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out) if arguments.out else measured_path()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ChunkflowError("--device cuda: torch sees no CUDA device here.")
-    try:
+    if not arguments.out:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.open("a").close()
-    except OSError as error:
-        raise ChunkflowError(f"The profile cannot be written to {out}: {error}. Give another file.") from error
+    check_writable(out)
     profile = calibrate(torch.device(arguments.device), arguments.name or out.stem)
     out.write_text(profile.to_json())
     print(describe(profile))

@@ -12,12 +12,11 @@ from tqdm import tqdm
 
 from chunkflow_compile.cli import target
 from chunkflow_compile.passes.curve import Point, on_grid, plans_along
-from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.plan import Plan, WeightPlan, runs
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.pictures import draw_curve
-from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.report.record import check_writable, seconds, size
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -44,7 +43,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.curve):
         if path:
-            check_writable(path)
+            check_writable(Path(path))
     found = target.load(arguments)
     problem, options = found.cut.problem, found.options
     if arguments.curve is not None:
@@ -65,14 +64,6 @@ def run(arguments: argparse.Namespace) -> int:
         Path(arguments.json).write_text(plan.to_json())
         print(f"\nplan {plan.digest}: {arguments.json}")
     return 0
-
-
-def check_writable(path: str) -> None:
-    """Before a minute of work, not behind it.  Raises ChunkflowError."""
-    try:
-        Path(path).open("a").close()
-    except OSError as error:
-        raise ChunkflowError(f"The result cannot be written to {path}: {error}. Give another file.") from error
 
 
 def _summary(plan: Plan, problem: Problem, forwards: int) -> str:
@@ -145,7 +136,7 @@ def _curve(found: target.Target, picture: str) -> int:
         (size(p.memory), seconds(p.step_s * found.forwards), f"{p.step_s / points[-1].resident_step_s:.3f}")
         for p in _few(points)
     ]
-    print(tabulate(rows, headers=("weights on the device", "step", "of resident"), tablefmt="simple"))
+    print(tabulate(rows, headers=("weights on the device", "step", "of resident"), disable_numparse=True))
     if picture:
         draw_curve(
             points, found.forwards, f"{found.title}, degree {found.degree}, {found.hardware.name}", Path(picture)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
+from pathlib import Path
 
 from chunkflow_compile.cli import target
-from chunkflow_compile.cli.plan import check_writable
 from chunkflow_compile.passes.place import POLICIES, Policy
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.record import Record, seconds, table
+from chunkflow_compile.report.record import Record, check_writable, seconds, table
 from chunkflow_compile.simulate.arms import arm_record, plan_arms
 
 
@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
-        check_writable(arguments.json)
+        check_writable(Path(arguments.json))
     found = target.load(arguments)
     problem, options = found.cut.problem, found.options
     policies = POLICIES if arguments.policy == "all" else (arguments.policy,)

@@ -121,4 +121,10 @@ def _patiently(what: str, work: Callable[[], T]) -> T:
         print(f"tracing {what} without weights (half a minute for 10,000 nodes) ...", file=sys.stderr, flush=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return work()
+        try:
+            return work()
+        except ChunkflowError:
+            raise
+        except Exception as error:
+            said = next((line for line in str(error).splitlines() if line.strip()), "")
+            raise ChunkflowError(f"{what} cannot be traced: {type(error).__name__}: {said}") from error

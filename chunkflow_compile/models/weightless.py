@@ -29,8 +29,8 @@ def trace_without_weights(
 ) -> Cut:
     """The regions of one rank's call of the model and keyword arguments that ``build`` makes, of ``degree`` ranks.
 
-    ``build`` runs where every tensor is fake and, for a degree above 1, in a process group of as many ranks that does
-    nothing; a model with ``enable_parallelism`` is split by it.  ``dtype``: what parameters are made in.  Raises
+    ``build`` runs where every tensor is fake, in a process group of ``degree`` ranks that does nothing; a model with
+    ``enable_parallelism`` is split by it.  ``dtype``: what parameters are made in.  Raises
     ChunkflowError if a process group is there already.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
@@ -87,7 +87,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextlib.contextmanager
 def _fake_ranks(degree: int) -> Iterator[None]:
     """A process group of ``degree`` ranks that does nothing, for tracing alone."""
-    if degree == 1:
+    if degree == 1 and dist.is_initialized():
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore

@@ -51,6 +51,17 @@ class Record:
             raise ChunkflowError(f"The record cannot be written to {path}: {error}. Give another file.") from error
 
 
+def check_writable(path: Path) -> None:
+    """Before minutes of work, not behind them.  Raises ChunkflowError; leaves no empty file behind."""
+    fresh = not path.exists()
+    try:
+        path.open("a").close()
+        if fresh:
+            path.unlink()
+    except OSError as error:
+        raise ChunkflowError(f"The result cannot be written to {path}: {error}. Give another file.") from error
+
+
 def table(record: Record, extra: Mapping[str, Mapping[str, object]] | None = None) -> str:
     """The record as a table for people, an arm a row; ``extra``: column -> arm -> cell."""
     rows = []
