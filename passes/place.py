@@ -18,7 +18,7 @@ from .plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, align, r
 from .policies import layerwise, next_block_barriers
 from .problem import Problem, Weight
 from .reasons import reason
-from .refine import refine
+from .refine import MOST_CHUNKS, refine
 from .schedule import schedule, transfers
 from .search import ROUNDING, Candidate, Planner, barriers
 from .slots import Lifetime, Piece, assign_slots
@@ -86,15 +86,17 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
             "cut finer regions with a smaller group_bytes."
         )
 
+    quick = len(planner.chunks) > MOST_CHUNKS  # slots cut well take half a second for 2,000 chunks
+
     def cost(candidate: Candidate) -> tuple[float, ...]:
-        return max(0, builder.slots(candidate) - memory), candidate.step_s, candidate.nbytes
+        return max(0, builder.slots(candidate, quick) - memory), candidate.step_s, candidate.nbytes
 
     fitting = [refine(planner, barely, cost)]
     found: Candidate | None = planner.fastest(memory)
     cut = 0
     while found is not None:
         better = refine(planner, found, cost)
-        over = builder.slots(better) - memory
+        over = builder.slots(better, quick) - memory
         if over <= 0:
             fitting.append(better)
             break

@@ -19,6 +19,9 @@ _MOST_ROUNDS = 40
 # Rings are tried from the bytes alive upward, a percent at a time, starting over at so many places.
 _RING_SIZES = 100
 _RING_TURNS = 8
+# Pieces are looked up by spans of so many windows, as a mask; a piece that is alive in many spans is compared with all.
+_SPAN = (1 << 16) - 1
+_MANY_SPANS = 6
 _LEAST_ROUNDS = 2
 
 
@@ -72,7 +75,7 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
     rounds = _LEAST_ROUNDS if quick else max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _WORK // pieces**2))
     packings = [_lifted(lifetimes, masks, sorted(range(len(lifetimes)), key=o), least, rounds) for o in orders]
     best = min(packings, key=lambda packing: packing[1])
-    return _ring(lifetimes, masks, windows, least, best)
+    return _ring(lifetimes, masks, windows, least, best, _LEAST_ROUNDS if quick else _RING_TURNS)
 
 
 def _lifted(
@@ -93,7 +96,7 @@ def _lifted(
 
 
 def _ring(
-    lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing
+    lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing, turns: int
 ) -> _Packing:
     """The smallest ring that holds all, or ``best`` if none is smaller.  Weights that stay in part lie below it."""
     stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
@@ -103,15 +106,15 @@ def _ring(
     ends = {i: (life.start + life.pieces[0].length) % windows for i, life in enumerate(lifetimes)}
     order = sorted(set(range(len(lifetimes))) - set(stay), key=lambda i: (ends[i], i))
     step = align(max(least // _RING_SIZES, ALIGNMENT))
+    sizes = [align(life.nbytes) for life in lifetimes]
     for size in range(max(least - base, step), best[1] - base, step):
-        for turn in range(0, len(order), max(1, len(order) // _RING_TURNS)):
+        for turn in range(0, len(order), max(1, -(-len(order) // turns))):
             turned, position = [*order[turn:], *order[:turn]], 0
             for i in turned:
-                nbytes = align(lifetimes[i].nbytes)
-                if position + nbytes > size:
+                if position + sizes[i] > size:
                     position = 0
-                offsets[i], position = base + position, position + nbytes
-            end = max(o + align(life.nbytes) for o, life in zip(offsets, lifetimes, strict=True))
+                offsets[i], position = base + position, position + sizes[i]
+            end = max(o + n for o, n in zip(offsets, sizes, strict=True))
             if end < best[1] and _disjoint(lifetimes, masks, offsets):
                 return tuple(offsets), end
     return best
@@ -145,14 +148,14 @@ def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
 
 def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int]) -> _Packing:
     offsets = [0] * len(lifetimes)
-    placed: list[tuple[int, int, int]] = []
+    placed = _Placed()
     arena = 0
     for i in order:
         life = lifetimes[i]
         forbidden = [  # open intervals of offsets at which a piece would meet one that is placed
             (begin - align(piece.end), end - piece.begin)
             for piece, mask in zip(life.pieces, masks[i], strict=True)
-            for windows, begin, end in placed
+            for windows, begin, end in placed.near(mask)
             if windows & mask
         ]
         offset = 0
@@ -162,8 +165,37 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
         offsets[i] = offset
         arena = max(arena, offset + align(life.nbytes))
         for piece, mask in zip(life.pieces, masks[i], strict=True):
-            placed.append((mask, offset + piece.begin, offset + align(piece.end)))
+            placed.add((mask, offset + piece.begin, offset + align(piece.end)))
     return tuple(offsets), arena
+
+
+class _Placed:
+    """Pieces (windows, begin, end) that lie in the arena, found by spans of windows, so that not all are looked at."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[int, int, int]] = []
+        self.spans: dict[int, list[tuple[int, int, int]]] = {}
+
+    def add(self, piece: tuple[int, int, int]) -> None:
+        self.all.append(piece)
+        for span in self._spans(piece[0]):
+            self.spans.setdefault(span, []).append(piece)
+
+    def near(self, mask: int) -> list[tuple[int, int, int]]:
+        """Every piece that shares a window with ``mask``, and others; some of them more than once."""
+        spans = self._spans(mask)
+        if len(spans) > _MANY_SPANS:
+            return self.all
+        return [piece for span in spans for piece in self.spans.get(span, ())]
+
+    def _spans(self, mask: int) -> list[int]:
+        found, span = [], 0
+        while mask:
+            if mask & _SPAN:
+                found.append(span)
+            mask >>= _SPAN.bit_length()
+            span += 1
+        return found
 
 
 def _mask(piece: Piece, windows: int) -> int:

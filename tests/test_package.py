@@ -17,14 +17,15 @@ assert "chunkflow_compile" not in sys.modules, "the backend is found by its entr
 import chunkflow_compile, chunkflow_compile.passes.verify, importlib.util
 assert "torch" in sys.modules and "diffusers" not in sys.modules
 assert importlib.util.find_spec("passes") is None, "the top-level name belongs to the user"
-model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 8)).eval()
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).eval()
 x = torch.randn(2, 64)
+OPTIONS = {'min_bytes': 4096, 'group_bytes': 1, 'slowdown': 1000.0, 'lowering': 'eager'}
 with torch.no_grad():
     expected = model(x)
-    run = torch.compile(model, backend="chunkflow", options={"min_bytes": 4096, "lowering": "eager"})
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     torch.testing.assert_close(run(x), expected)
 (runner,) = chunkflow_compile.programs(model)
-assert runner.measurements[0].moved_bytes == 64 * 64 * 4
+assert runner.measurements[0].moved_bytes == 3 * 64 * 64 * 4
 print(chunkflow_compile.passes.verify.__file__)
 """
 
