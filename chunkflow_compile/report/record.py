@@ -75,7 +75,8 @@ def table(record: Record, extra: Mapping[str, Mapping[str, object]] | None = Non
             "moved a step": size(arm.moved_bytes_per_step),
         }
         row.update({column: cells.get(name, "") for column, cells in (extra or {}).items()})
-        row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
+        if any(a.equal_to_resident is not None for a in record.arms.values()):  # nothing was computed in a simulation
+            row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
 
