@@ -74,7 +74,7 @@ def build_program(
 ) -> Program:
     """All passes, in order: an ATen inference graph becomes a verified program.  Needs no weights and no device."""
     pieces = cut(aten, discover(aten, parameters), blocks, options.group_bytes)
-    plan = place(
+    plan = options.given_plan() or place(
         pieces.problem,
         options.profile(),
         policy=options.policy,

@@ -15,6 +15,7 @@ from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.place import POLICIES, Policy
+from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
 from chunkflow_compile.units import parse_bytes
 
@@ -45,6 +46,9 @@ class Options:
 
     min_bytes: int = DEFAULT_MIN_BYTES
     """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value given there."""
+
+    plan: str | Path | None = None
+    """A plan to run instead of making one: a file of chunkflow plan --json, made for this model, its sizes and degree."""
 
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
     """Longest single copy; a multiple of 256."""
@@ -91,12 +95,28 @@ class Options:
             )
         if self.memory is not None and self.slowdown is not None:
             raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
+        if self.plan is not None and (self.memory is not None or self.slowdown is not None):
+            raise ChunkflowError("Give a plan or a goal for one (memory, slowdown), not both.")
+        if self.slowdown is not None and self.policy != "chunkflow":
+            raise ChunkflowError(
+                f"Policy {self.policy} has one plan only: slowdown={self.slowdown} would change nothing."
+            )
         self.memory_bytes()
         self.profile()
 
     def memory_bytes(self) -> int | None:
         """The byte budget."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")
+
+    def given_plan(self) -> Plan | None:
+        """The plan to run, if one is given.  Raises ChunkflowError if it cannot be read."""
+        if self.plan is None:
+            return None
+        try:
+            text = Path(self.plan).read_text()
+        except (OSError, UnicodeDecodeError, TypeError) as error:
+            raise ChunkflowError(f"The plan {self.plan} cannot be read: {error}.") from error
+        return Plan.from_json(text)
 
     def profile(self) -> Hardware:
         """The machine that is planned for."""

@@ -17,6 +17,6 @@ def parse_bytes(value: object, what: str) -> int:
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
-    if match is None or match[2].lower() not in _LOWER:
+    if match is None or match[2].lower() not in _LOWER or len(match[1]) > 20:
         raise ChunkflowError(f"{what}={value!r} is no size: give bytes, or a text such as '8GiB' or '500MB'.")
     return int(float(match[1]) * _LOWER[match[2].lower()])

@@ -7,7 +7,7 @@ step of all plans that fit, so that it never rises.  It ends with all weights re
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from .hardware import Hardware
@@ -24,11 +24,6 @@ class Point:
     memory: int
     step_s: float
     resident_step_s: float
-
-
-def curve(problem: Problem, hardware: Hardware, chunk_bytes: int) -> list[Point]:
-    """Points from the floor upward, a chunk apart, the last one with all weights resident."""
-    return on_grid(list(plans_along(problem, hardware, chunk_bytes)), chunk_bytes)
 
 
 def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Iterator[Point]:
@@ -53,8 +48,8 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Itera
     yield Point(problem.total_bytes, resident, resident)
 
 
-def on_grid(found: list[Point], chunk_bytes: int) -> list[Point]:
-    """The best step at each multiple of ``chunk_bytes`` above the floor, up to the first plan that loses no time."""
+def on_grid(found: Iterable[Point], chunk_bytes: int) -> list[Point]:
+    """Points from the floor upward, a chunk apart, the last one with all weights resident; the best step at each."""
     ordered = sorted(found)
     points, best, i = [], ordered[0].step_s, 0
     memory, end = ordered[0].memory, ordered[-1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,8 +48,8 @@ class Hardware:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             _check(name, getattr(self, name), low, high)
-        if not self.peak_flops:
-            raise ChunkflowError("Hardware field peak_flops is empty: give FLOP/s by dtype, as {'bfloat16': 756e12}.")
+        if not isinstance(self.peak_flops, Mapping) or not self.peak_flops:
+            raise ChunkflowError("Hardware field peak_flops must give FLOP/s by dtype, as {'bfloat16': 756e12}.")
         for dtype, rate in self.peak_flops.items():
             _check(f"peak_flops[{dtype!r}]", rate, 1e8, 1e17)
         if not isinstance(self.shared_link, bool):
@@ -78,10 +77,10 @@ class Hardware:
         try:
             body: dict[str, Any] = json.loads(text)
             schema = body.pop("schema", SCHEMA)
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, TypeError) as error:
             raise ChunkflowError(f"This is not a hardware profile: {error}.") from error
         if schema != SCHEMA:
-            raise ChunkflowError(f"The hardware profile has schema {schema}, this version reads {SCHEMA}.")
+            raise ChunkflowError(f"The hardware profile has schema {schema!r}, this version reads {SCHEMA}.")
         fields = {f.name: f for f in dataclasses.fields(Hardware)}
         for name in body:
             if name not in fields:
@@ -109,9 +108,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 
 
 def _check(name: str, value: object, low: float, high: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise ChunkflowError(f"Hardware field {name} must be a number, not {value!r}.")
     if not low <= value <= high:
         raise ChunkflowError(
-            f"Hardware field {name}={value:g} is outside {low:g} .. {high:g}: units are bytes, seconds and FLOP/s."
+            f"Hardware field {name}={value} is outside {low:g} .. {high:g}: units are bytes, seconds and FLOP/s."
         )

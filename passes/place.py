@@ -49,6 +49,8 @@ def place(
         raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
     if slowdown is not None and not slowdown >= 1:
         raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
+    if slowdown is not None and policy != "chunkflow":
+        raise ChunkflowError(f"Policy {policy} has one plan only: slowdown={slowdown} would change nothing.")
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
     builder = Builder(planner, hardware, policy)
     if policy == "chunkflow":
@@ -73,12 +75,14 @@ def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[
 def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Plan:
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     found = planner.smallest(target)
-    return builder.candidate(refine(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s)))
+    found = refine(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s))
+    everything = planner.play([None] * len(planner.chunks))  # slots are rounded up, resident weights are not
+    return builder.candidate(min(found, everything, key=builder.slots))
 
 
 def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
-    barely = planner.play([c.first for c in planner.chunks])
-    floor = builder.slots(barely)
+    barely, everything = planner.play([c.first for c in planner.chunks]), planner.play([None] * len(planner.chunks))
+    floor = min(builder.slots(barely), planner.problem.total_bytes)
     if memory < floor:
         raise ChunkflowError(
             f"memory={memory} bytes is too little: {planner.kept_bytes} bytes of small and tied weights stay on the device, "
@@ -91,8 +95,8 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     def cost(candidate: Candidate) -> tuple[float, ...]:
         return max(0, builder.slots(candidate, quick) - memory), candidate.step_s, candidate.nbytes
 
-    fitting = [refine(planner, barely, cost)]
-    found: Candidate | None = planner.fastest(memory)
+    fitting = [c for c in (refine(planner, barely, cost), everything) if builder.slots(c) <= memory]
+    found = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while found is not None:
         better = refine(planner, found, cost)
@@ -103,7 +107,7 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
         # Slots lose some percent between lifetimes that do not fit each other: leave the others that much less room.
         cut = max(2 * cut, over)
         found = planner.smaller(found, memory - cut)
-    return builder.candidate(min(fitting, key=lambda c: (c.step_s, c.nbytes)))
+    return builder.candidate(min(fitting, key=planner.order))
 
 
 class Builder:
@@ -131,13 +135,14 @@ class Builder:
     def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...]) -> Plan:
         streamed = self._streamed(windows)
         offsets, arena = self._arena(windows, streamed)
+        held = {w: b.collective for b in reversed(hard) for w in b.weights}
         timeline = self.planner.simulator.play(schedule(self.problem, transfers(self.problem, windows, hard)))
         at = {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}
         weights = []
         for weight in self.problem.weights:
             mine = windows.get(weight.name, ()) if weight.name in at else ()
             slack = timeline.slack.get(weight.name)
-            why = reason(self.planner, self.policy, weight, windows.get(weight.name, ()), slack)
+            why = reason(self.planner, self.policy, weight, windows.get(weight.name, ()), slack, held.get(weight.name))
             weights.append(
                 WeightPlan(
                     name=weight.name,

@@ -156,7 +156,7 @@ class Plan:
         if self.problem != problem.digest:
             ours, theirs = {w.name for w in self.weights}, {w.name for w in problem.weights}
             odd = sorted(ours ^ theirs)
-            hint = f"; only one of them has the weight {odd[0]}" if odd else ": sizes, degree or min_bytes differ"
+            hint = f"; only one of them has the weight {odd[0]}" if odd else ": its sizes, degree or options differ"
             raise ChunkflowError(
                 f"The plan was made for problem {self.problem}, this model is {problem.digest}{hint}. Make the plan again "
                 "for this model."
@@ -176,10 +176,10 @@ class Plan:
         try:
             body: dict[str, Any] = json.loads(text)
             digest, schema = body.pop("digest"), body["schema"]
-        except (ValueError, KeyError, AttributeError) as error:
+        except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ChunkflowError(f"This is not a ChunkFlow plan: {error!r}. Make one with chunkflow plan.") from error
         if schema != SCHEMA:
-            raise ChunkflowError(f"The plan has schema {schema}, this version reads {SCHEMA}: make the plan again.")
+            raise ChunkflowError(f"The plan has schema {schema!r}, this version reads {SCHEMA}: make the plan again.")
         if digest != _digest(body):
             raise ChunkflowError("The plan was edited after it was written (its digest does not fit): make it again.")
         del body["schema"]

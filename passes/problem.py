@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from .costs import Cost
 
@@ -87,6 +87,14 @@ class Problem:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that tell this problem from every other; a plan carries them."""
-        canonical = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
-        return hashlib.sha256(canonical.encode()).hexdigest()[:16]
+        """Sixteen hex digits that tell this problem from every other; a plan carries them.
+
+        Of what placement depends on and every way to trace the model agrees on: neither the order of its inputs, which
+        changes when it is offloaded, nor the device's own ops.
+        """
+        body = {
+            "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],
+            "collectives": [(c.kind, c.nbytes, c.before, c.until) for c in self.collectives],
+            "weights": sorted((w.name, w.nbytes, w.dtype, w.shape, w.uses, w.keep is None) for w in self.weights),
+        }
+        return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()[:16]

@@ -7,10 +7,17 @@ from .problem import Weight
 from .search import Planner
 
 
-def reason(planner: Planner, policy: str, weight: Weight, windows: Windows, slack: float | None) -> str:
-    """``slack``: predicted seconds between its arrival and its first reader; negative if the reader waits."""
+def reason(
+    planner: Planner, policy: str, weight: Weight, windows: Windows, slack: float | None, barrier: str | None = None
+) -> str:
+    """``slack``: predicted seconds between its arrival and its first reader; negative if the reader waits.
+
+    ``barrier``: the collective that is held back until the weight is there.
+    """
     if weight.keep is not None:
         return weight.keep
+    if not weight.nbytes:
+        return "empty"
     if not weight.uses:
         return "no region reads it"
     if policy == "resident":
@@ -20,7 +27,8 @@ def reason(planner: Planner, policy: str, weight: Weight, windows: Windows, slac
     if kept == len(windows) and policy != "chunkflow":
         return f"policy {policy} streams whole blocks, and this weight is not inside one"
     if not kept:
-        return _streamed(planner, windows, first, slack)
+        held = f"; {barrier} waits until it is there" if barrier else ""
+        return _streamed(planner, windows, first, slack) + held
     seconds = planner.simulator.copy_seconds(weight.name, 0, kept)
     before = (first - 1) % planner.count
     text = f"kept because window {before} is full: streaming it would expose up to {_ms(seconds)}"
@@ -36,7 +44,7 @@ def _streamed(planner: Planner, windows: Windows, first: int, slack: float | Non
     if slack is None or slack >= 0:
         return f"hidden: copied from {where}, there {_ms(slack or 0.0)} before it is read"
     cause = (
-        "memory has no room for an earlier start" if ahead <= 1 else "the link is busy with other weights until then"
+        "an earlier start would take more memory" if ahead <= 1 else "the link is busy with other weights until then"
     )
     return f"exposed by {_ms(-slack)} because copying starts in {where}: {cause}"
 

@@ -59,8 +59,13 @@ class Cut:
     problem: Problem
 
     def data_flow(self) -> dict[str, str]:
-        """What each region and top-level node reads and yields: its name -> a line that must stay true of it."""
+        """What each region, constant and top-level node reads and yields: its name -> a line that must stay true of it."""
         lines = {}
+        for node in self.source.graph.nodes:
+            if node.op == "get_attr" and not isinstance(getattr(self.source, str(node.target)), GraphModule):
+                lines[node.name] = flow_line("constant", str(node.target))
+            elif node.op == "output":
+                lines[node.name] = flow_line("return", torch.fx.map_arg(node.args, lambda n: n.name))
         for item in self.sequence:
             if isinstance(item, CutRegion):
                 lines[item.info.name] = flow_line(item.info.key, [n.name for n in item.inputs])

@@ -17,7 +17,10 @@ from .problem import Problem
 
 @dataclass(frozen=True)
 class Wait:
+    """``barrier``: in front of a collective, not of a reader."""
+
     weight: str
+    barrier: bool = False
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,7 @@ def transfers(problem: Problem, windows: Mapping[str, Windows], barriers: Iterab
     prefetches: dict[int, list[tuple[int, int, Prefetch]]] = {}
     waits: dict[int, list[str]] = {}
     evicts: dict[int, list[str]] = {}
-    for position, weight in enumerate(problem.weights):
+    for position, weight in enumerate(sorted(problem.weights, key=lambda w: w.name)):
         chunks = windows.get(weight.name, ())
         if all(w is None for w in chunks):
             continue
@@ -108,7 +111,7 @@ def schedule(problem: Problem, ops: Transfers) -> tuple[Item, ...]:
         awaited[collective.until].append(i)
     for k in range(count + 1):
         for i in starts[k]:
-            items.extend(Wait(w) for w in ops.barriers.get(problem.collectives[i].name, ()))
+            items.extend(Wait(w, True) for w in ops.barriers.get(problem.collectives[i].name, ()))
             items.append(Collect(i))
         items.extend(Await(i) for i in awaited[k])
         if k < count:

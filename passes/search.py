@@ -51,7 +51,7 @@ class Planner:
         self.problem = problem
         self.simulator = simulator
         self.count = len(problem.regions)
-        self.weights = [w for w in problem.weights if w.keep is None and w.uses]
+        self.weights = [w for w in problem.weights if w.keep is None and w.uses and w.nbytes]
         self.chunks: list[Chunk] = chunks_of(self.weights, simulator)
         streamed = {w.name for w in self.weights}
         self.kept_bytes = sum(w.nbytes for w in problem.weights if w.name not in streamed)
@@ -115,15 +115,15 @@ class Planner:
         for samples in (_SAMPLES, _SAMPLES // 2):
             grid = _spread(low, high, samples)
             tried = [(m, c) for m in grid if (c := self.within(memory, m)) is not None]
-            best = min(tried, key=lambda t: self._order(t[1]))[0]
+            best = min(tried, key=lambda t: self.order(t[1]))[0]
             found += [c for _, c in tried]
             low, high = (
                 max([m for m in grid if m < best], default=low),
                 min([m for m in grid if m > best], default=high),
             )
-        ordered = sorted(found, key=self._order)
+        ordered = sorted(found, key=self.order)
         hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
-        return min([ordered[0], *hard, *self._others(memory)], key=self._order)
+        return min([ordered[0], *hard, *self._others(memory)], key=self.order)
 
     def smaller(self, found: Candidate, memory: int) -> Candidate | None:
         """The fastest candidate within ``memory`` that is like ``found``, with less room to fetch ahead or with fewer
@@ -134,7 +134,7 @@ class Planner:
         tried = (
             self.within(memory, m, found.hard) for m in {residents, fewer, (residents + fewer) // 2, fewer // 2, 0}
         )
-        return min((c for c in tried if c is not None), key=self._order, default=None)
+        return min((c for c in tried if c is not None), key=self.order, default=None)
 
     def smallest(self, step_s: float) -> Candidate:
         """The candidate of fewest bytes whose step takes at most ``step_s``, or the fastest if none does."""
@@ -188,9 +188,10 @@ class Planner:
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s
 
-    def _order(self, candidate: Candidate) -> tuple[int, int, float]:
+    def order(self, candidate: Candidate) -> tuple[int, int, float]:
         """Fastest first; steps within SAME_STEP of each other are one, and the smaller wins."""
-        return round(candidate.step_s / (SAME_STEP * self.resident.step_s)), candidate.nbytes, candidate.step_s
+        unit = SAME_STEP * self.resident.step_s or 1.0
+        return round(candidate.step_s / unit), candidate.nbytes, candidate.step_s
 
     def _everything(self) -> int:
         return self.kept_bytes + 2 * sum(c.nbytes for c in self.chunks)
@@ -230,11 +231,15 @@ class Planner:
 
 
 def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:
-    """Before each collective a wait for the newest copy issued before it: all others are in front of it."""
-    found, newest = [], None
+    """Before each collective a wait for the newest copy issued before it: all others are in front of it.
+
+    For the first collective of a step that may be a copy of the step before.
+    """
     starts: dict[int, str] = {}
     for collective in problem.collectives:
         starts.setdefault(collective.before, collective.name)
+    behind = [op.weight for k in sorted(ops.prefetches) if k >= max(starts, default=0) for op in ops.prefetches[k]]
+    found, newest = [], behind[-1] if behind else None
     for k in range(len(problem.regions) + 1):
         if k in starts and newest is not None:
             found.append(Barrier(collective=starts[k], weights=(newest,)))

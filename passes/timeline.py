@@ -139,7 +139,7 @@ class _Run:
                 self._advance(None)
             waited = self.now - reached
             step.exposed += waited
-            if item.weight not in step.slack:
+            if not item.barrier:
                 step.slack[item.weight] = -waited if waited else reached - self.arrival.get(wanted, reached)
         elif isinstance(item, Compute):
             start = self.now

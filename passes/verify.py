@@ -30,7 +30,7 @@ from .errors import ChunkflowError
 from .happens_before import HappensBefore
 from .ops import EVICT, PREFETCH, WAIT
 from .plan import ALIGNMENT, WeightPlan, chunk_count
-from .regions import flow_line
+from .regions import flow_line, structural_key
 from .rewrite import SOURCE, Program
 
 STEPS = 2
@@ -112,8 +112,11 @@ def _check_order(program: Program) -> Iterator[str]:
 
 
 def _check_readers(program: Program) -> Iterator[str]:
-    """Only regions read streamed weights: what else would is not ordered by waits and evicts."""
+    """Only regions read streamed weights: what else would is not ordered by waits and evicts.  Nothing else is moved."""
     streamed = {program.weight_inputs.get(w.name): w.name for w in program.plan.streamed}
+    for node in program.module.graph.nodes:
+        if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in streamed.values():
+            yield f"{node.args[0]}: {node.name} moves it, but it is not streamed"
     for node in program.module.graph.nodes:
         if node.op == "placeholder" and node.name in streamed:
             for user in node.users:
@@ -122,25 +125,42 @@ def _check_readers(program: Program) -> Iterator[str]:
 
 
 def _check_data_flow(program: Program) -> Iterator[str]:
-    """Every region, output of a region, collective and completion takes what it takes in the traced graph."""
-    seen = set()
+    """Every region, output of a region, constant, collective, completion and result is what it is in the traced graph."""
+    for target, region in program.regions.items():
+        if structural_key(getattr(program.module, target), region.info.index) != region.info.key:
+            yield f"{target} holds other code than the region it was made from"
+    seen, before = set(), set[Node]()
     for node in program.module.graph.nodes:
-        if node.op not in ("call_module", "call_function") or node.target in (PREFETCH, WAIT, EVICT):
+        for operand in node.all_input_nodes:
+            if operand not in before:
+                yield f"{node.name} takes {operand.name}, which comes only after it"
+        before.add(node)
+        if node.op == "placeholder" or node.target in (PREFETCH, WAIT, EVICT):
             continue
-        name = str(node.meta.get(SOURCE, node.name))
+        name = _source(node)
         seen.add(name)
-        if node.op == "call_module":
-            known = program.regions.get(str(node.target))
-            found = flow_line(known.info.key if known else "?", [_source(n) for n in node.args if isinstance(n, Node)])
-        elif node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
-            found = flow_line("output", [_source(node.all_input_nodes[0]), node.args[1]])
-        else:
-            found = flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), _source))
-        expected = program.data_flow.get(name)
+        found, expected = _flow(program, node), program.data_flow.get(name)
         if found != expected:
             yield f"{name} is {found}, but the traced graph has {expected}"
     for name in sorted(program.data_flow.keys() - seen):
         yield f"{name} of the traced graph is missing"
+
+
+def _flow(program: Program, node: Node) -> str:
+    """The line of a node, as in :meth:`Cut.data_flow`."""
+    if node.op == "get_attr":
+        return flow_line("constant", str(node.target))
+    if node.op == "output":
+        return flow_line("return", map_arg(node.args, _source))
+    if node.op == "call_module":
+        known = program.regions.get(str(node.target))
+        operands = [
+            _source(a) if isinstance(a, Node) else f"the value {a!r}" for a in (*node.args, *node.kwargs.values())
+        ]
+        return flow_line(known.info.key if known else "?", operands)
+    if node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
+        return flow_line("output", [_source(node.all_input_nodes[0]), node.args[1]])
+    return flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), _source))
 
 
 def _source(node: Node) -> str:

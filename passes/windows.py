@@ -67,7 +67,7 @@ def link_of(resident: Timeline, simulator: Simulator) -> Link:
 def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
     """The chunks of ``weights`` in the order of their first use."""
     found = []
-    for weight in sorted(weights, key=lambda w: (w.uses[0], w.index)):
+    for weight in sorted(weights, key=lambda w: (w.uses[0], w.name)):
         for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
             nbytes, seconds = simulator.nbytes(weight.name, i, i + 1), simulator.copy_seconds(weight.name, i, i + 1)
             found.append(Chunk(weight.name, i, align(nbytes), seconds, weight.uses[0], weight.uses[-1]))
@@ -137,7 +137,7 @@ class _Cursor:
         self.link = link
         self.gap = len(link.gaps) - 1
         self.lap = 0
-        self.longest = max(b - a for a, b in link.gaps)
+        self.longest = max((b - a for a, b in link.gaps), default=0.0)
 
     def place(self, end: float, seconds: float) -> float:
         """The start of the latest piece of free time of ``seconds`` that ends by ``end``.
@@ -158,7 +158,7 @@ class _Cursor:
 
 def _window(link: Link, time: float) -> int:
     """The newest window that is open at ``time``."""
-    lap = int(time // link.length)
+    lap = int(time // link.length) if link.length else 0
     return lap * len(link.opens) + bisect_right(link.opens, time - lap * link.length + 1e-12) - 1
 
 

@@ -19,6 +19,9 @@ OPTIONS: dict[str, Any] = {
     "slowdown": 1.0,
 }
 
+# The same with all weights on the device.
+RESIDENT: dict[str, Any] = {**{k: v for k, v in OPTIONS.items() if k != "slowdown"}, "policy": "resident"}
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,32 @@ def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:
         run(model, x, memory=floor - 1)
     torch.testing.assert_close(run(model, x, memory=floor), twin(x))
     assert programs(model)[-1].plan.device_bytes == floor
+
+
+def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, no_grad: None) -> None:
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    run(model, x, memory=40000)
+    made = programs(model)[-1].plan
+    file = tmp_path / "plan.json"
+    file.write_text(made.to_json())
+    torch._dynamo.reset()
+    restore(model)
+    offload(model, min_bytes=4096)
+    given = {"plan": str(file), "memory": None, "slowdown": None}
+    torch.testing.assert_close(run(model, x, **given), twin(x))
+    assert programs(model)[-1].plan == made
+    other = Stack(3).eval()
+    with pytest.raises(
+        Exception, match=r"plan was made for problem .* only one of them has the weight blocks.2.down.weight"
+    ):
+        run(other, x, **given)
+    file.write_text(made.to_json().replace('"arena_bytes": ', '"arena_bytes": 1'))
+    with pytest.raises(Exception, match="edited after it was written"):
+        run(other, x, **given)
+    with pytest.raises(Exception, match=r"plan /nowhere cannot be read"):
+        run(other, x, plan="/nowhere", slowdown=None)
+    with pytest.raises(Exception, match="a plan or a goal for one"):
+        run(other, x, plan=str(file))
 
 
 def test_an_unknown_mode_names_the_known_ones(no_grad: None) -> None:

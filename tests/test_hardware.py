@@ -46,6 +46,15 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
     own.write_text(json.dumps(body))
     with pytest.raises(ChunkflowError, match=r"own.json: The hardware profile lacks chunk_s"):
         load_profile(own)
+    for odd, sentence in (
+        ("[]", "not a hardware profile"),
+        (json.dumps({**json.loads(text), "peak_flops": 5}), "by dtype"),
+    ):
+        own.write_text(odd)
+        with pytest.raises(ChunkflowError, match=sentence):
+            load_profile(own)
+    with pytest.raises(ChunkflowError, match=r"hardware=5 is no name"):
+        load_profile(5)  # type: ignore[arg-type]
     with pytest.raises(
         ChunkflowError, match=r"no hardware profile 'h300': give one of cpu, .*a JSON file, or 'measured'"
     ):

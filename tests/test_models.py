@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import OPTIONS, RESIDENT
 from torch import nn
 
 import chunkflow_compile
@@ -32,7 +32,7 @@ def run_and_compare(name: str, degree: int) -> None:
     streamed, resident, eager = make(), make(), make()
     offload(streamed, min_bytes=OPTIONS["min_bytes"])
     run = torch.compile(streamed, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    reference = torch.compile(resident, backend="chunkflow", fullgraph=True, options={**OPTIONS, "policy": "resident"})
+    reference = torch.compile(resident, backend="chunkflow", fullgraph=True, options=RESIDENT)
     for step in range(STEPS):
         inputs = small_inputs(name, size, step)
         output = run(**inputs)[0]
@@ -86,7 +86,7 @@ def test_twelve_blocks_run_in_an_eighth_of_their_bytes(no_grad: None) -> None:
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     run(**small_inputs("wan", size, 0))
     (runner,) = programs(model)
-    assert 0.9 * budget < runner.plan.device_bytes <= budget
+    assert 0.6 * budget < runner.plan.device_bytes <= budget
     assert runner.measurements[0].moved_bytes == runner.plan.moved_bytes > 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import subprocess
 import sys
 import time
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import CHUNK, MACHINE, blocks_problem, machines, problem, small_problems, weight
 
-from chunkflow_compile.passes.curve import curve
+from chunkflow_compile.passes.curve import on_grid, plans_along
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.place import POLICIES, Builder, place
@@ -120,7 +121,7 @@ def test_never_slower_than_layerwise_in_its_memory_nor_larger_at_its_step(comput
 
 def test_the_memory_curve_never_rises_in_steps_of_a_chunk() -> None:
     found = blocks_problem(6, 18.0)
-    points = curve(found, MACHINE, CHUNK)
+    points = on_grid(plans_along(found, MACHINE, CHUNK), CHUNK)
     assert points[0].memory == floor(found) and points[-1].memory == found.total_bytes
     assert points[-1].step_s == points[-1].resident_step_s
     assert len(points) > 60
@@ -174,7 +175,9 @@ def test_every_weight_says_why_it_is_where_it_is() -> None:
     assert reasons["w2"] == "small: 64 bytes" and reasons["w3"] == "no region reads it"
     exposed = next(w for w in tight.weights if w.name == "w1")
     assert exposed.slack_s is not None and exposed.slack_s < 0
-    assert f"exposed by {-exposed.slack_s * 1e3:.3f} ms because" in exposed.why and "memory has no room" in exposed.why
+    assert (
+        f"exposed by {-exposed.slack_s * 1e3:.3f} ms because" in exposed.why and "would take more memory" in exposed.why
+    )
     slow = replace(MACHINE, h2d_bandwidth=CHUNK * 1e5)
     assert any("kept because window" in w.why for w in planned(found, slow).weights)
     outside = planned(problem([6, 6], [weight(0, CHUNK, (0,))]), policy="layerwise")
@@ -200,6 +203,40 @@ def test_a_plan_survives_json_and_tells_its_problem(policy: str) -> None:
         Plan.from_json("{}")
 
 
+def test_a_budget_of_the_whole_model_keeps_the_whole_model() -> None:
+    """Slots are rounded up to 256 bytes, which resident weights are not."""
+    found = problem([6], [weight(i, 100, (0,)) for i in range(10)])
+    plan = planned(found, memory=1000)
+    assert plan.device_bytes == 1000 and not plan.streamed
+    assert planned(found, slowdown=9.0).device_bytes <= 1000
+    with pytest.raises(ChunkflowError, match="Give memory=1000 "):
+        planned(found, memory=999)
+
+
+@pytest.mark.parametrize("goal", [{}, {"memory": 1 << 20}, {"policy": "layerwise"}])
+def test_empty_weights_and_a_link_without_free_time_are_planned(goal: dict[str, object]) -> None:
+    found = problem([6, 6], [weight(0, 0, (0,)), weight(1, 2 * CHUNK, (1,))])
+    assert next(w.why for w in planned(found, **goal).weights if w.name == "w0") == "empty"
+    busy = problem([1, 1], [weight(0, 2 * CHUNK, (1,))], [(0, 9)])
+    covering = replace(busy, collectives=(replace(busy.collectives[0], until=2),))
+    assert ratio(planned(covering, **goal)) >= 1
+    assert planned(problem([0, 0], [weight(0, CHUNK, (1,))]), **goal).predicted is not None
+
+
+def test_a_barrier_holds_for_copies_of_the_step_before() -> None:
+    found = problem([6, 6, 6], [weight(0, 20 * CHUNK, (1,))], [(1, 8)])
+    planner = Planner(found, Simulator(found, MACHINE, CHUNK))
+    assert planner.play([-1] * 20).timeline.inflation_s > 1e-6
+    assert planner.play([-1] * 20, hard=True).timeline.inflation_s == pytest.approx(0, abs=1e-12)
+
+
+def test_a_plan_of_layerwise_barrier_names_the_collective_that_waits() -> None:
+    plan = planned(blocks_problem(4, 8.0), policy="layerwise-barrier")
+    reasons = [w.why for w in plan.weights]
+    assert all(re.search(r"; c\d+ waits until it is there$", why) for why in reasons), reasons
+    assert all(w.slack_s is not None and w.slack_s >= 0 for w in plan.weights), "readers never wait, collectives do"
+
+
 def test_both_goals_and_impossible_ones_are_refused() -> None:
     found = blocks_problem(2)
     with pytest.raises(ChunkflowError, match="not both"):
@@ -208,6 +245,8 @@ def test_both_goals_and_impossible_ones_are_refused() -> None:
         planned(found, slowdown=0.5)
     with pytest.raises(ChunkflowError, match=r"policy resident takes; it has no other plan"):
         planned(found, policy="resident", memory=CHUNK)
+    with pytest.raises(ChunkflowError, match=r"layerwise has one plan only: slowdown=1.5 would change nothing"):
+        planned(found, policy="layerwise", slowdown=1.5)
 
 
 def test_sixty_blocks_are_planned_in_three_seconds_and_twice_as_many_in_proportion() -> None:

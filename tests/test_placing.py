@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import OPTIONS, RESIDENT
 from helpers import Stack
 from safetensors.torch import load_file
 from torch import nn
@@ -221,7 +221,7 @@ def test_tied_and_overlapping_parameters_stay_together(no_grad: None) -> None:
 def test_two_arms_on_one_model_agree(no_grad: None) -> None:
     """The resident program used the parameters in place; the streaming one then empties them."""
     model, size = small_model("wan", Size()), Size()
-    resident = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "policy": "resident"})
+    resident = torch.compile(model, backend="chunkflow", fullgraph=True, options=RESIDENT)
     inputs = small_inputs("wan", size, 0)
     first = resident(**inputs)[0]
     streamed = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)

@@ -52,55 +52,55 @@ class TestSnapshots(TestCase):
             body(cut_of(Stack(), torch.randn(4, 8))),
             """\
 # embed.weight: slot 12288, 1 chunks
-#   hidden: copied from window 3, 1 window ahead of region 0, there 0.948 ms before it is read
-# embed.bias: slot 13312, 1 chunks
 #   hidden: copied from window 3, 1 window ahead of region 0, there 0.940 ms before it is read
-# blocks.0.up.weight: slot 24576, 2 chunks
-#   hidden: copied from window 3, 2 windows ahead of region 1, there 0.794 ms before it is read
-# blocks.0.down.weight: slot 0, 2 chunks
+# embed.bias: slot 13312, 1 chunks
+#   hidden: copied from window 3, 1 window ahead of region 0, there 0.993 ms before it is read
+# blocks.0.up.weight: slot 0, 2 chunks
 #   hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
-# blocks.1.up.weight: slot 8192, 2 chunks
-#   hidden: copied from window 0, 2 windows ahead of region 2, there 0.794 ms before it is read
-# blocks.1.down.weight: slot 16384, 2 chunks
+# blocks.0.down.weight: slot 24576, 2 chunks
+#   hidden: copied from window 3, 2 windows ahead of region 1, there 0.794 ms before it is read
+# blocks.1.up.weight: slot 16384, 2 chunks
 #   hidden: copied from window 1, 1 window ahead of region 2, there 0.383 ms before it is read
+# blocks.1.down.weight: slot 8192, 2 chunks
+#   hidden: copied from window 0, 2 windows ahead of region 2, there 0.794 ms before it is read
 # head.weight: slot 0, 1 chunks
-#   hidden: copied from window 2, 1 window ahead of region 3, there 0.948 ms before it is read
-# head.bias: slot 1024, 1 chunks
 #   hidden: copied from window 2, 1 window ahead of region 3, there 0.945 ms before it is read
-prefetch('blocks.0.up.weight', chunks[1:2], window=0)
-prefetch('blocks.0.down.weight', chunks[0:2], window=0)
-prefetch('blocks.1.up.weight', chunks[0:1], window=0)
-wait('embed.weight')
+# head.bias: slot 1024, 1 chunks
+#   hidden: copied from window 2, 1 window ahead of region 3, there 0.997 ms before it is read
+prefetch('blocks.0.down.weight', chunks[1:2], window=0)
+prefetch('blocks.0.up.weight', chunks[0:2], window=0)
+prefetch('blocks.1.down.weight', chunks[0:1], window=0)
 wait('embed.bias')
+wait('embed.weight')
 region_0 = lowered_0(embed_bias, arg2_1, embed_weight)
 addmm = region_0[0]: float32[4, 32]
-evict('embed.weight')
 evict('embed.bias')
-prefetch('blocks.1.up.weight', chunks[1:2], window=1)
-prefetch('blocks.1.down.weight', chunks[0:2], window=1)
-wait('blocks.0.up.weight')
+evict('embed.weight')
+prefetch('blocks.1.down.weight', chunks[1:2], window=1)
+prefetch('blocks.1.up.weight', chunks[0:2], window=1)
 wait('blocks.0.down.weight')
+wait('blocks.0.up.weight')
 region_1 = lowered_1(addmm, blocks_0_up_weight, blocks_0_down_weight)
 add = region_1[0]: float32[4, 32]
-evict('blocks.0.up.weight')
 evict('blocks.0.down.weight')
-prefetch('head.weight', chunks[0:1], window=2)
+evict('blocks.0.up.weight')
 prefetch('head.bias', chunks[0:1], window=2)
-wait('blocks.1.up.weight')
+prefetch('head.weight', chunks[0:1], window=2)
 wait('blocks.1.down.weight')
+wait('blocks.1.up.weight')
 region_2 = lowered_1(add, blocks_1_up_weight, blocks_1_down_weight)
 add_1 = region_2[0]: float32[4, 32]
-evict('blocks.1.up.weight')
 evict('blocks.1.down.weight')
-prefetch('embed.weight', chunks[0:1], window=3, next_step)
+evict('blocks.1.up.weight')
 prefetch('embed.bias', chunks[0:1], window=3, next_step)
-prefetch('blocks.0.up.weight', chunks[0:1], window=3, next_step)
-wait('head.weight')
+prefetch('embed.weight', chunks[0:1], window=3, next_step)
+prefetch('blocks.0.down.weight', chunks[0:1], window=3, next_step)
 wait('head.bias')
+wait('head.weight')
 region_3 = lowered_2(head_bias, add_1, head_weight)
 addmm_1 = region_3[0]: float32[4, 8]
-evict('head.weight')
 evict('head.bias')
+evict('head.weight')
 return (addmm_1,)
 """,
         )
@@ -187,25 +187,25 @@ return (add_1,)
         self.assertExpectedInline(
             body(cut),
             """\
-# blocks.0.up.weight: slot 0, 2 chunks
-#   hidden: copied from window 2, 2 windows ahead of region 1, there 0.794 ms before it is read
-# blocks.0.down.weight: slot 8192, 2 chunks
+# blocks.0.up.weight: slot 8192, 2 chunks
 #   hidden: copied from window 0, 1 window ahead of region 1, there 0.383 ms before it is read
+# blocks.0.down.weight: slot 0, 2 chunks
+#   hidden: copied from window 2, 2 windows ahead of region 1, there 0.794 ms before it is read
 # embed.weight: resident (small: 1024 bytes)
 # embed.bias: resident (small: 128 bytes)
 # head.weight: resident (small: 1024 bytes)
 # head.bias: resident (small: 32 bytes)
-prefetch('blocks.0.up.weight', chunks[1:2], window=0)
-prefetch('blocks.0.down.weight', chunks[0:2], window=0)
+prefetch('blocks.0.down.weight', chunks[1:2], window=0)
+prefetch('blocks.0.up.weight', chunks[0:2], window=0)
 region_0 = lowered_0(embed_weight, embed_bias, arg2_1)
 addmm = region_0[0]: float32[4, 32]
-wait('blocks.0.up.weight')
 wait('blocks.0.down.weight')
+wait('blocks.0.up.weight')
 region_1 = lowered_1(addmm, blocks_0_up_weight, blocks_0_down_weight)
 add = region_1[0]: float32[4, 32]
-evict('blocks.0.up.weight')
 evict('blocks.0.down.weight')
-prefetch('blocks.0.up.weight', chunks[0:1], window=2, next_step)
+evict('blocks.0.up.weight')
+prefetch('blocks.0.down.weight', chunks[0:1], window=2, next_step)
 region_2 = lowered_2(head_weight, head_bias, add)
 addmm_1 = region_2[0]: float32[4, 8]
 return (addmm_1,)

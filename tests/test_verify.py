@@ -116,7 +116,7 @@ def return_a_weight(program: Program) -> None:
 
 
 MUTATIONS: dict[Callable[[Program], None], str] = {
-    remove_wait: rf"{WEIGHT}: region_2 .* may read .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=0\) -> wait",
+    remove_wait: rf"{WEIGHT}: region_2 .* may read .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=\d\) -> wait",
     move_wait_behind_its_use: rf"{WEIGHT}: region_2 .* may read before prefetch",
     move_wait_before_its_prefetch: rf"{WEIGHT}: region_2 .* may read before prefetch",
     move_evict_before_the_last_use: rf"{WEIGHT}: evict\('{WEIGHT}'\) .* comes before its reader region_2",
@@ -245,9 +245,40 @@ def call_other_code(copied: Program) -> None:
     nodes["region_1"].target = nodes["region_0"].target
 
 
+def return_another_value(copied: Program) -> None:
+    (output,) = copied.module.graph.find_nodes(op="output")
+    other = next(n for n in copied.module.graph.nodes if n.name == "wait_tensor")
+    output.args = ((other,),)
+
+
+def swap_lowered_code(copied: Program) -> None:
+    first, second = copied.module.lowered_0, copied.module.lowered_1
+    copied.module.lowered_0, copied.module.lowered_1 = second, first
+
+
+def move_a_weight_that_is_not_there(copied: Program) -> None:
+    node = next(n for n in copied.module.graph.nodes if n.target is WAIT)
+    node.args = ("nothing",)
+
+
+def complete_behind_the_reader(copied: Program) -> None:
+    nodes = {n.name: n for n in copied.module.graph.nodes}
+    nodes["region_1"].append(nodes["wait_tensor"])
+
+
+def hand_a_region_a_number(copied: Program) -> None:
+    call = next(n for n in copied.module.graph.nodes if n.name == "region_1")
+    call.args = (*call.args, 3)
+
+
 @pytest.mark.parametrize(
     ("mutation", "violation"),
     [
+        (return_another_value, r"^output is return .*, but the traced graph has return"),
+        (swap_lowered_code, r"^lowered_0 holds other code"),
+        (move_a_weight_that_is_not_there, r"^nothing: wait\w* moves it, but it is not streamed"),
+        (complete_behind_the_reader, r"^region_1 takes wait_tensor, which comes only after it"),
+        (hand_a_region_a_number, r"^region_1 is .*the value 3"),
         (swap_operands_of_a_collective, r"^all_to_all_single is .*clone_1.*traced graph has .*clone'"),
         (change_the_group_of_a_collective, r"^all_to_all_single is .*'1'.* traced graph has .*'0'"),
         (drop_a_completion, r"^wait_tensor of the traced graph is missing"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
 import torch
@@ -36,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ChunkflowError("--device cuda: torch sees no CUDA device here.")
     if not arguments.out:
-        out.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):  # what cannot be made is named by the next line
+            out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
     profile = calibrate(torch.device(arguments.device), arguments.name or out.stem)
     out.write_text(profile.to_json())

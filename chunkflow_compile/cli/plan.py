@@ -12,6 +12,7 @@ from tqdm import tqdm
 
 from chunkflow_compile.cli import target
 from chunkflow_compile.passes.curve import Point, on_grid, plans_along
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.plan import Plan, WeightPlan, runs
 from chunkflow_compile.passes.problem import Problem
@@ -44,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     for path in (arguments.json, arguments.curve):
         if path:
             check_writable(Path(path))
+    if arguments.curve is not None and (arguments.json or arguments.weights or arguments.memory or arguments.slowdown):
+        raise ChunkflowError("--curve is of all budgets: it goes without --memory, --slowdown, --weights and --json.")
     found = target.load(arguments)
     problem, options = found.cut.problem, found.options
     if arguments.curve is not None:
@@ -69,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _summary(plan: Plan, problem: Problem, forwards: int) -> str:
     predicted = plan.predicted
     assert predicted is not None
-    ratio = predicted.step_s / predicted.resident_step_s
+    ratio = predicted.step_s / (predicted.resident_step_s or 1.0)
     rows = [
         ("step", f"{seconds(predicted.step_s * forwards)}, {ratio:.3f} of all weights resident"),
         ("  of it compute", seconds(predicted.compute_s * forwards)),
@@ -130,7 +133,7 @@ def _weights(plan: Plan) -> str:
 def _curve(found: target.Target, picture: str) -> int:
     problem, options = found.cut.problem, found.options
     plans = plans_along(problem, found.hardware, options.chunk_bytes)
-    points = on_grid(list(tqdm(plans, unit="plan", leave=False)), options.chunk_bytes)
+    points = on_grid(tqdm(plans, unit="plan", leave=False), options.chunk_bytes)
     print(f"{found.title}; Ulysses degree {found.degree} on {found.hardware.name}\n")
     rows = [
         (size(p.memory), seconds(p.step_s * found.forwards), f"{p.step_s / points[-1].resident_step_s:.3f}")

@@ -83,13 +83,18 @@ def load(arguments: argparse.Namespace) -> Target:
         min_bytes=parse_bytes(_number(arguments.min_bytes), "--min-bytes"),
         group_bytes=parse_bytes(_number(arguments.group_bytes), "--group-bytes"),
     )
+    given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
+    given = {n: v for n, v in given.items() if v is not None}
     if ".py" in arguments.model:
+        if given:
+            raise ChunkflowError(
+                f"--{next(iter(given))} is a size of a preset; your own function makes its own inputs."
+            )
         build = load_build(arguments.model)
         cut = _patiently(arguments.model, lambda: trace_without_weights(build, arguments.ulysses, options))
         return _target(arguments.model, cut, arguments, options, 1)
     found = preset(arguments.model)
-    given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
-    sizes = replace(found.sizes, **{n: v for n, v in given.items() if v is not None})
+    sizes = replace(found.sizes, **given)
     found.shape(sizes)
     cut = _patiently(found.name, lambda: found.trace(arguments.ulysses, sizes, options))
     what = f"{sizes.frames} frames of " if sizes.frames > 1 else ""

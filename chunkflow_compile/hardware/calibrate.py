@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.multiprocessing.spawn import ProcessRaisedException, spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -183,7 +183,7 @@ def _on_ranks(device: torch.device) -> _Together:
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(_rank, (device.type, folder), nprocs=RANKS)
-        except ProcessRaisedException as error:
+        except ProcessException as error:
             raise ChunkflowError(f"A rank of the calibration failed: {error}") from error
         result: _Together = torch.load(Path(folder) / "rank0.pt", weights_only=False)
         return result
@@ -279,7 +279,11 @@ def _median(
 def _line(points: Sequence[tuple[int, float]]) -> _Line:
     """The latency is what the smallest takes, a few KiB; the rate is that between the smallest and the largest."""
     (small, latency), (large, seconds) = points[0], points[-1]
-    return _Line(latency=latency, rate=round((large - small) / max(seconds - latency, 1e-9)))
+    if seconds <= latency:
+        raise ChunkflowError(
+            f"{large} bytes took no longer than {small}: the machine is too busy to be measured. Run calibrate again."
+        )
+    return _Line(latency=latency, rate=round((large - small) / (seconds - latency)))
 
 
 def _device_name(device: torch.device) -> str:

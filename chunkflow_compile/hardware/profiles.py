@@ -29,6 +29,8 @@ def load_profile(name: str | Path) -> Hardware:
 
     Raises ChunkflowError if there is none, naming the profiles, or if a figure of it is missing or absurd.
     """
+    if not isinstance(name, (str, Path)):
+        raise ChunkflowError(f"hardware={name!r} is no name: give one of {', '.join(profile_names())}, or a JSON file.")
     if str(name) == MEASURED:
         if not measured_path().exists():
             raise ChunkflowError("hardware='measured', but this machine is not measured yet: run chunkflow calibrate.")

@@ -48,9 +48,11 @@ def trace_without_weights(
 def load_build(name: str) -> Build:
     """The function of ``file.py:function``.  Raises ChunkflowError if there is no such file or function."""
     path, _, function = name.rpartition(":")
+    if Path(name).is_file():
+        raise ChunkflowError(f"{name} is a file: name the function in it that makes the model, as {name}:function.")
     if not path or not Path(path).is_file():
         raise ChunkflowError(f"There is no file {path or name!r}: give a model as file.py:function.")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    spec = importlib.util.spec_from_file_location(f"chunkflow_model_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look it up

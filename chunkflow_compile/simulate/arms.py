@@ -63,11 +63,15 @@ def play_program(program: Program, hardware: Hardware) -> Timeline:
 def _items(program: Program) -> Iterator[Item]:
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
+    waits: list[str] = []
     for node in program.module.graph.nodes:
+        if node.target is WAIT:
+            waits.append(str(node.args[0]))
+            continue
+        yield from (Wait(weight, barrier=collective_kind(node) is not None) for weight in waits)
+        waits.clear()
         if (prefetch := prefetch_of(node)) is not None:
             yield prefetch
-        elif node.target is WAIT:
-            yield Wait(str(node.args[0]))
         elif node.target is EVICT:
             yield Evict(str(node.args[0]))
         elif node.op == "call_module":

@@ -34,7 +34,8 @@ from chunkflow_compile.passes.hardware import Hardware
 def document(results: list[Result], machine: Hardware, broken: list[str]) -> str:
     wan = next(r for r in results if (r.case.model, r.case.size) == ("wan2.2-ti2v-5b", 81))
     fitted = "\n".join(f"* `{k}`: {v}" for k, v in machine.sources.items() if v.startswith("fitted"))
-    measured, _ = measured_table(results)
+    measured, off = measured_table(results)
+    met = "; ".join(off) or "they are"
     held = "; ".join(broken) or f"holds in all {len(results)} configurations"
     return f"""# The paper's evaluation, from the simulator
 
@@ -99,7 +100,7 @@ From the paper's closed formulas and its constants (eta_comp 0.60, eta_pref 0.89
 
 * chunkflow within 2 % of resident wherever copies and collectives fit the resident step; never slower than layerwise in
   its memory; never larger at its step: {held}.
-* The measured steps are met within 15 %.
+* The two measured steps are met within 15 %: {met}.
 """
 
 
@@ -112,7 +113,7 @@ def main() -> int:
     problems = trace_all(arguments.keep)
     pairs = list(zip(CASES, problems, strict=True))
     results = [play(case, problem, machine) for case, problem in tqdm(pairs, unit="case", desc="planning")]
-    broken = claims(results) + measured_table(results)[1]
+    broken = claims(results)
     folder = arguments.out.parent
     draw_steps(results, folder / "paper_steps.png")
     draw_memory(results, folder / "paper_memory.png")
@@ -120,6 +121,7 @@ def main() -> int:
     draw_roofline(results, machine, folder / "paper_roofline.png")
     arguments.out.write_text(document(results, machine, broken))
     print(f"{arguments.out}: {len(results)} configurations")
+    broken += measured_table(results)[1]
     for sentence in broken:
         print(f"not true: {sentence}", file=sys.stderr)
     return 1 if broken else 0

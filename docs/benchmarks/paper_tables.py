@@ -19,7 +19,7 @@ from chunkflow_compile.passes.formulas import (
     single_block_flops,
 )
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.place import Builder, place
 from chunkflow_compile.passes.search import Planner
 from chunkflow_compile.passes.timeline import Simulator
 
@@ -124,6 +124,7 @@ def residency_table(results: list[Result], machine: Hardware) -> str:
     rows = []
     for r in (r for r in results if r.case.size in (41, 4, 9)):
         planner = Planner(r.problem, Simulator(r.problem, machine, CHUNK))
+        builder = Builder(planner, machine, "chunkflow")
         for share in (0.0, 0.2, 0.4, 0.6):
             residents = round(share * len(planner.chunks))
             tried = [c for hard in (False, True) if (c := planner.candidate(residents, None, hard)) is not None]
@@ -135,7 +136,7 @@ def residency_table(results: list[Result], machine: Hardware) -> str:
                     f"{best.step_s * r.case.forwards:.3f}",
                     f"{best.step_s / planner.resident.step_s:.3f}",
                     f"{best.timeline.exposed_s * r.case.forwards * 1e3:.0f}",
-                    f"{best.nbytes / GIB:.2f}",
+                    f"{builder.slots(best) / GIB:.2f}",
                 )
             )
     headers = ("", "resident chunks", "step, s", "to resident", "exposed H2D, ms", "weights, GiB")
