@@ -10,7 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from helpers import Stack
 
+from chunkflow_compile import offload, programs
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.plan import Plan
@@ -59,6 +62,28 @@ def test_plan_prints_tables_and_writes_a_plan_that_runs_on_its_model_alone(tmp_p
     again = tmp_path / "again.json"
     assert chunkflow("plan", OWN, *goal[:-1], str(again)).returncode == 0
     assert again.read_bytes() == out.read_bytes()
+
+
+def test_a_plan_made_without_weights_runs_on_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_grad: None
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    own, out = tmp_path / "own.py", tmp_path / "plan.json"
+    own.write_text(
+        "import torch\nfrom helpers import Stack\ndef build():\n    return Stack(4), {'x': torch.randn(4, 8)}\n"
+    )
+    sizes = ("--min-bytes", "4096", "--chunk-bytes", "4096", "--memory", "40000")
+    assert main(["plan", f"{own}:build", "--hardware", "cpu", *sizes, "--json", str(out)]) == 0
+    model, x = Stack(4).eval(), torch.randn(4, 8)
+    expected = model(x=x)
+    offload(model, min_bytes=4096)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={"plan": str(out), "lowering": "eager"})
+    for _ in range(3):
+        torch.testing.assert_close(run(x=x), expected)
+    (session,) = programs(model)
+    assert session.plan == Plan.from_json(out.read_text())
+    assert session.measurements[-1].moved_bytes == session.plan.moved_bytes > 0
+    assert session.plan.digest in capsys.readouterr().out
 
 
 def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(tmp_path: Path) -> None:
