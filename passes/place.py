@@ -86,8 +86,8 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     if memory < floor:
         raise ChunkflowError(
             f"memory={memory} bytes is too little: {planner.kept_bytes} bytes of small and tied weights stay on the device, "
-            f"and the streamed weights that one region reads need the rest of {floor} bytes. Give memory={floor} or more, or "
-            "cut finer regions with a smaller group_bytes."
+            f"and the streamed weights that one region reads need the rest of {floor} bytes. Give memory={floor} or more "
+            f"({-(-floor // 2**20)} MiB), or cut finer regions with a smaller group_bytes."
         )
 
     quick = len(planner.chunks) > MOST_CHUNKS  # slots cut well take half a second for 2,000 chunks

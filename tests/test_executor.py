@@ -46,12 +46,12 @@ def test_slots_are_aligned_and_inside_one_arena(no_grad: None) -> None:
 
 def test_compute_waits_for_slow_copies(no_grad: None) -> None:
     _, twin, run, runner = streaming()
-    slow_copies(runner, 0.003)
+    slow_copies(runner, 0.01)
     for _ in range(4):
         x = torch.randn(4, 8)
         assert torch.equal(run(x), twin(x))
     measured = runner.measurements[-1]
-    assert measured.exposed_h2d_s > 0.5 * 0.003 * sum(len(w.windows) for w in runner.plan.streamed)
+    assert measured.exposed_h2d_s > 0.3 * 0.01 * sum(len(w.windows) for w in runner.plan.streamed)
     assert measured.exposed_h2d_s < measured.step_s
 
 

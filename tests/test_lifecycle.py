@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import OPTIONS, RESIDENT
 from helpers import Stack
 from torch import nn
 
@@ -24,7 +24,12 @@ def stack(seed: int = 0) -> Stack:
 
 
 def compiled(model: nn.Module, **options: object) -> nn.Module:
-    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+    return torch.compile(
+        model,
+        backend="chunkflow",
+        fullgraph=True,
+        options={**(RESIDENT if options.get("policy") == "resident" else OPTIONS), **options},
+    )
 
 
 def assert_whole(model: nn.Module, seed: int) -> None:

@@ -13,8 +13,8 @@ from tqdm import tqdm
 from chunkflow_compile.cli import target
 from chunkflow_compile.passes.curve import Point, on_grid, plans_along
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.place import place
-from chunkflow_compile.passes.plan import Plan, WeightPlan, runs
+from chunkflow_compile.passes.place import DEFAULT_SLOWDOWN, place
+from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.pictures import draw_curve
 from chunkflow_compile.report.record import check_writable, seconds, size
@@ -59,7 +59,11 @@ def run(arguments: argparse.Namespace) -> int:
         slowdown=options.slowdown,
     )
     print(f"{found.title}; Ulysses degree {found.degree} on {found.hardware.name}, {found.forwards} forwards a step\n")
-    print(_summary(plan, problem, found.forwards))
+    if options.memory is not None:
+        goal = f"the fastest within {size(options.memory_bytes())}"
+    else:
+        goal = f"the smallest within {options.slowdown or DEFAULT_SLOWDOWN:g} times the resident step"
+    print(_summary(plan, problem, found.forwards, goal))
     print(f"\n{_blocks(plan, problem)}")
     if arguments.weights:
         print(f"\n{_weights(plan)}")
@@ -69,12 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _summary(plan: Plan, problem: Problem, forwards: int) -> str:
+def _summary(plan: Plan, problem: Problem, forwards: int, goal: str) -> str:
     predicted = plan.predicted
     assert predicted is not None
     ratio = predicted.step_s / (predicted.resident_step_s or 1.0)
     rows = [
-        ("step", f"{seconds(predicted.step_s * forwards)}, {ratio:.3f} of all weights resident"),
+        ("goal", goal),
+        ("step", f"{seconds(predicted.step_s * forwards)}, {ratio:.3f} times that with all weights resident"),
         ("  of it compute", seconds(predicted.compute_s * forwards)),
         (
             "  collectives",
@@ -133,7 +138,9 @@ def _weights(plan: Plan) -> str:
 def _curve(found: target.Target, picture: str) -> int:
     problem, options = found.cut.problem, found.options
     plans = plans_along(problem, found.hardware, options.chunk_bytes)
-    points = on_grid(tqdm(plans, unit="plan", leave=False), options.chunk_bytes)
+    chunks = sum(chunk_count(w.nbytes, options.chunk_bytes) for w in problem.weights if w.keep is None)
+    progress = tqdm(plans, unit="plan", total=2 * chunks, leave=False, disable=None)  # fewer if the copies hide sooner
+    points = on_grid(progress, options.chunk_bytes)
     print(f"{found.title}; Ulysses degree {found.degree} on {found.hardware.name}\n")
     rows = [
         (size(p.memory), seconds(p.step_s * found.forwards), f"{p.step_s / points[-1].resident_step_s:.3f}")

@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _columns(plans: Mapping[Policy, Plan], forwards: int) -> dict[str, dict[str, object]]:
     predicted = {name: plan.predicted for name, plan in plans.items() if plan.predicted is not None}
     columns: dict[str, dict[str, object]] = {
-        "of them by copies": {name: seconds(p.inflation_s * forwards) for name, p in predicted.items()}
+        "collectives slowed by": {name: seconds(p.inflation_s * forwards) for name, p in predicted.items()}
     }
     if "layerwise" in predicted:
         base = predicted["layerwise"].step_s

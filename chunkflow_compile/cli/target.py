@@ -37,7 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or file.py:function for your own")
     parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
     parser.add_argument(
-        "--hardware", default="h100-pcie-x2", metavar="HW", help=f"{', '.join(profile_names())}, or a JSON file"
+        "--hardware",
+        default="h100-pcie-x2",
+        metavar="HW",
+        help=f"{', '.join(profile_names())}, a JSON file, or measured (default h100-pcie-x2)",
     )
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument(
@@ -85,7 +88,7 @@ def load(arguments: argparse.Namespace) -> Target:
     )
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
     given = {n: v for n, v in given.items() if v is not None}
-    if ".py" in arguments.model:
+    if ":" in arguments.model or ".py" in arguments.model:
         if given:
             raise ChunkflowError(
                 f"--{next(iter(given))} is a size of a preset; your own function makes its own inputs."
@@ -103,12 +106,20 @@ def load(arguments: argparse.Namespace) -> Target:
 
 
 def _target(title: str, cut: Cut, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
+    hardware = load_profile(arguments.hardware)
+    dtypes = sorted({r.cost.dtype for r in cut.problem.regions if r.cost.flops} - set(hardware.peak_flops))
+    if dtypes:
+        known = ", ".join(hardware.peak_flops)
+        print(
+            f"note: {hardware.name} has no rate for {', '.join(dtypes)}; planned at its slowest of {known}",
+            file=sys.stderr,
+        )
     return Target(
         title=title,
         cut=cut,
         degree=arguments.ulysses,
         forwards=arguments.forwards or forwards,
-        hardware=load_profile(arguments.hardware),
+        hardware=hardware,
         options=options,
     )
 
@@ -131,5 +142,6 @@ def _patiently(what: str, work: Callable[[], T]) -> T:
         except ChunkflowError:
             raise
         except Exception as error:
-            said = next((line for line in str(error).splitlines() if line.strip()), "")
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            said = next((line for line in lines if line.startswith("got ")), lines[0] if lines else "")
             raise ChunkflowError(f"{what} cannot be traced: {type(error).__name__}: {said}") from error

@@ -53,6 +53,8 @@ class Preset:
         for name, value, step in (("height", sizes.height, self.spatial), ("width", sizes.width, self.spatial)):
             if value < step or value % step:
                 raise ChunkflowError(f"{self.name}: {name} {value} is not a multiple of {step}.")
+        if self.temporal == 1 and sizes.frames != 1:
+            raise ChunkflowError(f"{self.name} makes images: it has no frames, give a batch.")
         if sizes.frames < 1 or (sizes.frames - 1) % self.temporal:
             raise ChunkflowError(f"{self.name}: frames {sizes.frames} is not {self.temporal} k + 1.")
         return Shape(

@@ -7,7 +7,7 @@ import os
 import pickle
 import warnings
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
@@ -19,6 +19,8 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.place import POLICIES, place
 from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.schedule import schedule, transfers
+from chunkflow_compile.passes.timeline import Simulator
 
 DEGREE = 2
 MACHINE = "h100-pcie-x2"
@@ -80,6 +82,14 @@ class Result:
         found = self.plans[arm].predicted
         assert found is not None
         return found
+
+    def with_more_bytes(self, arm: str, factor: float) -> float:
+        """The step of an arm's plan if every collective carried ``factor`` times its bytes."""
+        collectives = tuple(replace(c, nbytes=round(c.nbytes * factor)) for c in self.problem.collectives)
+        problem, plan = replace(self.problem, collectives=collectives), self.plans[arm]
+        ops = transfers(problem, {w.name: w.windows for w in plan.streamed}, plan.barriers)
+        played = Simulator(problem, load_profile(MACHINE), CHUNK).play(schedule(problem, ops))
+        return played.step_s * self.case.forwards
 
     @property
     def fits(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from paper_cases import GIB, ROOMY, Result, blocks_of, breakdown
@@ -20,38 +21,29 @@ COLORS = {
 
 
 def draw_steps(results: list[Result], path: Path) -> None:
-    figure, axes = new_axes(12, 4, columns=3)
-    for panel, model in zip(axes, dict.fromkeys(r.case.model for r in results), strict=True):
-        mine = [r for r in results if r.case.model == model]
-        for i, arm in enumerate(COLORS):
-            panel.bar(
-                [k + 0.16 * (i - 2) for k in range(len(mine))],
-                [r.step(arm) for r in mine],
-                0.16,
-                label=arm,
-                color=COLORS[arm],
-            )
-        panel.set_xticks(range(len(mine)), [str(r.case.size) for r in mine])
-        panel.set_xlabel("samples" if model == "flux.1-dev" else "frames")
-        panel.set_title(model, fontsize=10)
-    axes[0].set_ylabel("predicted step, s")
-    axes[0].legend(fontsize=7)
-    save(figure, path)
+    _draw_bars(results, lambda r, arm: r.step(arm), "predicted step, s", path)
 
 
 def draw_memory(results: list[Result], path: Path) -> None:
+    _draw_bars(results, lambda r, arm: r.plans[arm].device_bytes / GIB, "weights on the device, GiB", path, scale="log")
+
+
+def _draw_bars(
+    results: list[Result], height: Callable[[Result, str], float], label: str, path: Path, scale: str = "linear"
+) -> None:
+    """A panel a model, a group a size, a bar an arm."""
     figure, axes = new_axes(12, 4, columns=3)
     for panel, model in zip(axes, dict.fromkeys(r.case.model for r in results), strict=True):
         mine = [r for r in results if r.case.model == model]
-        for i, arm in enumerate(COLORS):
-            heights = [r.predicted(arm).peak_bytes / GIB for r in mine]
-            panel.bar([k + 0.16 * (i - 2) for k in range(len(mine))], heights, 0.16, label=arm, color=COLORS[arm])
+        for i, (arm, color) in enumerate(COLORS.items()):
+            places = [k + 0.16 * (i - 2) for k in range(len(mine))]
+            panel.bar(places, [height(r, arm) for r in mine], 0.16, label=arm, color=color)
         panel.set_xticks(range(len(mine)), [str(r.case.size) for r in mine])
-        panel.set_yscale("log")
+        panel.set_yscale(scale)
         panel.set_xlabel("samples" if model == "flux.1-dev" else "frames")
         panel.set_title(model, fontsize=10)
-    axes[0].set_ylabel("peak weight memory, GiB")
-    axes[0].legend(fontsize=7)
+    axes[0].set_ylabel(label)
+    axes[0].legend(fontsize=7, framealpha=0.6)
     save(figure, path)
 
 
@@ -71,7 +63,8 @@ def draw_breakdown(results: list[Result], path: Path) -> None:
             base += 1
         base += 0.8
     axes.set_xticks([x for x, _ in labels], [t for _, t in labels], rotation=90, fontsize=6)
-    axes.margins(x=0.01, y=0.06)
+    axes.margins(x=0.01)
+    axes.set_ylim(top=1.06 * max(r.step(arm) / r.step("resident") for r in results for arm in r.plans))
     axes.set_ylabel("step, of resident")
     axes.legend(fontsize=8)
     save(figure, path)

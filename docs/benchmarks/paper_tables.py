@@ -20,11 +20,15 @@ from chunkflow_compile.passes.formulas import (
 )
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.place import Builder, place
+from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.search import Planner
 from chunkflow_compile.passes.timeline import Simulator
 
 # Seconds a step, of the public reference code at this configuration: no offload, and its layerwise baseline.
 MEASURED = {("wan2.2-ti2v-5b", 81): {"resident": 1.302, "layerwise-barrier": 1.886}}
+
+# Of its 8 all-to-alls a block, 6 carry the latent (the others the short text), against 4 here.
+REFERENCE_BYTES = 1.5
 
 
 def main_table(results: list[Result]) -> str:
@@ -62,31 +66,53 @@ def measured_table(results: list[Result]) -> tuple[str, list[str]]:
     for r in results:
         for arm, seconds in MEASURED.get((r.case.model, r.case.size), {}).items():
             off = r.step(arm) / seconds - 1
-            rows.append((r.case.name, arm, f"{seconds:.3f}", f"{r.step(arm):.3f}", f"{100 * off:+.1f} %"))
+            more = r.with_more_bytes(arm, REFERENCE_BYTES)
+            cells = (f"{seconds:.3f}", f"{r.step(arm):.3f}", f"{100 * off:+.1f} %")
+            rows.append((r.case.name, arm, *cells, f"{more:.3f}", f"{100 * (more / seconds - 1):+.1f} %"))
             if abs(off) > 0.15:
                 broken.append(f"{r.case.name} {arm}: {100 * off:+.1f} % off the measured step")
     return tabulate(
-        rows, headers=("", "arm", "measured, s", "simulated, s", ""), tablefmt="github", disable_numparse=True
+        rows,
+        headers=("", "arm", "measured, s", "simulated, s", "", "at 1.5 times the bytes, s", ""),
+        tablefmt="github",
+        disable_numparse=True,
     ), broken
 
 
 def claims(results: list[Result]) -> list[str]:
     """What must be true, as sentences of what is not."""
     broken = []
-    for r in results:
+    for r, small in zip(results, at_layerwise_step(results), strict=True):
         if r.fits and r.step("chunkflow") > 1.0201 * r.step("resident"):
             broken.append(f"{r.case.name}: the link has room, but chunkflow is more than 2 % above resident")
         if r.step(ROOMY) > r.step("layerwise") * (1 + 1e-9):
             broken.append(f"{r.case.name}: slower than layerwise in its memory")
-        small = place(
+        if small.device_bytes > r.plans["layerwise"].device_bytes:
+            broken.append(f"{r.case.name}: larger than layerwise at its step")
+    return broken
+
+
+def at_layerwise_step(results: list[Result]) -> list[Plan]:
+    """The smallest plan that is no slower than layerwise, for each configuration."""
+    return [
+        place(
             r.problem,
             load_profile(MACHINE),
             chunk_bytes=CHUNK,
             slowdown=max(1.0, r.step("layerwise") / r.step("resident")),
         )
-        if small.device_bytes > r.plans["layerwise"].device_bytes:
-            broken.append(f"{r.case.name}: larger than layerwise at its step")
-    return broken
+        for r in results
+    ]
+
+
+def equal_step_table(results: list[Result]) -> str:
+    rows = []
+    for r, small in zip(results, at_layerwise_step(results), strict=True):
+        base = r.plans["layerwise"].device_bytes
+        cells = (f"{r.step('layerwise'):.3f}", f"{base / GIB:.2f}", f"{small.device_bytes / GIB:.2f}")
+        rows.append((r.case.name, *cells, f"{100 * (1 - small.device_bytes / base):.0f} %"))
+    headers = ("", "step of layerwise, s", "its weights, GiB", "chunkflow's at that step, GiB", "less")
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def breakdown_table(results: list[Result]) -> str:
@@ -99,24 +125,26 @@ def breakdown_table(results: list[Result]) -> str:
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def chunk_table(result: Result, machine: Hardware) -> str:
+def chunk_table(results: list[Result], machine: Hardware) -> str:
     rows = []
-    for size in (4, 16, 64, 256):
-        nbytes = size * MIB
-        tail = chunk_seconds(chunk_bytes=nbytes, h2d=machine.h2d_bandwidth, eta_pref=machine.eta_pref)
-        plan = place(result.problem, machine, chunk_bytes=nbytes, memory=result.plans["layerwise"].device_bytes)
-        assert plan.predicted is not None
-        rows.append(
-            (
-                f"{size} MiB",
-                f"{100 * tail / (tail + machine.chunk_s):.1f} %",
-                f"{tail * 1e3:.2f}",
-                f"{plan.predicted.step_s * result.case.forwards:.3f}",
-                f"{plan.predicted.step_s / plan.predicted.resident_step_s:.3f}",
-                f"{plan.device_bytes / GIB:.2f}",
+    for r in results:
+        for size in (4, 16, 64, 256):
+            nbytes = size * MIB
+            tail = chunk_seconds(chunk_bytes=nbytes, h2d=machine.h2d_bandwidth, eta_pref=machine.eta_pref)
+            plan = place(r.problem, machine, chunk_bytes=nbytes, memory=r.plans["layerwise"].device_bytes)
+            assert plan.predicted is not None
+            rows.append(
+                (
+                    r.case.name if size == 4 else "",
+                    f"{size} MiB",
+                    f"{100 * tail / (tail + machine.chunk_s):.1f} %",
+                    f"{tail * 1e3:.2f}",
+                    f"{plan.predicted.step_s * r.case.forwards:.3f}",
+                    f"{plan.predicted.step_s / plan.predicted.resident_step_s:.3f}",
+                    f"{plan.device_bytes / GIB:.2f}",
+                )
             )
-        )
-    headers = ("chunk", "link efficiency", "tail a collective waits for, ms", "step, s", "to resident", "weights, GiB")
+    headers = ("", "chunk", "link efficiency", "tail, ms", "step, s", "to resident", "weights, GiB")
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
