@@ -43,7 +43,8 @@ def _draw_bars(
         panel.set_xlabel("samples" if model == "flux.1-dev" else "frames")
         panel.set_title(model, fontsize=10)
     axes[0].set_ylabel(label)
-    axes[0].legend(fontsize=7, framealpha=0.6)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
     save(figure, path)
 
 
