@@ -84,7 +84,7 @@ class Planner:
 
     def within(self, memory: int, residents: int, hard: bool = False) -> Candidate | None:
         """The candidate of so many residents whose others take what is left of ``memory``."""
-        limit = memory - self.kept_bytes - self._resident_bytes(residents)
+        limit = memory - self.kept_bytes - self._resident_sums[residents]
         return self.candidate(residents, limit, hard) if limit >= 0 else None
 
     def play(self, placed: Sequence[int | None], hard: bool = False, residents: int | None = None) -> Candidate:
@@ -145,10 +145,7 @@ class Planner:
         for extra in (0, total // 64, total // 24, total // 8):
             residents = min(enough + extra, total)
             known = min((c.nbytes for c in found), default=None)
-            if (
-                known is not None
-                and self.kept_bytes + self._resident_bytes(residents) + self._least(residents) >= known
-            ):
+            if known is not None and self._floor(residents) >= known:
                 continue
             found += self._shrink(residents, step_s)
         found += [c for c in self._others(None) if c.step_s <= step_s]
@@ -160,7 +157,7 @@ class Planner:
         if natural is None or natural.step_s > step_s:
             return []
         floor = self._least(residents)
-        ceiling = natural.nbytes - self.kept_bytes - self._resident_bytes(residents)
+        ceiling = natural.nbytes - self.kept_bytes - self._resident_sums[residents]
         found = [natural]
         for hard in (False, True):
             if hard and self.play(found[-1].placed, True).step_s > found[-1].step_s:
@@ -196,9 +193,6 @@ class Planner:
     def _everything(self) -> int:
         return self.kept_bytes + 2 * sum(c.nbytes for c in self.chunks)
 
-    def _resident_bytes(self, residents: int) -> int:
-        return self._resident_sums[residents]
-
     def _least(self, residents: int) -> int:
         """Most bytes that one region reads of what is streamed."""
         kept = set(self.ranking[:residents])
@@ -206,7 +200,7 @@ class Planner:
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
 
     def _floor(self, residents: int) -> int:
-        return self.kept_bytes + self._resident_bytes(residents) + self._least(residents)
+        return self.kept_bytes + self._resident_sums[residents] + self._least(residents)
 
     def _latest(self, residents: int, chunks: Sequence[Chunk]) -> list[int]:
         if residents not in self._late:
