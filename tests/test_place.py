@@ -250,22 +250,20 @@ def test_both_goals_and_impossible_ones_are_refused() -> None:
 
 
 def test_sixty_blocks_are_planned_in_three_seconds_and_twice_as_many_in_proportion() -> None:
-    def fastest(blocks: int, **goal: object) -> float:
-        found = blocks_problem(blocks, 20.0)
-        times = []
-        for _ in range(3):
-            start = time.process_time()
-            planned(found, **goal)
-            times.append(time.process_time() - start)
-        return min(times)
+    def seconds(found: Problem, goal: dict[str, object]) -> float:
+        start = time.process_time()
+        planned(found, **goal)
+        return time.process_time() - start
 
+    once, twice = blocks_problem(60, 20.0), blocks_problem(120, 20.0)
     gc.collect()
     gc.freeze()  # what the collector does with the rest of this process is not planning
     try:
         for goal in ({}, {"memory": 200 * CHUNK}):
-            once = fastest(60, **goal)
-            assert once < 3
-            assert fastest(120, **goal) <= 2.5 * once
+            rounds = [(seconds(once, goal), seconds(twice, goal)) for _ in range(5)]
+            assert min(t for t, _ in rounds) < 3
+            # Side by side, because the machine is not always equally fast; of a quadratic planner all would be 4.
+            assert min(u / t for t, u in rounds) <= 2.5
     finally:
         gc.unfreeze()
 
