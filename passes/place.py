@@ -76,12 +76,12 @@ def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Pla
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     found = planner.smallest(target)
     found = refine(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s))
-    everything = planner.play([None] * len(planner.chunks))  # slots are rounded up, resident weights are not
-    return builder.candidate(min(found, everything, key=builder.slots))
+    # Slots are rounded up, resident weights are not: all of them may be smaller.
+    return builder.candidate(min(found, planner.everything(), key=builder.slots))
 
 
 def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
-    barely, everything = planner.play([c.first for c in planner.chunks]), planner.play([None] * len(planner.chunks))
+    barely = planner.play([c.first for c in planner.chunks])
     floor = min(builder.slots(barely), planner.problem.total_bytes)
     if memory < floor:
         raise ChunkflowError(
@@ -95,7 +95,7 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     def cost(candidate: Candidate) -> tuple[float, ...]:
         return max(0, builder.slots(candidate, quick) - memory), candidate.step_s, candidate.nbytes
 
-    fitting = [c for c in (refine(planner, barely, cost), everything) if builder.slots(c) <= memory]
+    fitting = [c for c in (refine(planner, barely, cost), planner.everything()) if builder.slots(c) <= memory]
     found = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while found is not None:

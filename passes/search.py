@@ -97,6 +97,10 @@ class Planner:
             placed=tuple(placed), residents=residents, hard=hard, nbytes=self.nbytes(placed), timeline=timeline
         )
 
+    def everything(self) -> Candidate:
+        """All weights resident."""
+        return self.play([None] * len(self.chunks))
+
     def nbytes(self, placed: Sequence[int | None]) -> int:
         """Weight bytes on the device of a placement, if slots are cut without loss."""
         streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
@@ -137,7 +141,7 @@ class Planner:
         return min((c for c in tried if c is not None), key=self.order, default=None)
 
     def smallest(self, step_s: float) -> Candidate:
-        """The candidate of fewest bytes whose step takes at most ``step_s``, or the fastest if none does."""
+        """The candidate of fewest bytes whose step takes at most ``step_s``, or all resident if none does."""
         total = len(self.chunks)
         step_s *= 1 + ROUNDING
         enough = _bisect(0, total, lambda m: self._meets(self.candidate(m, None), step_s))
@@ -149,7 +153,7 @@ class Planner:
                 continue
             found += self._shrink(residents, step_s)
         found += [c for c in self._others(None) if c.step_s <= step_s]
-        return min(found, key=lambda c: (c.nbytes, c.step_s)) if found else self.fastest(self._everything())
+        return min(found, key=lambda c: (c.nbytes, c.step_s)) if found else self.everything()
 
     def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
         """The candidate of ``residents`` with the lowest limit that still meets the step, soft and hard."""
@@ -189,9 +193,6 @@ class Planner:
         """Fastest first; steps within SAME_STEP of each other are one, and the smaller wins."""
         unit = SAME_STEP * self.resident.step_s or 1.0
         return round(candidate.step_s / unit), candidate.nbytes, candidate.step_s
-
-    def _everything(self) -> int:
-        return self.kept_bytes + 2 * sum(c.nbytes for c in self.chunks)
 
     def _least(self, residents: int) -> int:
         """Most bytes that one region reads of what is streamed."""
