@@ -18,19 +18,17 @@ from torch.fx import GraphModule
 from chunkflow_compile.lowering.lower import lower_regions, warm_up
 from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import Options, parse_options
-from chunkflow_compile.passes.discover import discover
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.place import place
-from chunkflow_compile.passes.problem import Parameter
-from chunkflow_compile.passes.regions import cut
-from chunkflow_compile.passes.rewrite import Program, rewrite
-from chunkflow_compile.passes.verify import verify
+from chunkflow_compile.passes.pipeline import stages
+from chunkflow_compile.passes.rewrite import Program
+from chunkflow_compile.passes.traced import Traced
 from chunkflow_compile.placing import Placement, placement_of, placements_around
-from chunkflow_compile.report.dump import dump_program
+from chunkflow_compile.report.logs import logged
+from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.runtime.host_store import home_of
 from chunkflow_compile.runtime.runner import Runner, Session
-from chunkflow_compile.tracing import describe_parameters, lower_to_aten
+from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten
 
 
 def chunkflow(
@@ -60,32 +58,20 @@ def chunkflow(
     parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
-        program = build_program(aten, parameters, index.blocks, chosen)
-        if chosen.dump is not None:
-            dump_program(program, chosen.dump)
+        program = run_passes(describe_graph(aten, parameters, index.blocks), chosen)
         regions = lower_regions(program, chosen.lowering, chosen.inductor)
         return Runner(program, regions, device, partial(_place, device))
 
     return lower_to_aten(graph, example_inputs, compile_inference)
 
 
-def build_program(
-    aten: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str], options: Options
-) -> Program:
-    """All passes, in order: an ATen inference graph becomes a verified program.  Needs no weights and no device."""
-    pieces = cut(aten, discover(aten, parameters), blocks, options.group_bytes)
-    plan = options.given_plan() or place(
-        pieces.problem,
-        options.profile(),
-        policy=options.policy,
-        chunk_bytes=options.chunk_bytes,
-        memory=options.memory_bytes(),
-        slowdown=options.slowdown,
-    )
-    program = rewrite(pieces, plan)
-    if options.verify:
-        verify(program)
-    return program
+def run_passes(traced: Traced, options: Options) -> Program:
+    """An ATen graph becomes a program, logged and, if asked for, dumped at every stage."""
+    settings = options.settings()
+    run = logged(stages(traced, settings), settings.hardware)
+    last = [*run][-1] if options.dump is None else write_stages(run, options.dump, settings.hardware)
+    assert last.program is not None
+    return last.program
 
 
 def _index(parameters: Sequence[nn.Parameter]) -> tuple[ModelIndex, bool]:

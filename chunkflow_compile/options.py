@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from chunkflow_compile.hardware.profiles import DEFAULT, load_profile
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.pipeline import Settings, check_disabled
 from chunkflow_compile.passes.place import POLICIES, Policy
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
@@ -62,11 +63,11 @@ class Options:
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for every region, as in torch._inductor.config."""
 
-    verify: bool = True
-    """Prove the program safe before it runs."""
+    disable: Sequence[str] = ()
+    """Passes to leave out, to see whether one is to blame: "views", "sharing", "barriers", "refine", "verify"."""
 
     dump: str | Path | None = None
-    """Folder that gets the program (program.txt) and the plan (plan.json) of every compiled graph."""
+    """Folder that gets every compiled graph at every stage, its plan, a report, and at the end what was measured."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("policy", POLICIES), ("lowering", ("inductor", "eager"))):
@@ -83,6 +84,9 @@ class Options:
                 f"Option chunk_bytes={self.chunk_bytes} must be a multiple of 256, the alignment of slots; "
                 f"use {max(256, self.chunk_bytes // 256 * 256)}."
             )
+        if isinstance(self.disable, str) or not all(isinstance(name, str) for name in self.disable):
+            raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, as ["barriers"].')
+        check_disabled(self.disable)
         self._check_goal()
 
     def _check_goal(self) -> None:
@@ -121,6 +125,19 @@ class Options:
     def profile(self) -> Hardware:
         """The machine that is planned for."""
         return load_profile(self.hardware)
+
+    def settings(self) -> Settings:
+        """What of the options the passes are told.  Raises ChunkflowError if a plan is given that cannot be read."""
+        return Settings(
+            hardware=self.profile(),
+            policy=self.policy,
+            chunk_bytes=self.chunk_bytes,
+            group_bytes=self.group_bytes,
+            memory=self.memory_bytes(),
+            slowdown=self.slowdown,
+            plan=self.given_plan(),
+            disabled=frozenset(self.disable),
+        )
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:

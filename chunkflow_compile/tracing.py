@@ -1,4 +1,4 @@
-"""From a Dynamo graph to the ATen inference graph, with its parameters described; and a whole model to its regions."""
+"""From a model or a Dynamo graph to the ATen inference graph, with its parameters and process groups described."""
 
 from __future__ import annotations
 
@@ -10,29 +10,30 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
 
 from chunkflow_compile.modules import ModelIndex
-from chunkflow_compile.options import Options
-from chunkflow_compile.passes.discover import discover
+from chunkflow_compile.options import DEFAULT_MIN_BYTES
+from chunkflow_compile.passes.discover import group_name, is_collective
 from chunkflow_compile.passes.problem import Parameter
-from chunkflow_compile.passes.regions import Cut, cut
+from chunkflow_compile.passes.traced import Traced
 from chunkflow_compile.placing import why_not
 from chunkflow_compile.runtime.host_store import home_of
 
 
-def trace(model: nn.Module, inputs: Mapping[str, Any], options: Options | None = None) -> Cut:
-    """The regions of one call of ``model``, without running it.
+def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
+    """One call of ``model`` as an ATen graph, without running it; parameters below ``min_bytes`` are not streamed.
 
     Model and inputs may be fake tensors: nothing is read.  The model must trace into one graph.
     """
-    chosen, index, found = options or Options(), ModelIndex.of(model), list[Cut]()
+    index, found = ModelIndex.of(model), list[Traced]()
 
     def backend(graph: GraphModule, example_inputs: Sequence[Any]) -> Any:
-        parameters = describe_parameters(example_inputs, index, chosen.min_bytes)
+        parameters = describe_parameters(example_inputs, index, min_bytes)
 
         def compiler(aten: GraphModule, _: Sequence[Any]) -> Any:
-            found.append(cut(aten, discover(aten, parameters), index.blocks, chosen.group_bytes))
+            found.append(describe_graph(aten, parameters, index.blocks))
             return _stop
 
         return lower_to_aten(graph, example_inputs, compiler)
@@ -53,6 +54,14 @@ def lower_to_aten(
     with torch._functorch.config.patch(enable_autograd_cache=False):
         typed: Any = compiler
         return aot_module_simplified(graph, example_inputs, fw_compiler=typed, inference_compiler=typed)
+
+
+def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str]) -> Traced:
+    """An ATen graph with the sizes of the process groups that its collectives use, which must still be there."""
+    resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # in every release, in no __all__
+    groups = {group_name(n) for n in graph.graph.nodes if is_collective(n)}
+    ranks = {name: int(resolve(name).size()) for name in sorted(groups)}
+    return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks)
 
 
 def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int | None) -> list[Parameter]:

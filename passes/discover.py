@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput
-from torch.distributed import distributed_c10d
 from torch.fx import GraphModule, Node
 
 from .errors import ChunkflowError
 from .problem import Parameter
+from .traced import Traced
 
 COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
 # Op -> kind.  The autograd twins carry the same names.
@@ -58,9 +58,10 @@ class Discovery:
     collectives: tuple[Node, ...]
 
 
-def discover(graph: GraphModule, parameters: Sequence[Parameter]) -> Discovery:
-    """Finds weights, their readers and the collectives of ``graph``."""
-    by_index: dict[int | None, Parameter] = {p.index: p for p in parameters}
+def discover(traced: Traced) -> Discovery:
+    """Finds weights, their readers and the collectives of a traced graph."""
+    graph = traced.graph
+    by_index: dict[int | None, Parameter] = {p.index: p for p in traced.parameters}
     _refuse_mutation(graph, by_index)
     weights: list[DiscoveredWeight] = []
     views: dict[Node, Node] = {}
@@ -82,19 +83,26 @@ def discover(graph: GraphModule, parameters: Sequence[Parameter]) -> Discovery:
     return Discovery(tuple(weights), views, collectives)
 
 
+def is_collective(node: Node) -> bool:
+    """Whether a node is a collective, known or not; its completion is none."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace, name = node.target._schema.name.split("::")
+    return node.target._schema.name == _SHARD_DIM_ALLTOALL or (namespace in COLLECTIVE_NAMESPACES and name != _WAIT)
+
+
 def collective_kind(node: Node) -> str | None:
     """The kind of a collective node, None for any other node (``wait_tensor`` included).
 
     Raises ChunkflowError for an op of a collective namespace that is not known: taking it for compute would let a
     compiler reorder it.
     """
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    if not is_collective(node):
         return None
-    namespace, name = node.target._schema.name.split("::")
-    if node.target._schema.name == _SHARD_DIM_ALLTOALL:
+    schema: Any = node.target
+    if schema._schema.name == _SHARD_DIM_ALLTOALL:
         return "all-to-all"
-    if namespace not in COLLECTIVE_NAMESPACES or name == _WAIT:
-        return None
+    namespace, name = schema._schema.name.split("::")
     kind = COLLECTIVE_KINDS.get(name)
     if kind is None:
         known = ", ".join(sorted(COLLECTIVE_KINDS))
@@ -105,25 +113,24 @@ def collective_kind(node: Node) -> str | None:
     return kind
 
 
-def crossing_bytes(node: Node) -> int:
-    """Bytes that a collective moves into this rank, by the volume of its kind over P ranks that take n bytes each.
+def crossing_bytes(node: Node, ranks: int) -> int:
+    """Bytes that a collective moves into this rank, by the volume of its kind over P ``ranks`` that take n bytes each.
 
     All-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1), all-reduce 2 n (P - 1) / P.
     """
     taken = sum(nbytes(a) for a in node.all_input_nodes)
-    ranks = _ranks(node)
     kind = collective_kind(node)
     if kind == "all-gather":
         return taken * (ranks - 1)
     return taken * (ranks - 1) // ranks * (2 if kind == "all-reduce" else 1)
 
 
-def _ranks(node: Node) -> int:
+def group_name(node: Node) -> str:
+    """Name of the process group of a collective node."""
     schema: Any = node.target
     names = [a.name for a in schema._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # in every release, in no __all__
-    return int(resolve(given["group_name"]).size())
+    return str(given["group_name"])
 
 
 def is_wait_tensor(node: Node) -> bool:

@@ -1,5 +1,9 @@
-"""The one exception of the package: a sentence that names the thing, the cause and the fix."""
+"""The exceptions of the package: a sentence that names the thing, the cause and the fix."""
 
 
 class ChunkflowError(RuntimeError):
-    """A finding that a person can act on.  Raised before any weight moves wherever that is possible."""
+    """Something that a person can act on.  Raised before any weight moves wherever that is possible."""
+
+
+class FindingError(ChunkflowError):
+    """A check that was asked for found something: the program is at fault, not how it was called."""

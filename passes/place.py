@@ -9,7 +9,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Literal
 
 from .errors import ChunkflowError
@@ -18,7 +18,7 @@ from .plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, align, r
 from .policies import layerwise, next_block_barriers
 from .problem import Problem, Weight
 from .reasons import reason
-from .refine import MOST_CHUNKS, refine
+from .refine import MOST_CHUNKS, Improve, refine, unrefined
 from .schedule import schedule, transfers
 from .search import ROUNDING, Candidate, Planner, barriers
 from .slots import Lifetime, Piece, assign_slots
@@ -38,12 +38,14 @@ def place(
     chunk_bytes: int = 16 << 20,
     memory: int | None = None,
     slowdown: float | None = None,
+    disabled: Collection[str] = (),
 ) -> Plan:
     """Decides the home, slot and windows of every weight.
 
     ``memory``: most weight bytes on the device, for the fastest plan within them.  ``slowdown``: longest predicted step
-    over that with all weights resident, for the smallest plan; 1.02 if neither is given.  Raises ChunkflowError if both
-    are, if ``slowdown`` is below 1, or if ``memory`` is below what the program needs at least.
+    over that with all weights resident, for the smallest plan; 1.02 if neither is given.  ``disabled``: of "barriers" and
+    "refine", what is left out.  Raises ChunkflowError if both goals are given, if ``slowdown`` is below 1, or if
+    ``memory`` is below what the program needs at least.
     """
     if memory is not None and slowdown is not None:
         raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
@@ -51,10 +53,14 @@ def place(
         raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
     if slowdown is not None and policy != "chunkflow":
         raise ChunkflowError(f"Policy {policy} has one plan only: slowdown={slowdown} would change nothing.")
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), disabled)
     builder = Builder(planner, hardware, policy)
     if policy == "chunkflow":
-        plan = _smallest(planner, builder, slowdown) if memory is None else _fastest(planner, builder, memory)
+        improve = unrefined if "refine" in disabled else refine
+        if memory is None:
+            plan = _smallest(planner, builder, improve, slowdown)
+        else:
+            plan = _fastest(planner, builder, improve, memory)
     else:
         plan = builder.plan(*_fixed(policy, planner))
     if memory is not None and plan.device_bytes > memory:
@@ -72,15 +78,15 @@ def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[
     return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
 
 
-def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Plan:
+def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: float | None) -> Plan:
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     found = planner.smallest(target)
-    found = refine(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s))
+    found = improve(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s))
     # Slots are rounded up, resident weights are not: all of them may be smaller.
     return builder.candidate(min(found, planner.everything(), key=builder.slots))
 
 
-def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
+def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) -> Plan:
     barely = planner.play([c.first for c in planner.chunks])
     floor = min(builder.slots(barely), planner.problem.total_bytes)
     if memory < floor:
@@ -95,11 +101,11 @@ def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
     def cost(candidate: Candidate) -> tuple[float, ...]:
         return max(0, builder.slots(candidate, quick) - memory), candidate.step_s, candidate.nbytes
 
-    fitting = [c for c in (refine(planner, barely, cost), planner.everything()) if builder.slots(c) <= memory]
+    fitting = [c for c in (improve(planner, barely, cost), planner.everything()) if builder.slots(c) <= memory]
     found = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while found is not None:
-        better = refine(planner, found, cost)
+        better = improve(planner, found, cost)
         over = builder.slots(better, quick) - memory
         if over <= 0:
             fitting.append(better)

@@ -18,6 +18,7 @@ _MOST_PLAYS = 1600
 _KICKS = 12
 
 Cost = Callable[[Candidate], tuple[float, ...]]
+Improve = Callable[[Planner, Candidate, Cost], Candidate]
 
 
 def refine(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
@@ -35,6 +36,11 @@ def refine(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
         if tried_cost < best_cost:
             best, best_cost = tried, tried_cost
     return best
+
+
+def unrefined(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
+    """What was found, as it is: the pass left out."""
+    return found
 
 
 class _Climber:

@@ -26,9 +26,10 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from .costs import region_cost
-from .discover import Discovery, collective_kind, crossing_bytes, is_view, is_wait_tensor, nbytes
+from .discover import Discovery, collective_kind, crossing_bytes, group_name, is_view, is_wait_tensor, nbytes
 from .errors import ChunkflowError
 from .problem import Collective, Problem, Region, Weight
+from .traced import Traced
 
 # A cut costs one host call (about 0.2 ms on a slow CPU core) and the fusion across it; 64 MiB of weights take 2 ms at
 # 30 GB/s, so a cut every 64 MiB stays below a tenth of the copy that it lets start earlier and end sooner.
@@ -82,19 +83,18 @@ def flow_line(target: str, operands: object) -> str:
 
 
 def cut(
-    graph: GraphModule,
-    discovery: Discovery,
-    blocks: Mapping[str, str] | None = None,
-    group_bytes: int = DEFAULT_GROUP_BYTES,
+    traced: Traced, discovery: Discovery, group_bytes: int = DEFAULT_GROUP_BYTES, *, dissolve_views: bool = True
 ) -> Cut:
-    """Cuts ``graph`` into regions.
+    """Cuts a traced graph into regions.
 
-    ``blocks``: module key of ``nn_module_stack`` -> name of the block, for the modules that are blocks.
     ``group_bytes``: most bytes of streamed weights in one region, where a region reads more than one weight.
+    ``dissolve_views``: whether pieces of views only go into the regions around them.
     """
-    segments = _Segments(graph, discovery, blocks or {}, group_bytes)
+    graph = traced.graph
+    segments = _Segments(graph, discovery, traced.blocks, group_bytes)
     segments.assign()
-    segments.dissolve()
+    if dissolve_views:
+        segments.dissolve()
     regions: list[CutRegion] = []
     sequence: list[CutRegion | Node] = []
     for item in segments.skeleton():
@@ -106,7 +106,7 @@ def cut(
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
-    return Cut(graph, discovery, tuple(regions), tuple(sequence), _problem(discovery, regions, sequence))
+    return Cut(graph, discovery, tuple(regions), tuple(sequence), _problem(traced, discovery, regions, sequence))
 
 
 class _Segments:
@@ -124,7 +124,7 @@ class _Segments:
 
     def assign(self) -> None:
         streamed = {w.node: nbytes(w.node) for w in self.discovery.weights if w.keep is None}
-        labels = self._labels()
+        labels = block_labels(self.graph, self.blocks)
         current, block, held, group = -1, "", dict[Node, None](), 0
         cut_here = True
         for node in self.graph.graph.nodes:
@@ -201,29 +201,30 @@ class _Segments:
     def _needed_at_top_level(self, node: Node) -> bool:
         return any(self.is_top_level(user) for user in node.users)
 
-    def _labels(self) -> dict[Node, str]:
-        """Every call's block.  A node without a stack is either the root module's or made by functionalization: it
-        belongs to a block if that block is on both sides of it."""
-        calls = [n for n in self.graph.graph.nodes if n.op == "call_function"]
-        known: dict[Node, str] = {}
-        for node in calls:
-            stack = node.meta.get("nn_module_stack") or {}
-            keys = [str(k).split("@")[0] for k in stack]
-            if keys:
-                known[node] = next((self.blocks[k] for k in keys if k in self.blocks), "")
-        labels: dict[Node, str] = {}
-        behind = {}
-        following = ""
-        for node in reversed(calls):
-            behind[node] = following = known.get(node, following)
-        current = ""
-        for node in calls:
-            labels[node] = current = known.get(node, current if current == behind[node] else "")
-        return labels
-
     def _weights(self, node: Node) -> tuple[Node, ...]:
         views = self.discovery.weight_views
         return tuple(dict.fromkeys(views.get(a, a) for a in node.all_input_nodes))
+
+
+def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
+    """Every call's block.  A node without a stack is either the root module's or made by functionalization: it
+    belongs to a block if that block is on both sides of it."""
+    calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+    known: dict[Node, str] = {}
+    for node in calls:
+        stack = node.meta.get("nn_module_stack") or {}
+        keys = [str(k).split("@")[0] for k in stack]
+        if keys:
+            known[node] = next((blocks[k] for k in keys if k in blocks), "")
+    labels: dict[Node, str] = {}
+    behind = {}
+    following = ""
+    for node in reversed(calls):
+        behind[node] = following = known.get(node, following)
+    current = ""
+    for node in calls:
+        labels[node] = current = known.get(node, current if current == behind[node] else "")
+    return labels
 
 
 def _build(graph: GraphModule, index: int, nodes: Sequence[Node], segments: _Segments) -> CutRegion:
@@ -324,7 +325,9 @@ def _collective_behind(completion: Node) -> Node:
     return node if collective_kind(node) is not None else node.all_input_nodes[0]
 
 
-def _problem(discovery: Discovery, regions: Sequence[CutRegion], sequence: Sequence[CutRegion | Node]) -> Problem:
+def _problem(
+    traced: Traced, discovery: Discovery, regions: Sequence[CutRegion], sequence: Sequence[CutRegion | Node]
+) -> Problem:
     readers: dict[str, list[int]] = {}
     for region in regions:
         for name in region.info.weights:
@@ -357,7 +360,7 @@ def _problem(discovery: Discovery, regions: Sequence[CutRegion], sequence: Seque
         Collective(
             name=node.name,
             kind=str(collective_kind(node)),
-            nbytes=crossing_bytes(node),
+            nbytes=crossing_bytes(node, traced.ranks[group_name(node)]),
             before=at,
             until=awaited.get(node, at),  # DTensor's all-to-all waits by itself
         )

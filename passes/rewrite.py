@@ -21,14 +21,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Graph, GraphModule, Node
 
+from .discover import collective_kind, is_wait_tensor
+from .listing import listing
 from .ops import EVICT, PREFETCH, WAIT, prefetch_of
 from .plan import Plan
 from .problem import Problem
 from .regions import Cut, CutRegion
-from .schedule import transfers
+from .schedule import Await, Collect, Compute, Evict, Item, Wait, transfers
 
 # Key of a node's meta: the name of its node in the source graph, by which verify knows it.
 SOURCE = "chunkflow_source"
@@ -53,16 +54,20 @@ class Program:
         return listing(self.module)
 
 
-def rewrite(cut: Cut, plan: Plan) -> Program:
-    """Builds the program of ``cut`` under ``plan``.  Raises ChunkflowError if the plan was made for another problem."""
+def rewrite(cut: Cut, plan: Plan, *, share: bool = True) -> Program:
+    """Builds the program of ``cut`` under ``plan``; ``share``: whether equal regions are one submodule.
+
+    Raises ChunkflowError if the plan was made for another problem.
+    """
     plan.check_problem(cut.problem)
-    return _Writer(cut, plan).write()
+    return _Writer(cut, plan, share).write()
 
 
 class _Writer:
-    def __init__(self, cut: Cut, plan: Plan) -> None:
+    def __init__(self, cut: Cut, plan: Plan, share: bool) -> None:
         self.cut = cut
         self.plan = plan
+        self.share = share
         self.transfers = transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers)
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
@@ -113,7 +118,8 @@ class _Writer:
             self.graph.call_function(PREFETCH, (*args, True) if op.next_step else args)
         for weight in self.transfers.waits.get(index, ()):
             self.graph.call_function(WAIT, (weight,))
-        target = self.shared.setdefault(region.info.key, f"lowered_{len(self.shared)}")
+        key = region.info.key if self.share else region.info.name
+        target = self.shared.setdefault(key, f"lowered_{len(self.shared)}")
         if target not in self.root:
             self.root[target] = region.module
             self.regions[target] = region
@@ -131,45 +137,31 @@ def _identifier(name: str) -> str:
     return re.sub(r"\W|^(?=\d)", "_", name)
 
 
-def listing(module: GraphModule) -> str:
-    """The program as text, one op a line, as a person reads it; inputs without a use are left out."""
-    lines = []
-    for node in module.graph.nodes:
-        if node.op == "placeholder":
-            if node.users:
-                lines.append(f"{node.name}: {_shape(node)}")
-        elif node.op == "output":
-            lines.append(f"return {_text(node.args[0])}")
-        elif node.target in (PREFETCH, WAIT, EVICT):
-            lines.append(_transfer(node))
+def program_items(program: Program) -> list[tuple[Node, Item | None]]:
+    """Every node of a program, and what it is to the schedule; None for inputs, constants, outputs of regions."""
+    regions = {r.name: r.index for r in program.problem.regions}
+    collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
+    found: list[tuple[Node, Item | None]] = []
+    barrier = False  # backward, because a wait is a barrier if a collective stands behind it
+    for node in reversed(program.module.graph.nodes):
+        item: Item | None = prefetch_of(node)
+        if node.target is WAIT:
+            found.append((node, Wait(str(node.args[0]), barrier)))
+            continue
+        barrier = collective_kind(node) is not None
+        if barrier:
+            item = Collect(collectives[_source(node)])
+        elif node.target is EVICT:
+            item = Evict(str(node.args[0]))
         elif node.op == "call_module":
-            lines.append(f"{node.name} = {node.target}({', '.join(_text(a) for a in node.args)})")
-        elif node.target is operator.getitem:
-            lines.append(f"{node.name} = {_text(node.args[0])}[{node.args[1]}]: {_shape(node)}")
-        else:
-            target = str(node.target).removesuffix(".default")
-            args = [_text(a) for a in node.args] + [f"{k}={_text(v)}" for k, v in node.kwargs.items()]
-            lines.append(f"{node.name} = {target}({', '.join(args)})")
-    return "\n".join(lines) + "\n"
+            item = Compute(regions[node.name])
+        elif is_wait_tensor(node):
+            started = node.all_input_nodes[0]
+            started = started if collective_kind(started) is not None else started.all_input_nodes[0]
+            item = Await(collectives[_source(started)])
+        found.append((node, item))
+    return found[::-1]
 
 
-def _transfer(node: Node) -> str:
-    prefetch = prefetch_of(node)
-    if prefetch is None:
-        return f"{'wait' if node.target is WAIT else 'evict'}({node.args[0]!r})"
-    chunks = f"chunks[{prefetch.first}:{prefetch.end}]"
-    return f"prefetch({prefetch.weight!r}, {chunks}, window={prefetch.window}{', next_step' * prefetch.next_step})"
-
-
-def _shape(node: Node) -> str:
-    value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def _text(value: object) -> str:
-    if isinstance(value, (list, tuple)):
-        body = ", ".join(_text(v) for v in value)
-        return f"[{body}]" if isinstance(value, list) else f"({body}{',' * (len(value) == 1)})"
-    return value.name if isinstance(value, Node) else repr(value)
+def _source(node: Node) -> str:
+    return str(node.meta.get(SOURCE, node.name))

@@ -8,7 +8,7 @@ Candidates are played on the timeline; nothing is judged by anything else.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -47,8 +47,10 @@ class Candidate:
 class Planner:
     """What is known of a problem on a machine before a goal is given."""
 
-    def __init__(self, problem: Problem, simulator: Simulator) -> None:
+    def __init__(self, problem: Problem, simulator: Simulator, disabled: Collection[str] = ()) -> None:
+        """``disabled``: passes that are left out; here, "barriers"."""
         self.problem = problem
+        self.exclusive = "barriers" not in disabled
         self.simulator = simulator
         self.count = len(problem.regions)
         self.weights = [w for w in problem.weights if w.keep is None and w.uses and w.nbytes]
@@ -163,7 +165,7 @@ class Planner:
         floor = self._least(residents)
         ceiling = natural.nbytes - self.kept_bytes - self._resident_sums[residents]
         found = [natural]
-        for hard in (False, True):
+        for hard in (False, True) if self.exclusive else (False,):
             if hard and self.play(found[-1].placed, True).step_s > found[-1].step_s:
                 break
             low, high = floor, ceiling
@@ -184,7 +186,7 @@ class Planner:
         return [candidate] if memory is None or candidate.nbytes <= memory else []
 
     def _contended(self, candidate: Candidate) -> bool:
-        return self.simulator.hardware.shared_link and candidate.timeline.inflation_s > 0
+        return self.exclusive and self.simulator.hardware.shared_link and candidate.timeline.inflation_s > 0
 
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s

@@ -26,7 +26,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from .discover import collective_kind
-from .errors import ChunkflowError
+from .errors import FindingError
 from .happens_before import HappensBefore
 from .ops import EVICT, PREFETCH, WAIT
 from .plan import ALIGNMENT, WeightPlan, chunk_count
@@ -36,22 +36,33 @@ from .rewrite import SOURCE, Program
 STEPS = 2
 
 
-def verify(program: Program) -> None:
-    """Raises ChunkflowError naming the weight, the two ops and the missing edge of every violation found."""
-    violations = list(check(program))
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was looked at: operations of the unrolled program, and edges that order them on the device."""
+
+    steps: int
+    ops: int
+    edges: int
+
+
+def verify(program: Program) -> Proof:
+    """Raises FindingError naming the weight, the two ops and the missing edge of every violation found."""
+    order = HappensBefore(program, STEPS)
+    violations = list(check(program, order))
     if violations:
         shown = "\n".join(f"  {v}" for v in violations[:10])
         more = f"\n  and {len(violations) - 10} more" if len(violations) > 10 else ""
-        raise ChunkflowError(f"The program is not safe to run:\n{shown}{more}")
+        raise FindingError(f"The program is not safe to run:\n{shown}{more}")
+    return Proof(steps=STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
 
 
-def check(program: Program) -> Iterator[str]:
-    """The violations of a program, as sentences."""
+def check(program: Program, order: HappensBefore | None = None) -> Iterator[str]:
+    """The violations of a program, as sentences.  ``order``: that of the program, if it is known already."""
     yield from _check_slots(program)
     yield from _check_order(program)
     yield from _check_readers(program)
     yield from _check_data_flow(program)
-    order = HappensBefore(program, STEPS)
+    order = order or HappensBefore(program, STEPS)
     lives = _lives(program, order)
     for life in lives.values():
         yield from _check_life(program, order, life)

@@ -11,6 +11,7 @@ from torch import nn
 
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
@@ -20,7 +21,8 @@ from chunkflow_compile.tracing import trace
 
 def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
     """The regions of a module, all weights streamed unless ``min_bytes`` says otherwise."""
-    return trace(model, {"x": x}, Options(**{"min_bytes": 0, **options}))
+    chosen = Options(**{"min_bytes": 0, **options})
+    return make_cut(trace(model, {"x": x}, chosen.min_bytes), chosen.group_bytes)
 
 
 def plan_of(problem: Problem, **goal: Any) -> Plan:

@@ -120,7 +120,7 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path) -> None:
         (["demo", "--layers", "0"], "--layers and --steps must be at least 1"),
         (
             ["demo", "--json", "/nowhere/f.json"],
-            "cannot be written: [Errno 2] No such file or directory: '/nowhere/f.json'",
+            "cannot be written to /nowhere/f.json: [Errno 2] No such file or directory: '/nowhere/f.json'",
         ),
         (["demo", "--dump", "/proc/nowhere"], "cannot be written: [Errno 2]"),
         (["plan", "wan3"], "no preset 'wan3'; there are wan2.2-ti2v-5b, "),

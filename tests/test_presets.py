@@ -11,6 +11,7 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.presets import PRESETS, Preset, Sizes, preset
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.formulas import dit_block_flops, double_block_flops, single_block_flops
+from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.rewrite import rewrite
@@ -55,12 +56,12 @@ BLOCKS: list[tuple[str, str, Callable[..., float], dict[str, int]]] = [
 def test_a_block_s_flops_are_the_formula_s_within_2_percent(
     name: str, block: str, formula: Callable[..., float], size: dict[str, int]
 ) -> None:
-    problem = two_of_each(name).trace().problem
+    problem = make_cut(two_of_each(name).trace()).problem
     assert block_flops(problem, block) == pytest.approx(formula(batch=1, **size), rel=0.02)
 
 
 def test_ulysses_divides_the_flops_and_adds_four_collectives_a_block() -> None:
-    whole, split = (two_of_each("wan2.2-ti2v-5b").trace(degree).problem for degree in (1, 4))
+    whole, split = (make_cut(two_of_each("wan2.2-ti2v-5b").trace(degree)).problem for degree in (1, 4))
     # Text keys and values of cross-attention are computed on every rank.
     assert block_flops(split, "blocks.1") == pytest.approx(block_flops(whole, "blocks.1") / 4, rel=0.03)
     kinds = [c.kind for c in split.collectives]
@@ -73,7 +74,7 @@ def test_ulysses_divides_the_flops_and_adds_four_collectives_a_block() -> None:
 
 
 def test_a_preset_is_planned_and_verified_without_weights() -> None:
-    cut = two_of_each("wan2.2-ti2v-5b").trace(2)
+    cut = make_cut(two_of_each("wan2.2-ti2v-5b").trace(2))
     plan = place(cut.problem, load_profile("h100-pcie-x2"))
     verify(rewrite(cut, plan))
     assert plan.moved_bytes > 0.85 * cut.problem.total_bytes  # the embeddings have little to hide behind
@@ -81,7 +82,7 @@ def test_a_preset_is_planned_and_verified_without_weights() -> None:
 
 
 def test_true_bytes_of_a_block_are_the_paper_s() -> None:
-    wan = two_of_each("wan2.2-ti2v-5b").trace().problem
+    wan = make_cut(two_of_each("wan2.2-ti2v-5b").trace()).problem
     assert block_bytes(wan, "blocks.1") == pytest.approx(327e6, rel=0.005)
 
 

@@ -73,7 +73,7 @@ prefetch('blocks.1.down.weight', chunks[0:1], window=0)
 wait('embed.bias')
 wait('embed.weight')
 region_0 = lowered_0(embed_bias, arg2_1, embed_weight)
-addmm = region_0[0]: float32[4, 32]
+addmm: float32[4, 32] = region_0[0]
 evict('embed.bias')
 evict('embed.weight')
 prefetch('blocks.1.down.weight', chunks[1:2], window=1)
@@ -81,7 +81,7 @@ prefetch('blocks.1.up.weight', chunks[0:2], window=1)
 wait('blocks.0.down.weight')
 wait('blocks.0.up.weight')
 region_1 = lowered_1(addmm, blocks_0_up_weight, blocks_0_down_weight)
-add = region_1[0]: float32[4, 32]
+add: float32[4, 32] = region_1[0]
 evict('blocks.0.down.weight')
 evict('blocks.0.up.weight')
 prefetch('head.bias', chunks[0:1], window=2)
@@ -89,16 +89,16 @@ prefetch('head.weight', chunks[0:1], window=2)
 wait('blocks.1.down.weight')
 wait('blocks.1.up.weight')
 region_2 = lowered_1(add, blocks_1_up_weight, blocks_1_down_weight)
-add_1 = region_2[0]: float32[4, 32]
+add_1: float32[4, 32] = region_2[0]
 evict('blocks.1.down.weight')
 evict('blocks.1.up.weight')
-prefetch('embed.bias', chunks[0:1], window=3, next_step)
-prefetch('embed.weight', chunks[0:1], window=3, next_step)
-prefetch('blocks.0.down.weight', chunks[0:1], window=3, next_step)
+prefetch('embed.bias', chunks[0:1], window=3, next_step=True)
+prefetch('embed.weight', chunks[0:1], window=3, next_step=True)
+prefetch('blocks.0.down.weight', chunks[0:1], window=3, next_step=True)
 wait('head.bias')
 wait('head.weight')
 region_3 = lowered_2(head_bias, add_1, head_weight)
-addmm_1 = region_3[0]: float32[4, 8]
+addmm_1: float32[4, 8] = region_3[0]
 evict('head.bias')
 evict('head.weight')
 return (addmm_1,)
@@ -124,59 +124,59 @@ return (addmm_1,)
 #   hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
 wait('blocks.0.qkv.weight')
 region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)
-getitem_1 = region_0[0]: float32[4, 32]
-getitem_2 = region_0[1]: float32[4, 32]
-clone = region_0[2]: float32[2, 4, 2, 8]
+getitem_1: float32[4, 32] = region_0[0]
+getitem_2: float32[4, 32] = region_0[1]
+clone: float32[2, 4, 2, 8] = region_0[2]
 evict('blocks.0.qkv.weight')
-all_to_all_single = _c10d_functional.all_to_all_single(clone, [1, 1], [1, 1], '0')
-wait_tensor = _c10d_functional.wait_tensor(all_to_all_single)
+all_to_all_single: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone, [1, 1], [1, 1], '0')
+wait_tensor: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single)
 region_1 = lowered_1(wait_tensor, getitem_1)
-transpose = region_1[0]: float32[2, 8, 8]
-clone_1 = region_1[1]: float32[2, 4, 2, 8]
-all_to_all_single_1 = _c10d_functional.all_to_all_single(clone_1, [1, 1], [1, 1], '0')
-wait_tensor_1 = _c10d_functional.wait_tensor(all_to_all_single_1)
+transpose: float32[2, 8, 8] = region_1[0]
+clone_1: float32[2, 4, 2, 8] = region_1[1]
+all_to_all_single_1: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_1, [1, 1], [1, 1], '0')
+wait_tensor_1: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_1)
 region_2 = lowered_2(wait_tensor_1, getitem_2)
-transpose_1 = region_2[0]: float32[2, 8, 8]
-clone_2 = region_2[1]: float32[2, 4, 2, 8]
-all_to_all_single_2 = _c10d_functional.all_to_all_single(clone_2, [1, 1], [1, 1], '0')
-wait_tensor_2 = _c10d_functional.wait_tensor(all_to_all_single_2)
+transpose_1: float32[2, 8, 8] = region_2[0]
+clone_2: float32[2, 4, 2, 8] = region_2[1]
+all_to_all_single_2: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_2, [1, 1], [1, 1], '0')
+wait_tensor_2: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_2)
 prefetch('blocks.0.out.weight', chunks[0:1], window=3)
 region_3 = lowered_3(wait_tensor_2, transpose, transpose_1)
-view_6 = region_3[0]: float32[2, 4, 2, 8]
-all_to_all_single_3 = _c10d_functional.all_to_all_single(view_6, [1, 1], [1, 1], '0')
-wait_tensor_3 = _c10d_functional.wait_tensor(all_to_all_single_3)
+view_6: float32[2, 4, 2, 8] = region_3[0]
+all_to_all_single_3: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_6, [1, 1], [1, 1], '0')
+wait_tensor_3: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_3)
 prefetch('blocks.1.qkv.weight', chunks[0:3], window=4)
 wait('blocks.0.out.weight')
 region_4 = lowered_4(wait_tensor_3, blocks_0_out_weight, arg0_1)
-add = region_4[0]: float32[4, 32]
+add: float32[4, 32] = region_4[0]
 evict('blocks.0.out.weight')
 wait('blocks.1.qkv.weight')
 region_5 = lowered_0(add, blocks_1_qkv_weight)
-getitem_6 = region_5[0]: float32[4, 32]
-getitem_7 = region_5[1]: float32[4, 32]
-clone_4 = region_5[2]: float32[2, 4, 2, 8]
+getitem_6: float32[4, 32] = region_5[0]
+getitem_7: float32[4, 32] = region_5[1]
+clone_4: float32[2, 4, 2, 8] = region_5[2]
 evict('blocks.1.qkv.weight')
-all_to_all_single_4 = _c10d_functional.all_to_all_single(clone_4, [1, 1], [1, 1], '0')
-wait_tensor_4 = _c10d_functional.wait_tensor(all_to_all_single_4)
+all_to_all_single_4: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_4, [1, 1], [1, 1], '0')
+wait_tensor_4: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_4)
 region_6 = lowered_1(wait_tensor_4, getitem_6)
-transpose_4 = region_6[0]: float32[2, 8, 8]
-clone_5 = region_6[1]: float32[2, 4, 2, 8]
-all_to_all_single_5 = _c10d_functional.all_to_all_single(clone_5, [1, 1], [1, 1], '0')
-wait_tensor_5 = _c10d_functional.wait_tensor(all_to_all_single_5)
+transpose_4: float32[2, 8, 8] = region_6[0]
+clone_5: float32[2, 4, 2, 8] = region_6[1]
+all_to_all_single_5: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_5, [1, 1], [1, 1], '0')
+wait_tensor_5: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_5)
 region_7 = lowered_2(wait_tensor_5, getitem_7)
-transpose_5 = region_7[0]: float32[2, 8, 8]
-clone_6 = region_7[1]: float32[2, 4, 2, 8]
-all_to_all_single_6 = _c10d_functional.all_to_all_single(clone_6, [1, 1], [1, 1], '0')
-wait_tensor_6 = _c10d_functional.wait_tensor(all_to_all_single_6)
+transpose_5: float32[2, 8, 8] = region_7[0]
+clone_6: float32[2, 4, 2, 8] = region_7[1]
+all_to_all_single_6: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_6, [1, 1], [1, 1], '0')
+wait_tensor_6: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_6)
 prefetch('blocks.1.out.weight', chunks[0:1], window=8)
 region_8 = lowered_3(wait_tensor_6, transpose_4, transpose_5)
-view_14 = region_8[0]: float32[2, 4, 2, 8]
-all_to_all_single_7 = _c10d_functional.all_to_all_single(view_14, [1, 1], [1, 1], '0')
-wait_tensor_7 = _c10d_functional.wait_tensor(all_to_all_single_7)
-prefetch('blocks.0.qkv.weight', chunks[0:3], window=9, next_step)
+view_14: float32[2, 4, 2, 8] = region_8[0]
+all_to_all_single_7: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_14, [1, 1], [1, 1], '0')
+wait_tensor_7: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_7)
+prefetch('blocks.0.qkv.weight', chunks[0:3], window=9, next_step=True)
 wait('blocks.1.out.weight')
 region_9 = lowered_4(wait_tensor_7, blocks_1_out_weight, add)
-add_1 = region_9[0]: float32[4, 32]
+add_1: float32[4, 32] = region_9[0]
 evict('blocks.1.out.weight')
 return (add_1,)
 """,
@@ -198,16 +198,16 @@ return (add_1,)
 prefetch('blocks.0.down.weight', chunks[1:2], window=0)
 prefetch('blocks.0.up.weight', chunks[0:2], window=0)
 region_0 = lowered_0(embed_weight, embed_bias, arg2_1)
-addmm = region_0[0]: float32[4, 32]
+addmm: float32[4, 32] = region_0[0]
 wait('blocks.0.down.weight')
 wait('blocks.0.up.weight')
 region_1 = lowered_1(addmm, blocks_0_up_weight, blocks_0_down_weight)
-add = region_1[0]: float32[4, 32]
+add: float32[4, 32] = region_1[0]
 evict('blocks.0.down.weight')
 evict('blocks.0.up.weight')
-prefetch('blocks.0.down.weight', chunks[0:1], window=2, next_step)
+prefetch('blocks.0.down.weight', chunks[0:1], window=2, next_step=True)
 region_2 = lowered_2(head_weight, head_bias, add)
-addmm_1 = region_2[0]: float32[4, 8]
+addmm_1: float32[4, 8] = region_2[0]
 return (addmm_1,)
 """,
         )
@@ -223,18 +223,18 @@ return (addmm_1,)
 # embed.weight: resident (tied: also head.weight)
 prefetch('blocks.0.weight', chunks[0:1], window=0)
 region_0 = lowered_0(embed_weight, arg1_1)
-mm = region_0[0]: float32[4, 32]
+mm: float32[4, 32] = region_0[0]
 prefetch('blocks.1.weight', chunks[0:1], window=1)
 wait('blocks.0.weight')
 region_1 = lowered_1(mm, blocks_0_weight)
-mm_1 = region_1[0]: float32[4, 32]
+mm_1: float32[4, 32] = region_1[0]
 evict('blocks.0.weight')
 wait('blocks.1.weight')
 region_2 = lowered_1(mm_1, blocks_1_weight)
-mm_2 = region_2[0]: float32[4, 32]
+mm_2: float32[4, 32] = region_2[0]
 evict('blocks.1.weight')
 region_3 = lowered_2(mm_2, embed_weight)
-mm_3 = region_3[0]: float32[4, 8]
+mm_3: float32[4, 8] = region_3[0]
 return (mm_3,)
 """,
         )

@@ -20,6 +20,7 @@ from torch import nn
 from torch.multiprocessing.spawn import ProcessRaisedException, spawn
 from tqdm import tqdm
 
+from chunkflow_compile.cli.output import add_json, check_json, say, write_json
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -62,7 +63,7 @@ class _ArmResult:
     equal: bool
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "demo",
         help="run the main job on two ranks of this machine",
@@ -72,16 +73,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--layers", type=int, default=LAYERS, help=f"blocks of the model (default {LAYERS})")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"denoising steps an arm (default {STEPS})")
-    parser.add_argument("--json", metavar="FILE", help="write the record there")
+    add_json(parser, "the record")
     parser.add_argument("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
     parser.set_defaults(run=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
     if arguments.layers < 1 or arguments.steps < 1:
         raise ChunkflowError("--layers and --steps must be at least 1.")
     dump = arguments.dump or tempfile.mkdtemp(prefix="chunkflow-demo-")
-    _check_writable(Path(dump), arguments.json)
+    check_json(arguments)
+    _make_folder(Path(dump))
     with tempfile.TemporaryDirectory() as folder:
         job = _Job(arguments.layers, arguments.steps, dump, folder)
         try:
@@ -95,26 +98,23 @@ def run(arguments: argparse.Namespace) -> int:
         arms={name: _summary([rank[name] for rank in ranks], name) for name in OPTIONS},
     )
     column = {"collectives a step": {name: ranks[0][name].measurements[-1].collectives for name in OPTIONS}}
-    print(f"{record.model}; Ulysses degree {DEGREE}, {arguments.steps} steps, medians of the slowest rank\n")
-    print(table(record, column))
-    print(f"\nprogram: {_program(Path(dump))}")
-    if arguments.json:
-        record.write(arguments.json)
+    say(arguments, f"{record.model}; Ulysses degree {DEGREE}, {arguments.steps} steps, medians of the slowest rank\n")
+    say(arguments, table(record, column))
+    say(arguments, f"\nprogram: {_program(Path(dump))}")
+    write_json(arguments, record.to_json())
     return 0 if all(arm.equal_to_resident for arm in record.arms.values()) else 1
 
 
-def _check_writable(dump: Path, record: str | None) -> None:
+def _make_folder(dump: Path) -> None:
     """Before a minute of work, not behind it."""
     try:
         dump.mkdir(parents=True, exist_ok=True)
-        if record is not None:
-            Path(record).open("a").close()
     except OSError as error:
-        raise ChunkflowError(f"The results cannot be written: {error}. Give another path.") from error
+        raise ChunkflowError(f"{dump} cannot be written: {error}. Give another folder.") from error
 
 
 def _program(dump: Path) -> Path:
-    return max(dump.glob("rank0_*/program.txt"), key=lambda p: p.stat().st_mtime)
+    return max(dump.glob("rank0_*/04_verified.py"), key=lambda p: p.stat().st_mtime)
 
 
 def _summary(ranks: list[_ArmResult], name: str) -> ArmRecord:

@@ -3,30 +3,71 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
-from chunkflow_compile.cli import calibrate, demo, plan, simulate
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.cli import calibrate, demo, dump, plan, simulate
+from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 
-COMMANDS = (demo, plan, simulate, calibrate)
+COMMANDS = (demo, plan, simulate, dump, calibrate)
+
+DESCRIPTION = """\
+Runs diffusion transformers that do not fit the GPU: weights stream from host
+memory through a program that is planned and proved safe at compile time.
+
+The planning commands need no weights and no GPU.  MODEL is a preset or
+file.py:function, a function that returns a model and the keyword arguments of
+one call.
+"""
+
+EPILOG = """\
+exit codes:
+  0  fine
+  1  a finding: what was asked about is not as it should be
+  2  bad use: the sentence on stderr says what to change
+
+Tables go to stdout, progress to stderr; --json writes the same as JSON.
+chunkflow COMMAND --help has the options of a command and an example.
+
+examples:
+  chunkflow demo
+  chunkflow plan wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --memory 4GiB
+  chunkflow dump wan2.2-ti2v-5b --ulysses 2 --annotate
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.  Returns 0 if all is well, 1 on a finding, 2 on bad use."""
-    parser = argparse.ArgumentParser(
-        prog="chunkflow",
-        description="Runs diffusion transformers that do not fit the GPU: weights stream from host memory.",
-    )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(commands)
-    arguments = parser.parse_args(argv)
+    arguments = _parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
     except ChunkflowError as error:
+        if arguments.debug:
+            raise
         print(f"chunkflow: {error}", file=sys.stderr)
-        return 2
+        return 1 if isinstance(error, FindingError) else 2
+    except BrokenPipeError:  # who reads has seen enough: chunkflow dump ... | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except KeyboardInterrupt:
+        print("chunkflow: interrupted", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="chunkflow",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
+    for command in COMMANDS:
+        command.add_parser(commands).add_argument(
+            "--debug", action="store_true", help="show the Python traceback of an error"
+        )
+    return parser
 
 
 if __name__ == "__main__":

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
-from pathlib import Path
 
 from chunkflow_compile.cli import target
+from chunkflow_compile.cli.output import Progress, add_json, check_json, say, write_json
 from chunkflow_compile.passes.place import POLICIES, Policy
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.record import Record, check_writable, seconds, table
+from chunkflow_compile.report.record import Record, seconds, table
 from chunkflow_compile.simulate.arms import arm_record, plan_arms
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "simulate",
         help="play a model under each policy, without weights",
@@ -22,33 +22,35 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     target.add_arguments(parser)
     parser.add_argument("--policy", default="all", choices=("all", *POLICIES), help="one policy (default: all)")
-    parser.add_argument("--json", metavar="FILE", help="write the record there")
+    add_json(parser, "the record")
     parser.set_defaults(run=run)
+    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.json:
-        check_writable(Path(arguments.json))
-    found = target.load(arguments)
-    problem, options = found.cut.problem, found.options
+    check_json(arguments)
+    progress = Progress(2)
+    found = target.load(arguments, progress)
+    settings = found.settings
     policies = POLICIES if arguments.policy == "all" else (arguments.policy,)
-    plans = plan_arms(
-        problem,
-        found.hardware,
-        policies,
-        chunk_bytes=options.chunk_bytes,
-        memory=options.memory_bytes(),
-        slowdown=options.slowdown,
-    )
+    with progress.phase("planning"):
+        target.note_rates(found)
+        plans = plan_arms(
+            found.problem,
+            found.hardware,
+            policies,
+            chunk_bytes=settings.chunk_bytes,
+            memory=settings.memory,
+            slowdown=settings.slowdown,
+        )
     record = Record(
         model=f"{found.title}, simulated on {found.hardware.name}",
         degree=found.degree,
-        arms={name: arm_record(plan, problem, found.forwards) for name, plan in plans.items()},
+        arms={name: arm_record(plan, found.problem, found.forwards) for name, plan in plans.items()},
     )
-    print(f"{record.model}; Ulysses degree {found.degree}, {found.forwards} forwards a step\n")
-    print(table(record, _columns(plans, found.forwards)))
-    if arguments.json:
-        record.write(arguments.json)
+    say(arguments, f"{record.model}; Ulysses degree {found.degree}, {found.forwards} forwards a step\n")
+    say(arguments, table(record, _columns(plans, found.forwards)))
+    write_json(arguments, record.to_json())
     return 0
 
 

@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 import sys
+import tempfile
+import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from functools import cached_property
+from typing import Any
 
-from chunkflow_compile.hardware.profiles import load_profile, profile_names
+from chunkflow_compile.cli.output import Progress
+from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.models.presets import PRESETS, preset
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES, Cut
+from chunkflow_compile.passes.traced import Traced
 from chunkflow_compile.units import parse_bytes
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,11 +32,32 @@ class Target:
     """A traced model and the machine it is planned for.  ``forwards``: calls of the model a denoising step."""
 
     title: str
-    cut: Cut
+    traced: Traced
     degree: int
     forwards: int
-    hardware: Hardware
-    options: Options
+    settings: Settings
+
+    @cached_property
+    def cut(self) -> Cut:
+        """The regions; a second for 10,000 nodes."""
+        return make_cut(self.traced, self.settings.group_bytes, self.settings.disabled)
+
+    @property
+    def problem(self) -> Problem:
+        return self.cut.problem
+
+    @property
+    def hardware(self) -> Hardware:
+        return self.settings.hardware
+
+    def plan(self, **other: Any) -> Plan:
+        """The plan for the goal that was given, or for ``other`` settings."""
+        return make_plan(self.problem, replace(self.settings, **other))
+
+    @property
+    def heading(self) -> str:
+        forwards = f"{self.forwards} forward{'s' * (self.forwards != 1)} a step"
+        return f"{self.title}; Ulysses degree {self.degree} on {self.hardware.name}, {forwards}"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,18 +101,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
 
 
-def load(arguments: argparse.Namespace) -> Target:
-    """Checks everything, then traces, which takes up to a minute for a large model."""
-    if arguments.ulysses < 1 or (arguments.forwards is not None and arguments.forwards < 1):
-        raise ChunkflowError("--ulysses and --forwards must be at least 1.")
-    options = Options(
+def options_of(arguments: argparse.Namespace) -> Options:
+    """What the options of a compilation would be.  Raises ChunkflowError for one that makes no sense."""
+    return Options(
         memory=arguments.memory,
         slowdown=arguments.slowdown,
         hardware=arguments.hardware,
         chunk_bytes=parse_bytes(_number(arguments.chunk_bytes), "--chunk-bytes"),
         min_bytes=parse_bytes(_number(arguments.min_bytes), "--min-bytes"),
         group_bytes=parse_bytes(_number(arguments.group_bytes), "--group-bytes"),
+        disable=tuple(getattr(arguments, "disable_pass", None) or ()),
     )
+
+
+def load(arguments: argparse.Namespace, progress: Progress) -> Target:
+    """Checks everything, then traces, which takes up to a minute for a large model: one phase of ``progress``."""
+    if arguments.ulysses < 1 or (arguments.forwards is not None and arguments.forwards < 1):
+        raise ChunkflowError("--ulysses and --forwards must be at least 1.")
+    options = options_of(arguments)
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
     given = {n: v for n, v in given.items() if v is not None}
     if ":" in arguments.model or ".py" in arguments.model:
@@ -94,33 +127,45 @@ def load(arguments: argparse.Namespace) -> Target:
                 f"--{next(iter(given))} is a size of a preset; your own function makes its own inputs."
             )
         build = load_build(arguments.model)
-        cut = _patiently(arguments.model, lambda: trace_without_weights(build, arguments.ulysses, options))
-        return _target(arguments.model, cut, arguments, options, 1)
+        with progress.phase(f"tracing {arguments.model}"):
+            traced = _trace(arguments, lambda: trace_without_weights(build, arguments.ulysses, options.min_bytes))
+        return _target(arguments.model, traced, arguments, options, 1)
     found = preset(arguments.model)
     sizes = replace(found.sizes, **given)
     found.shape(sizes)
-    cut = _patiently(found.name, lambda: found.trace(arguments.ulysses, sizes, options))
+    with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
+        traced = _trace(arguments, lambda: found.trace(arguments.ulysses, sizes, options.min_bytes))
     what = f"{sizes.frames} frames of " if sizes.frames > 1 else ""
     title = f"{found.name}, {what}{sizes.height}x{sizes.width}, batch {sizes.batch}"
-    return _target(title, cut, arguments, options, found.forwards)
+    return _target(title, traced, arguments, options, found.forwards)
 
 
-def _target(title: str, cut: Cut, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
-    hardware = load_profile(arguments.hardware)
-    dtypes = sorted({r.cost.dtype for r in cut.problem.regions if r.cost.flops} - set(hardware.peak_flops))
+def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Target, Plan]:
+    """Traces, cuts and plans: two phases of ``progress``."""
+    found = load(arguments, progress)
+    with progress.phase("planning"):
+        note_rates(found)
+        return found, found.plan()
+
+
+def note_rates(found: Target) -> None:
+    """Says on stderr if the machine has no rate for what the model computes in."""
+    dtypes = sorted({r.cost.dtype for r in found.problem.regions if r.cost.flops} - set(found.hardware.peak_flops))
     if dtypes:
-        known = ", ".join(hardware.peak_flops)
+        missing, known = ", ".join(dtypes), ", ".join(found.hardware.peak_flops)
         print(
-            f"note: {hardware.name} has no rate for {', '.join(dtypes)}; planned at its slowest of {known}",
-            file=sys.stderr,
+            f"note: {found.hardware.name} has no rate for {missing}; planned at its slowest of {known}", file=sys.stderr
         )
+
+
+def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
+    settings = options.settings()
     return Target(
         title=title,
-        cut=cut,
+        traced=traced,
         degree=arguments.ulysses,
         forwards=arguments.forwards or forwards,
-        hardware=hardware,
-        options=options,
+        settings=settings,
     )
 
 
@@ -128,13 +173,11 @@ def _number(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 
-def _patiently(what: str, work: Callable[[], T]) -> T:
-    """Says what takes so long; diffusers' remarks about missing GPUs do not belong into a table."""
+def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
+    """Traces; what torch says of a failure in a hundred lines goes into a file, its cause into a sentence."""
     import diffusers
 
-    diffusers.utils.logging.set_verbosity_error()
-    if sys.stderr.isatty():
-        print(f"tracing {what} without weights (half a minute for 10,000 nodes) ...", file=sys.stderr, flush=True)
+    diffusers.utils.logging.set_verbosity_error()  # remarks about missing GPUs do not belong into a table
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -142,6 +185,17 @@ def _patiently(what: str, work: Callable[[], T]) -> T:
         except ChunkflowError:
             raise
         except Exception as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            said = next((line for line in lines if line.startswith("got ")), lines[0] if lines else "")
-            raise ChunkflowError(f"{what} cannot be traced: {type(error).__name__}: {said}") from error
+            with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:
+                file.write(traceback.format_exc())
+            raise ChunkflowError(
+                f"{arguments.model} cannot be traced: {type(error).__name__}: {_cause(error)} (all of it: {file.name})"
+            ) from error
+
+
+def _cause(error: Exception) -> str:
+    """The line that tells most: Dynamo's reason, or the first one."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    for start in ("got ", "Explanation: "):
+        if found := next((line for line in lines if line.startswith(start)), None):
+            return found.removeprefix(start)
+    return lines[0] if lines else "no reason given"

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkflow_compile.options import Options
+from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.regions import Cut
+from chunkflow_compile.passes.traced import Traced
 
 from .families import FAMILIES, Config, Shape
 from .weightless import trace_without_weights
@@ -65,8 +65,8 @@ class Preset:
             text=sizes.text,
         )
 
-    def trace(self, degree: int = 1, sizes: Sizes | None = None, options: Options | None = None) -> Cut:
-        """The regions of one rank's forward in bfloat16, of ``degree`` ranks; in one process, without weights.
+    def trace(self, degree: int = 1, sizes: Sizes | None = None, min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
+        """One rank's forward in bfloat16, of ``degree`` ranks; in one process, without weights.
 
         Raises ChunkflowError if a process group is there already, or the heads do not divide by the degree.
         """
@@ -81,7 +81,7 @@ class Preset:
             inputs = family.inputs(self.config, shape, None)
             return family.build(self.config), {k: _as_bfloat16(v) for k, v in inputs.items()}
 
-        return trace_without_weights(build, degree, options, torch.bfloat16)
+        return trace_without_weights(build, degree, min_bytes, torch.bfloat16)
 
 
 def _as_bfloat16(value: Any) -> Any:

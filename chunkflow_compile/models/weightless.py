@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from chunkflow_compile.options import Options
+from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.regions import Cut
+from chunkflow_compile.passes.traced import Traced
 from chunkflow_compile.tracing import trace
 
 from .ulysses import enable_ulysses
@@ -25,9 +25,9 @@ Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 
 
 def trace_without_weights(
-    build: Build, degree: int = 1, options: Options | None = None, dtype: torch.dtype = torch.float32
-) -> Cut:
-    """The regions of one rank's call of the model and keyword arguments that ``build`` makes, of ``degree`` ranks.
+    build: Build, degree: int = 1, min_bytes: int = DEFAULT_MIN_BYTES, dtype: torch.dtype = torch.float32
+) -> Traced:
+    """One rank's call of the model and keyword arguments that ``build`` makes, of ``degree`` ranks.
 
     ``build`` runs where every tensor is fake, in a process group of ``degree`` ranks that does nothing; a model with
     ``enable_parallelism`` is split by it.  ``dtype``: what parameters are made in.  Raises
@@ -42,7 +42,7 @@ def trace_without_weights(
             with fake:
                 model(**inputs)  # diffusers' parallel hooks settle in their first call
         with fake:
-            return trace(model, inputs, options)
+            return trace(model, inputs, min_bytes)
 
 
 def load_build(name: str) -> Build:

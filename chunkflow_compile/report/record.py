@@ -43,13 +43,6 @@ class Record:
         body = {"schema": SCHEMA, "model": self.model, "degree": self.degree}
         return json.dumps({**body, "arms": {n: asdict(a) for n, a in self.arms.items()}}, indent=1) + "\n"
 
-    def write(self, path: str | Path) -> None:
-        """Raises ChunkflowError if the file is unwritable."""
-        try:
-            Path(path).write_text(self.to_json())
-        except OSError as error:
-            raise ChunkflowError(f"The record cannot be written to {path}: {error}. Give another file.") from error
-
 
 def check_writable(path: Path) -> None:
     """Before minutes of work, not behind them.  Raises ChunkflowError; leaves no empty file behind."""

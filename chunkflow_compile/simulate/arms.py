@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from chunkflow_compile.passes.discover import collective_kind, is_wait_tensor
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.ops import EVICT, WAIT, prefetch_of
 from chunkflow_compile.passes.place import Policy, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.rewrite import SOURCE, Program
-from chunkflow_compile.passes.schedule import Await, Collect, Compute, Evict, Item, Wait
+from chunkflow_compile.passes.rewrite import Program, program_items
 from chunkflow_compile.passes.timeline import Simulator, Timeline
 from chunkflow_compile.report.record import ArmRecord
 
@@ -57,28 +54,4 @@ def plan_arms(
 def play_program(program: Program, hardware: Hardware) -> Timeline:
     """Plays a program node by node: what it says, whatever its plan expected."""
     simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes)
-    return simulator.play(tuple(_items(program)))
-
-
-def _items(program: Program) -> Iterator[Item]:
-    regions = {r.name: r.index for r in program.problem.regions}
-    collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
-    waits: list[str] = []
-    for node in program.module.graph.nodes:
-        if node.target is WAIT:
-            waits.append(str(node.args[0]))
-            continue
-        yield from (Wait(weight, barrier=collective_kind(node) is not None) for weight in waits)
-        waits.clear()
-        if (prefetch := prefetch_of(node)) is not None:
-            yield prefetch
-        elif node.target is EVICT:
-            yield Evict(str(node.args[0]))
-        elif node.op == "call_module":
-            yield Compute(regions[node.name])
-        elif collective_kind(node) is not None:
-            yield Collect(collectives[str(node.meta.get(SOURCE, node.name))])
-        elif is_wait_tensor(node):
-            started = node.all_input_nodes[0]
-            started = started if collective_kind(started) is not None else started.all_input_nodes[0]
-            yield Await(collectives[str(started.meta.get(SOURCE, started.name))])
+    return simulator.play([item for _, item in program_items(program) if item is not None])

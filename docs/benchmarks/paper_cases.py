@@ -16,6 +16,7 @@ from tqdm import tqdm
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.presets import Sizes, preset
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.place import POLICIES, place
 from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.passes.problem import Problem
@@ -57,7 +58,7 @@ class Case:
 
         diffusers.utils.logging.set_verbosity_error()
         warnings.filterwarnings("ignore")
-        return preset(self.model).trace(DEGREE, self.sizes).problem
+        return make_cut(preset(self.model).trace(DEGREE, self.sizes)).problem
 
 
 CASES = [

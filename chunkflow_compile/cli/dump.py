@@ -1,0 +1,102 @@
+"""``chunkflow dump``: the program at every stage of compilation, as text, files and differences."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+from pathlib import Path
+
+from tabulate import tabulate
+
+from chunkflow_compile.cli import target
+from chunkflow_compile.cli.output import Progress, add_json, check_json, say, write_json
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Stage, stages
+from chunkflow_compile.report.lines import op_counts, stage_lines
+from chunkflow_compile.report.listings import render
+from chunkflow_compile.report.logs import logged
+from chunkflow_compile.report.stages import StageWriter, annotator
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    passes = "\n".join(f"  {name:<10} {effect}" for name, effect in OPTIONAL_PASSES.items())
+    parser = commands.add_parser(
+        "dump",
+        help="show the program at every stage of compilation",
+        description="Prints the program after the last stage, or after --stage, blocks that are alike folded; or, with\n"
+        f"--out, writes all stages with their differences.  Stages: {', '.join(STAGES)}.",
+        epilog=f"passes that can be disabled:\n{passes}\n\n"
+        "examples:\n"
+        "  chunkflow dump wan2.2-ti2v-5b --ulysses 2 --annotate\n"
+        "  chunkflow dump wan2.2-ti2v-5b --ulysses 2 --stage regions --full > regions.py\n"
+        "  chunkflow dump examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu --out stages --verify-each",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    target.add_arguments(parser)
+    parser.add_argument("--stage", metavar="NAME", help="stop behind this stage")
+    parser.add_argument("--annotate", action="store_true", help="end lines with cost, window, slot, bytes and slack")
+    parser.add_argument("--full", action="store_true", help="fold nothing, shorten nothing")
+    parser.add_argument("--out", metavar="DIR", help="write NN_stage.py, NN_stage.diff, plan.json and report.txt there")
+    parser.add_argument("--disable-pass", action="append", metavar="NAME", help="leave a pass out; may be given again")
+    parser.add_argument("--verify-each", action="store_true", help="check the contract of every stage")
+    add_json(parser, "the op counts of each stage")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    last = _stage(arguments.stage)
+    check_json(arguments)
+    # Every stage is a line; the last ones are the writer's and the printer's.
+    progress = Progress(1 + last + 1)
+    writer = None
+    settings = target.options_of(arguments).settings()
+    if arguments.out:
+        writer = StageWriter(Path(arguments.out), settings.hardware, annotate=arguments.annotate)
+    found = target.load(arguments, progress)
+    made: list[Stage] = []
+    try:
+        run = logged(stages(found.traced, found.settings, verify_each=arguments.verify_each), found.hardware)
+        while len(made) <= last:
+            with progress.phase(STAGES[len(made)]):
+                stage = next(run, None)
+                if stage is None:
+                    break
+                made.append(stage)
+                if writer is not None:
+                    writer.add(stage)
+        if arguments.verify_each:
+            next(run, None)  # the contract of a stage is checked when the next one is asked for
+    finally:
+        if made:
+            _show(arguments, found, made, writer)
+    return 0
+
+
+def _show(arguments: argparse.Namespace, found: target.Target, made: list[Stage], writer: StageWriter | None) -> None:
+    """Also of a run that failed: what led to it is what is looked for."""
+    if writer is None:
+        stage = made[-1]
+        note = annotator(stage, found.hardware) if arguments.annotate else None
+        say(arguments, render(stage_lines(stage), note, full=arguments.full).rstrip("\n"))
+    else:
+        report = writer.finish(found.heading, found.forwards)
+        rows = [
+            (w.name, w.path.name, w.lines, *(("", "") if w.change is None else (f"+{w.change[0]}", f"-{w.change[1]}")))
+            for w in writer.written
+        ]
+        say(arguments, f"{found.heading}\n")
+        say(arguments, tabulate(rows, headers=("stage", "file", "lines", "added", "removed"), tablefmt="simple"))
+        say(arguments, f"\nread first: {report}")
+    counts = {s.name: dict(sorted(op_counts(stage_lines(s)).items())) for s in made}
+    write_json(arguments, json.dumps({"model": found.heading, "ops": counts}, indent=1) + "\n")
+
+
+def _stage(name: str | None) -> int:
+    if name is None:
+        return len(STAGES) - 1
+    if name not in STAGES:
+        close = difflib.get_close_matches(name, STAGES, n=1, cutoff=0.0)[0]
+        raise ChunkflowError(f"There is no stage {name!r}; did you mean {close!r}? There are {', '.join(STAGES)}.")
+    return STAGES.index(name)  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""Annotations: what each line of a listing costs and moves on the machine that it is planned for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from chunkflow_compile.passes.costs import node_flops
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.plan import Plan, WeightPlan
+from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.schedule import Collect, Compute, Evict, Wait
+from chunkflow_compile.passes.timeline import Simulator
+
+from .lines import Line
+
+HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Note:
+    """The end of a line.  ``cost_s``: seconds of compute, collective or copy alone; ``nbytes``: bytes copied or sent, or
+    of an input; ``slack_s``: seconds to spare before the reader, negative if it waits.  None where it does not apply."""
+
+    cost_s: float | None = None
+    window: int | None = None
+    slot: int | None = None
+    nbytes: int | None = None
+    slack_s: float | None = None
+    said: str = ""
+
+    def __str__(self) -> str:
+        cells = (
+            "" if self.cost_s is None else f"{self.cost_s * 1e3:.3f} ms",
+            "" if self.window is None else f"window {self.window}",
+            "" if self.slot is None else f"at {self.slot:#011x}",
+            "" if self.nbytes is None else mebibytes(self.nbytes),
+        )
+        if self.slack_s is not None:
+            last = f"slack {self.slack_s * 1e3:.3f} ms" if self.slack_s >= 0 else f"waits {-self.slack_s * 1e3:.3f} ms"
+        else:
+            last = self.said
+        return f"{cells[0]:>12} {cells[1]:>9} {cells[2]:>13} {cells[3]:>11}  {last}".rstrip()
+
+
+class Annotator:
+    """Notes on the lines of one problem, by cost on ``hardware`` and, where there is one, by its ``plan``."""
+
+    def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None = None) -> None:
+        self.problem = problem
+        self.plan = plan
+        self.simulator = Simulator(problem, hardware, plan.chunk_bytes if plan is not None else 16 << 20)
+        self.weights: dict[str, WeightPlan] = {w.name: w for w in plan.weights} if plan is not None else {}
+        self.sizes = {w.name: w.nbytes for w in problem.weights}
+        spans = plan.predicted.spans if plan is not None and plan.predicted is not None else ()
+        self.took = {s.name: s.end - s.start for s in spans if s.lane == "collective"}
+        self.starts = [s.start for s in spans if s.lane == "compute"]
+        self.arrival = {s.name: s.end for s in spans if s.lane == "copy"}
+
+    def note(self, line: Line) -> Note | None:
+        """What is known of a line, None for one that costs nothing."""
+        item = line.item
+        if isinstance(item, Compute):
+            cost = self.problem.regions[item.region].cost
+            seconds = self.simulator.compute_s[item.region]
+            return Note(cost_s=seconds, window=item.region, said=_flops(cost.flops))
+        if isinstance(item, Collect):
+            collective = self.problem.collectives[item.collective]
+            seconds = self.took.get(collective.name, self.simulator.collective_s[item.collective])
+            more = seconds - self.simulator.collective_s[item.collective]
+            said = f"{more * 1e3:.3f} ms of it by copies" if more > 1e-8 else ""
+            return Note(cost_s=seconds, nbytes=collective.nbytes, said=said)
+        if isinstance(item, (Prefetch, Wait, Evict)):
+            return self._transfer(item)
+        if line.weight in self.weights or line.weight in self.sizes:
+            return self._weight(line.weight)
+        return _operation(line.node) if line.node is not None else None
+
+    def _transfer(self, item: Prefetch | Wait | Evict) -> Note | None:
+        weight = self.weights.get(item.weight)
+        if weight is None or weight.offset is None or self.plan is None:
+            return None
+        if isinstance(item, Evict):
+            return Note(slot=weight.offset, said="free")
+        if isinstance(item, Wait):
+            said = "held back until it is there" if item.barrier else ""
+            return Note(slot=weight.offset, slack_s=None if item.barrier else weight.slack_s, said=said)
+        begin, end = self.plan.span(weight, item.first, item.end)
+        return Note(
+            cost_s=self.simulator.copy_seconds(item.weight, item.first, item.end),
+            window=item.window,
+            slot=weight.offset + begin,
+            nbytes=end - begin,
+            slack_s=self._slack(item, weight.first_use),
+        )
+
+    def _slack(self, item: Prefetch, reader: int) -> float | None:
+        """Seconds from the arrival of a copy to its first reader, which may stand in the next step."""
+        arrival = self.arrival.get(f"{item.weight}[{item.first}:{item.end}]")
+        if arrival is None or self.plan is None or self.plan.predicted is None:
+            return None
+        later = item.next_step and arrival >= self.starts[item.window]  # else it arrives in the step that reads it
+        return self.starts[reader] + later * self.plan.predicted.step_s - arrival
+
+    def _weight(self, name: str) -> Note:
+        weight = self.weights.get(name)
+        if weight is None:
+            return Note(nbytes=self.sizes[name], said=name)
+        return Note(slot=weight.offset, nbytes=weight.nbytes, said=f"{weight.home}: {weight.why}")
+
+
+def mebibytes(nbytes: int) -> str:
+    """Bytes for a column of a listing."""
+    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"
+
+
+def _operation(node: Node) -> Note | None:
+    flops = node_flops(node)
+    return Note(said=_flops(flops)) if flops else None
+
+
+def _flops(flops: int) -> str:
+    for unit, scale in (("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6), ("kFLOP", 1e3)):
+        if flops >= scale:
+            return f"{flops / scale:.3g} {unit}"
+    return f"{flops} FLOP" if flops else ""

@@ -1,0 +1,165 @@
+"""Lines: a stage of compilation as text whose lines know what they show, for annotating, folding and counting.
+
+Every stage is one op a line and parses as Python.  ``traced`` is the ATen graph; ``regions`` draws the cuts into it and
+``planned`` the transfers; in ``rewritten`` each region has become a call.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from torch.fx import Node
+
+from chunkflow_compile.passes.listing import node_text, prefetch_text, target_name
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.pipeline import Stage
+from chunkflow_compile.passes.regions import Cut, CutRegion, block_labels
+from chunkflow_compile.passes.rewrite import program_items
+from chunkflow_compile.passes.schedule import Collect, Compute, Evict, Item, Transfers, Wait, transfers
+
+INPUTS = "inputs"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """``op``: what it calls, empty for comments.  ``part``: :data:`INPUTS`, or the name of the block, empty outside
+    blocks.  ``like``: what tells parts of equal structure; transfers and comments have none.  ``weight``: of an input.
+    """
+
+    text: str
+    op: str = ""
+    part: str = ""
+    like: str = ""
+    item: Item | None = None
+    node: Node | None = None
+    weight: str = ""
+
+
+def stage_lines(stage: Stage) -> list[Line]:
+    """The lines of a stage, from the newest of what it holds."""
+    if stage.program is not None and stage.cut is not None:
+        proof = stage.proof
+        head = []
+        if proof is not None:
+            said = (
+                f"# verified: a priming and {proof.steps} steps, {proof.ops} ops, {proof.edges} edges that order them"
+            )
+            head = [Line(text=said, part=INPUTS)]
+        return head + list(_program(stage))
+    if stage.cut is not None:
+        ops = None
+        if stage.plan is not None:
+            windows = {w.name: w.windows for w in stage.plan.streamed}
+            ops = transfers(stage.cut.problem, windows, stage.plan.barriers)
+        return list(_regions(stage.cut, ops))
+    return list(_traced(stage))
+
+
+def op_counts(lines: Sequence[Line]) -> Counter[str]:
+    """How often each op stands in a stage."""
+    return Counter(line.op for line in lines if line.op)
+
+
+def _traced(stage: Stage) -> Iterator[Line]:
+    names = {p.index: p.name for p in stage.traced.parameters}
+    blocks = block_labels(stage.traced.graph, stage.traced.blocks)
+    for node in stage.traced.graph.graph.nodes:
+        if node.op == "placeholder":
+            index = getattr(node.meta.get("desc"), "idx", -1)
+            yield from _input(node, names.get(index, ""), next((blocks.get(u, "") for u in node.users), ""))
+        else:
+            yield _line(node, blocks.get(node, ""))
+
+
+def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
+    weights = {w.node: w.parameter.name for w in cut.discovery.weights}
+    first_reader = {n: r.info.block for r in reversed(cut.regions) for n in r.inputs}
+    for node in cut.source.graph.nodes:
+        if node.op == "placeholder":
+            yield from _input(node, weights.get(node, ""), first_reader.get(node, ""))
+        elif node.op == "get_attr":
+            yield _line(node, INPUTS)
+    collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
+    blocks = [*(r.block for r in cut.problem.regions), ""]
+    following = 0
+    for item in cut.sequence:
+        if isinstance(item, CutRegion):
+            yield from _region(item, ops)
+            following = item.info.index + 1
+            continue
+        if item.name in collectives and ops is not None:
+            held = ops.barriers.get(item.name, ())
+            yield from (_transfer(Wait(w, barrier=True), blocks[following]) for w in held)
+        collect = Collect(collectives[item.name]) if item.name in collectives else None
+        yield _line(item, blocks[following], collect)
+    (output,) = cut.source.graph.find_nodes(op="output")
+    yield _line(output, "")
+
+
+def _region(region: CutRegion, ops: Transfers | None) -> Iterator[Line]:
+    info, index = region.info, region.info.index
+    if ops is not None:
+        yield from (_transfer(op, info.block) for op in ops.prefetches.get(index, ()))
+        yield from (_transfer(Wait(w), info.block) for w in ops.waits.get(index, ()))
+    inputs = ", ".join(n.name for n in region.inputs)
+    where = info.block or "outside blocks"
+    yield Line(
+        text=f"# {info.name}({inputs}): {where}, {info.nodes} ops, key {info.key}",
+        part=info.block,
+        like=info.key,
+        item=Compute(index),
+    )
+    taken = zip(region.module.graph.find_nodes(op="placeholder"), region.inputs, strict=True)
+    names = {inside: outside.name for inside, outside in taken}
+    for node in region.module.graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            yield Line(text=node_text(node, names), op=target_name(node), part=info.block, node=node)
+    if ops is not None:
+        yield from (_transfer(Evict(w), info.block) for w in ops.evicts.get(index, ()))
+
+
+def _program(stage: Stage) -> Iterator[Line]:
+    program = stage.program
+    assert program is not None
+    names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
+    regions = program.problem.regions
+    block_of = {r.name: r.block for r in regions}
+    blocks = [*block_of.values(), ""]
+    at, computed = 0, False  # the region whose lines these are; behind its evicts come the next one's
+    for node, item in program_items(program):
+        if node.op == "placeholder":
+            yield from _input(node, names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), ""))
+            continue
+        if computed and not isinstance(item, Evict) and (item is not None or node.op == "output"):
+            at, computed = at + 1, False
+        if isinstance(item, Compute):
+            at, computed = item.region, True
+        part = INPUTS if node.op == "get_attr" else blocks[at]
+        if isinstance(item, (Prefetch, Wait, Evict)):
+            yield _transfer(item, part)
+        elif isinstance(item, Compute):
+            yield Line(text=node_text(node), op="region", part=part, like=regions[at].key, item=item, node=node)
+        else:
+            yield _line(node, part, item)
+
+
+def _input(node: Node, weight: str, block: str) -> Iterator[Line]:
+    if node.users:
+        line = _line(node, f"{INPUTS} of {block}" if block else INPUTS)
+        yield replace(line, weight=weight)
+
+
+def _line(node: Node, part: str, item: Item | None = None) -> Line:
+    op = "" if node.op in ("placeholder", "output") else target_name(node)
+    text = node_text(node)
+    shape = text.partition(":")[2].partition(" = ")[0]
+    return Line(text=text, op=op, part=part, like=f"{op}{shape}", item=item, node=node)
+
+
+def _transfer(op: Prefetch | Wait | Evict, part: str) -> Line:
+    if isinstance(op, Prefetch):
+        return Line(text=prefetch_text(op), op="prefetch", part=part, item=op)
+    name = "wait" if isinstance(op, Wait) else "evict"
+    return Line(text=f"{name}({op.weight!r})", op=name, part=part, item=op)

@@ -1,0 +1,100 @@
+"""Listings: lines as text, with notes at their ends, blocks that are like the one before folded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.schedule import Compute
+
+from .annotate import HEADER, Annotator, Note, mebibytes
+from .lines import Line
+
+# Wide enough for a region's call with its first inputs; with the notes a line is 160, which a wide terminal shows.
+COLUMN = 96
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Neighbouring lines of one part of a listing."""
+
+    name: str
+    lines: tuple[Line, ...]
+
+    @property
+    def shape(self) -> tuple[str, ...]:
+        return tuple(line.like for line in self.lines if line.like)
+
+
+def render(lines: Sequence[Line], annotator: Annotator | None = None, *, full: bool = True) -> str:
+    """The listing.  ``full``: whole; otherwise of parts of equal structure the first, and long lines shortened."""
+    text = [] if annotator is None else [f"#{' ' * (COLUMN - 1)}# {HEADER}"]
+    if full:
+        text += [_text(line, annotator, False) for line in lines]
+        return "\n".join(text) + "\n"
+    parts = [_Part(name, tuple(group)) for name, group in groupby(lines, key=lambda line: line.part)]
+    for _, group in groupby(enumerate(parts), key=_equal(parts)):
+        first, *others = (part for _, part in group)
+        text += _heading(first)
+        text += [_text(line, annotator, True) for line in first.lines]
+        if others:
+            text.append(_folded(first, others, annotator))
+    return "\n".join(text) + "\n"
+
+
+def _equal(parts: Sequence[_Part]) -> Callable[[tuple[int, _Part]], int]:
+    """A key that stays the same along neighbouring parts of equal structure; parts outside blocks stand alone."""
+    keys: list[int] = []
+    for i, part in enumerate(parts):
+        same = bool(i) and part.shape == parts[i - 1].shape and bool(part.name) and bool(parts[i - 1].name)
+        keys.append(keys[-1] if same else i)
+    return lambda pair: keys[pair[0]]
+
+
+def _heading(part: _Part) -> list[str]:
+    regions = [line.item.region for line in part.lines if isinstance(line.item, Compute)]
+    if not regions:
+        return []
+    numbers = f"region {regions[0]}" if len(regions) == 1 else f"regions {regions[0]} to {regions[-1]}"
+    return [f"# {part.name or 'outside blocks'}: {numbers}"]
+
+
+def _text(line: Line, annotator: Annotator | None, short: bool) -> str:
+    text = line.text if not short or len(line.text) <= COLUMN else f"{line.text[: COLUMN - 4]} ..."
+    note = annotator.note(line) if annotator is not None else None
+    return text if note is None else f"{text:<{COLUMN}}# {note}"
+
+
+def _folded(first: _Part, others: Sequence[_Part], annotator: Annotator | None) -> str:
+    names = others[0].name if len(others) == 1 else f"{others[0].name} .. {others[-1].name}"
+    lines = sum(len(part.lines) for part in others)
+    head = f"# {names}: as {first.name}, {lines} lines folded"
+    if annotator is None:
+        return head
+    notes = [list(_notes(part, annotator)) for part in others]
+    said = [_range([sum(n.cost_s or 0.0 for i, n in found if isinstance(i.item, Compute)) for found in notes])]
+    copied = [sum(n.nbytes or 0 for i, n in found if isinstance(i.item, Prefetch)) for found in notes]
+    if any(copied):
+        low, high = mebibytes(min(copied)), mebibytes(max(copied))
+        said.append(f"{low if low == high else f'{low} .. {high}'} copied in each")
+    slacks = [(n.slack_s, part.name) for part, found in zip(others, notes, strict=True) for _, n in found]
+    least = min(((s, name) for s, name in slacks if s is not None), default=None)
+    if least is not None:
+        said.append(f"least {'slack' if least[0] >= 0 else 'slack: waits'} {abs(least[0]) * 1e3:.3f} ms in {least[1]}")
+    return f"{head}: {'; '.join(s for s in said if s)}" if any(said) else head
+
+
+def _notes(part: _Part, annotator: Annotator) -> Iterator[tuple[Line, Note]]:
+    for line in part.lines:
+        note = annotator.note(line)
+        if note is not None:
+            yield line, note
+
+
+def _range(seconds: Sequence[float]) -> str:
+    low, high = min(seconds) * 1e3, max(seconds) * 1e3
+    if not high:
+        return ""
+    return f"{low:.3f} ms of compute each" if high - low < 5e-4 else f"{low:.3f} .. {high:.3f} ms of compute"

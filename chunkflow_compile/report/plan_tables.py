@@ -1,0 +1,75 @@
+"""Tables of a plan."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from tabulate import tabulate
+
+from chunkflow_compile.passes.plan import Plan, WeightPlan, runs
+from chunkflow_compile.passes.problem import Problem
+
+from .record import seconds, size
+
+
+def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
+    """What a plan is expected to cost, a denoising step of ``forwards`` calls."""
+    predicted = plan.predicted
+    assert predicted is not None
+    ratio = predicted.step_s / (predicted.resident_step_s or 1.0)
+    rows = [
+        ("step", f"{seconds(predicted.step_s * forwards)}, {ratio:.3f} times that with all weights resident"),
+        ("compute", seconds(predicted.compute_s * forwards)),
+        (
+            "collectives",
+            f"{seconds(predicted.collective_s * forwards)}, {seconds(predicted.inflation_s * forwards)} by copies",
+        ),
+        ("waiting for weights", seconds(predicted.exposed_s * forwards)),
+        ("copies, beside the rest", seconds(predicted.copy_s * forwards)),
+        ("weights on the device", f"{size(plan.device_bytes)} of {size(problem.total_bytes)}"),
+        ("of it arena", size(plan.arena_bytes)),
+        ("moved a step", size(plan.moved_bytes * forwards)),
+        ("regions, collectives", f"{len(problem.regions)}, {len(problem.collectives)}"),
+    ]
+    return tabulate(rows, tablefmt="plain")
+
+
+def blocks_table(plan: Plan, problem: Problem) -> str:
+    """A row a block, equal neighbours as one."""
+    block = {k: r.block for k, r in enumerate(problem.regions)}
+    rows: dict[str, list[WeightPlan]] = {}
+    for weight in plan.weights:
+        rows.setdefault(block.get(weight.first_use, "") or "outside blocks", []).append(weight)
+    ordered = sorted(rows, key=lambda name: min(w.first_use for w in rows[name]))
+    cells = [(name, _row(plan, rows[name])) for name in ordered]
+    lines = []
+    for row, group in groupby(cells, key=lambda c: c[1]):
+        names = [name for name, _ in group]
+        label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rpartition('.')[2]}"
+        lines.append((label, *row))
+    return tabulate(lines, headers=("block", "weights", "streamed", "resident", "least slack"), tablefmt="simple")
+
+
+def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
+    total = sum(w.nbytes for w in weights)
+    streamed = sum(_streamed_bytes(plan, w) for w in weights)
+    slacks = [w.slack_s for w in weights if w.slack_s is not None]
+    slack = (
+        "-"
+        if not slacks
+        else f"{min(slacks) * 1e3:.1f} ms"
+        if min(slacks) >= 0
+        else f"waits {-min(slacks) * 1e3:.1f} ms"
+    )
+    return size(total), size(streamed), size(total - streamed), slack
+
+
+def _streamed_bytes(plan: Plan, weight: WeightPlan) -> int:
+    spans = (plan.span(weight, r.first, r.end) for r in runs(weight.windows) if r.window is not None)
+    return sum(end - begin for begin, end in spans)
+
+
+def weights_table(plan: Plan) -> str:
+    """A row a weight: where it is and why."""
+    rows = [(w.name, size(w.nbytes), w.home, w.why) for w in plan.weights]
+    return tabulate(rows, headers=("weight", "size", "home", "why"), tablefmt="simple")

@@ -1,0 +1,144 @@
+"""Stages as files: ``NN_stage.py``, the difference to the one before, the plan, a report.
+
+Files are whole and plain, so that tools compare them; only the report folds blocks that are alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+from tabulate import tabulate
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.pipeline import STAGES, Stage
+
+from .annotate import Annotator
+from .lines import op_counts, stage_lines
+from .listings import render
+from .plan_tables import blocks_table, summary_table
+
+PLAN_FILE = "plan.json"
+REPORT_FILE = "report.txt"
+
+
+@dataclass(frozen=True)
+class Written:
+    """A stage that was written, and what stands in it.  ``change``: lines added and removed since the one before."""
+
+    name: str
+    path: Path
+    lines: int
+    ops: Counter[str]
+    change: tuple[int, int] | None
+
+
+class StageWriter:
+    """Writes stages into a folder, each as soon as it is there: the last file before an error is what led to it.
+
+    ``annotate``: whether the files carry the notes of the listing.  Raises ChunkflowError if the folder is unwritable.
+    """
+
+    def __init__(self, folder: Path, hardware: Hardware, *, annotate: bool = False) -> None:
+        self.folder = folder
+        self.hardware = hardware
+        self.annotate = annotate
+        self.written: list[Written] = []
+        self._before: list[str] = []
+        self._newest: Stage | None = None
+        with _refused(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+
+    def add(self, stage: Stage) -> Written:
+        """Writes one stage."""
+        lines = stage_lines(stage)
+        plain = [line.text for line in lines]
+        name = f"{STAGES.index(stage.name):02}_{stage.name}"
+        path = self.folder / f"{name}.py"
+        ops, change = op_counts(lines), None
+        with _refused(self.folder):
+            path.write_text(render(lines, annotator(stage, self.hardware) if self.annotate else None))
+            if self.written:
+                before = self.written[-1]
+                difference = list(_difference(before, self._before, name, plain))
+                change = _count(difference)
+                counts = [f"# {line}" for line in changed_counts(before.ops, ops) or ["op counts unchanged"]]
+                path.with_suffix(".diff").write_text("\n".join([*counts, *difference]) + "\n")
+            if stage.plan is not None and self._newest is not None and self._newest.plan is None:
+                (self.folder / PLAN_FILE).write_text(stage.plan.to_json())
+        self._before, self._newest = plain, stage
+        self.written.append(Written(stage.name, path, len(plain), ops, change))
+        return self.written[-1]
+
+    def finish(self, title: str = "", forwards: int = 1) -> Path:
+        """Writes the report of what was added; returns its path."""
+        assert self._newest is not None
+        path = self.folder / REPORT_FILE
+        with _refused(self.folder):
+            path.write_text(report(self._newest, self.hardware, self.written, title, forwards))
+        return path
+
+
+def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -> Stage:
+    """All stages of a run under ``folder/rankR_N``, N counting the programs of a rank; returns the last one."""
+    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    base, number = Path(folder), 0
+    while (target := base / f"rank{rank}_{number}").exists():
+        number += 1
+    writer = StageWriter(target, hardware)
+    for stage in run:
+        writer.add(stage)
+    writer.finish()
+    return stage
+
+
+def report(stage: Stage, hardware: Hardware, written: Iterable[Written], title: str, forwards: int) -> str:
+    """What a person reads first: figures, blocks, op counts, and the last stage with notes, folded."""
+    parts = [title] if title else []
+    if stage.plan is not None and stage.cut is not None:
+        parts += [summary_table(stage.plan, stage.cut.problem, forwards), blocks_table(stage.plan, stage.cut.problem)]
+    parts.append(counts_table(written))
+    parts.append(f"{stage.name}:\n\n{render(stage_lines(stage), annotator(stage, hardware), full=False)}")
+    return "\n\n".join(parts)
+
+
+def annotator(stage: Stage, hardware: Hardware) -> Annotator | None:
+    """What annotates a stage; None before there are regions."""
+    return None if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan)
+
+
+def counts_table(written: Iterable[Written]) -> str:
+    """Op by stage, the ops that most stages share first."""
+    columns = list(written)
+    names = sorted({op for w in columns for op in w.ops}, key=lambda op: (tuple(-w.ops[op] for w in columns[::-1]), op))
+    rows = [(op, *(w.ops[op] or "" for w in columns)) for op in names]
+    return tabulate(rows, headers=("op", *(w.name for w in columns)), tablefmt="simple")
+
+
+def changed_counts(before: Counter[str], after: Counter[str]) -> list[str]:
+    """``op: n -> m`` for every op whose number changed."""
+    return [f"{op}: {before[op]} -> {after[op]}" for op in sorted(before | after) if before[op] != after[op]]
+
+
+def _difference(before: Written, old: list[str], name: str, new: list[str]) -> Iterable[str]:
+    return difflib.unified_diff(old, new, before.path.name, f"{name}.py", n=1, lineterm="")
+
+
+def _count(difference: list[str]) -> tuple[int, int]:
+    body = difference[2:]
+    return sum(line.startswith("+") for line in body), sum(line.startswith("-") for line in body)
+
+
+@contextlib.contextmanager
+def _refused(path: Path) -> Iterator[None]:
+    """Turns what the file system says into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise ChunkflowError(f"{path} cannot be written: {error}. Give another folder.") from error

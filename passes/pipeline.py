@@ -1,0 +1,121 @@
+"""Pipeline: the passes in their order, and what each leaves behind.
+
+traced      the ATen graph, its parameters and process groups      tracing, outside
+regions     pieces of pure compute between collectives             discover, cut
+planned     a home, a slot and windows for every weight            place, or a plan given
+rewritten   the program with its transfer ops                      rewrite
+verified    the same program, proved safe                          verify
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, get_args
+
+from .contracts import check_cut, check_plan, check_traced
+from .discover import discover
+from .errors import ChunkflowError
+from .hardware import Hardware
+from .place import Policy, place
+from .plan import Plan
+from .problem import Problem
+from .regions import DEFAULT_GROUP_BYTES, Cut, cut
+from .rewrite import Program, rewrite
+from .traced import Traced
+from .verify import Proof, verify
+
+StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+
+# What can be left out, to see whether it is to blame.  Everything else is needed by what stands behind it.
+OPTIONAL_PASSES: Mapping[str, str] = {
+    "views": "pieces of views only go into the regions around them",
+    "sharing": "equal regions are lowered once",
+    "barriers": "compute may wait so that no copy runs beside a collective",
+    "refine": "short programs are improved chunk by chunk",
+    "verify": "the program is proved safe before it runs",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the passes are told.  Sizes in bytes; ``disabled``: names of :data:`OPTIONAL_PASSES`."""
+
+    hardware: Hardware
+    policy: Policy = "chunkflow"
+    chunk_bytes: int = 16 << 20
+    group_bytes: int = DEFAULT_GROUP_BYTES
+    memory: int | None = None
+    slowdown: float | None = None
+    plan: Plan | None = None
+    disabled: frozenset[str] = field(default_factory=frozenset)
+
+    def __post_init__(self) -> None:
+        check_disabled(self.disabled)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """The program after a pass; None for what is not there yet."""
+
+    name: StageName
+    traced: Traced
+    cut: Cut | None = None
+    plan: Plan | None = None
+    program: Program | None = None
+    proof: Proof | None = None
+
+
+def check_disabled(names: Iterable[str]) -> None:
+    """Raises ChunkflowError for a name that is no optional pass."""
+    for name in names:
+        if name not in OPTIONAL_PASSES:
+            close = difflib.get_close_matches(name, OPTIONAL_PASSES, n=1, cutoff=0.0)[0]
+            raise ChunkflowError(
+                f"There is no pass {name!r} that can be disabled; did you mean {close!r}? There are "
+                f"{', '.join(OPTIONAL_PASSES)}; all others are needed by what stands behind them."
+            )
+
+
+def make_plan(problem: Problem, settings: Settings) -> Plan:
+    """The plan that is given, or one made for the goal.  Raises ChunkflowError if there is none."""
+    return settings.plan or place(
+        problem,
+        settings.hardware,
+        policy=settings.policy,
+        chunk_bytes=settings.chunk_bytes,
+        memory=settings.memory,
+        slowdown=settings.slowdown,
+        disabled=settings.disabled,
+    )
+
+
+def make_cut(traced: Traced, group_bytes: int = DEFAULT_GROUP_BYTES, disabled: Collection[str] = ()) -> Cut:
+    """The regions of a traced graph."""
+    return cut(traced, discover(traced), group_bytes, dissolve_views="views" not in disabled)
+
+
+def stages(traced: Traced, settings: Settings, *, verify_each: bool = False) -> Iterator[Stage]:
+    """Runs all passes, in order; yields what each leaves behind as soon as it is there.
+
+    ``verify_each``: checks the contract of each stage once it has been taken, so that a stage that breaks it is seen.
+    Raises ChunkflowError where a pass refuses or a contract is broken.
+    """
+    yield Stage(name="traced", traced=traced)
+    if verify_each:
+        check_traced(traced)
+    pieces = make_cut(traced, settings.group_bytes, settings.disabled)
+    yield Stage(name="regions", traced=traced, cut=pieces)
+    if verify_each:
+        check_cut(pieces)
+    plan = make_plan(pieces.problem, settings)
+    yield Stage(name="planned", traced=traced, cut=pieces, plan=plan)
+    if verify_each:
+        check_plan(plan, pieces.problem, settings.memory)
+    program = rewrite(pieces, plan, share="sharing" not in settings.disabled)
+    yield Stage(name="rewritten", traced=traced, cut=pieces, plan=plan, program=program)
+    if "verify" not in settings.disabled:
+        proof = verify(program)
+        yield Stage(name="verified", traced=traced, cut=pieces, plan=plan, program=program, proof=proof)
