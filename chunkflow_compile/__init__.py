@@ -9,14 +9,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from chunkflow_compile.explaining import explain
     from chunkflow_compile.passes.errors import ChunkflowError
     from chunkflow_compile.placing import offload, programs, restore
 
-__all__ = ["ChunkflowError", "__version__", "offload", "programs", "restore"]
+__all__ = ["ChunkflowError", "__version__", "explain", "offload", "programs", "restore"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "ChunkflowError": "chunkflow_compile.passes.errors",
+    "explain": "chunkflow_compile.explaining",
     "offload": "chunkflow_compile.placing",
     "programs": "chunkflow_compile.placing",
     "restore": "chunkflow_compile.placing",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -58,20 +59,23 @@ def chunkflow(
     parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
-        program = run_passes(describe_graph(aten, parameters, index.blocks), chosen)
+        program, folder = run_passes(describe_graph(aten, parameters, index.blocks), chosen)
         regions = lower_regions(program, chosen.lowering, chosen.inductor)
-        return Runner(program, regions, device, partial(_place, device))
+        return Runner(program, regions, device, partial(_place, device), folder)
 
     return lower_to_aten(graph, example_inputs, compile_inference)
 
 
-def run_passes(traced: Traced, options: Options) -> Program:
-    """An ATen graph becomes a program, logged and, if asked for, dumped at every stage."""
+def run_passes(traced: Traced, options: Options) -> tuple[Program, Path | None]:
+    """An ATen graph becomes a program, logged and, if asked for, dumped at every stage: the program, and the folder."""
     settings = options.settings()
     run = logged(stages(traced, settings), settings.hardware)
-    last = [*run][-1] if options.dump is None else write_stages(run, options.dump, settings.hardware)
+    if options.dump is None:
+        last, folder = [*run][-1], None
+    else:
+        last, folder = write_stages(run, options.dump, settings.hardware)
     assert last.program is not None
-    return last.program
+    return last.program, folder
 
 
 def _index(parameters: Sequence[nn.Parameter]) -> tuple[ModelIndex, bool]:

@@ -114,13 +114,7 @@ class Options:
 
     def given_plan(self) -> Plan | None:
         """The plan to run, if one is given.  Raises ChunkflowError if it cannot be read."""
-        if self.plan is None:
-            return None
-        try:
-            text = Path(self.plan).read_text()
-        except (OSError, UnicodeDecodeError, TypeError) as error:
-            raise ChunkflowError(f"The plan {self.plan} cannot be read: {error}.") from error
-        return Plan.from_json(text)
+        return None if self.plan is None else read_plan(self.plan)
 
     def profile(self) -> Hardware:
         """The machine that is planned for."""
@@ -138,6 +132,15 @@ class Options:
             plan=self.given_plan(),
             disabled=frozenset(self.disable),
         )
+
+
+def read_plan(path: str | Path) -> Plan:
+    """The plan of a file.  Raises ChunkflowError if it cannot be read or is none."""
+    try:
+        text = Path(path).read_text()
+    except (OSError, UnicodeDecodeError, TypeError) as error:
+        raise ChunkflowError(f"The plan {path} cannot be read: {error}.") from error
+    return Plan.from_json(text)
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:

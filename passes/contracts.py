@@ -60,8 +60,9 @@ def check_cut(cut: Cut) -> None:
 def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
     """The plan is of this problem: its weights, chunks and windows, inside its arena and the budget."""
     plan.check_problem(problem)
-    if plan.window_count != len(problem.regions):
-        _broken("planned", f"{plan.window_count} windows for {len(problem.regions)} regions")
+    count = len(problem.regions)
+    if len(plan.regions) != count:
+        _broken("planned", f"{len(plan.regions)} windows for {count} regions")
     if memory is not None and plan.device_bytes > memory:
         _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {memory}")
     for weight, known in zip(plan.weights, problem.weights, strict=True):
@@ -75,7 +76,7 @@ def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
             _broken("planned", f"the slot of {weight.name} at {weight.offset} is not aligned or leaves the arena")
         if len(weight.windows) != chunk_count(weight.nbytes, plan.chunk_bytes):
             _broken("planned", f"{weight.name} has {len(weight.windows)} chunks")
-        if odd := [w for w in weight.windows if w is not None and not 0 <= w < plan.window_count]:
+        if odd := [w for w in weight.windows if w is not None and not 0 <= w < count]:
             _broken("planned", f"{weight.name} starts in window {odd[0]}")
     collectives = {c.name for c in problem.collectives}
     if unknown := [b.collective for b in plan.barriers if b.collective not in collectives]:

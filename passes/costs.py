@@ -6,6 +6,8 @@ operands and results of each GEMM, convolution and attention inside it.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +21,13 @@ from .hardware import Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """``flops`` of GEMMs, convolutions and attention; ``nbytes`` through the device's memory; ``dtype`` of most FLOPs."""
+    """``flops`` of GEMMs, convolutions and attention; ``nbytes`` through the device's memory; ``dtype`` and ``op`` of most
+    FLOPs, ``op`` being "attention", "convolution", "matmul", or empty."""
 
     flops: int
     nbytes: int
     dtype: str
+    op: str = ""
 
     def seconds(self, hardware: Hardware) -> float:
         """Roofline: the longer of compute at eta_comp of the peak and memory traffic, plus one launch."""
@@ -33,16 +37,16 @@ class Cost:
 
 def region_cost(module: GraphModule) -> Cost:
     """The cost of one region; its nodes carry fake tensors in ``meta["val"]``."""
-    total, traffic, by_dtype = 0, 0, dict[str, int]()
+    total, traffic, by_dtype, by_op = 0, 0, Counter[str](), Counter[str]()
     for node in module.graph.nodes:
         if node.op in ("placeholder", "output"):
             traffic += _nbytes(node if node.op == "placeholder" else node.args)
         elif (flops := node_flops(node)) > 0:
             total += flops
             traffic += _nbytes(node) + _nbytes(node.args)
-            dtype = _dtype(node)
-            by_dtype[dtype] = by_dtype.get(dtype, 0) + flops
-    return Cost(flops=total, nbytes=traffic, dtype=max(sorted(by_dtype), key=by_dtype.__getitem__, default="float32"))
+            by_dtype[_dtype(node)] += flops
+            by_op[_kind(node)] += flops
+    return Cost(flops=total, nbytes=traffic, dtype=_most(by_dtype, "float32"), op=_most(by_op, ""))
 
 
 def node_flops(node: Node) -> int:
@@ -56,6 +60,17 @@ def node_flops(node: Node) -> int:
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     formula = flop_registry.get(node.target.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
+
+
+def _most(flops: Mapping[str, int], otherwise: str) -> str:
+    return max(sorted(flops), key=flops.__getitem__, default=otherwise)
+
+
+def _kind(node: Node) -> str:
+    name = str(node.target)
+    return next(
+        (kind for part, kind in (("attention", "attention"), ("conv", "convolution")) if part in name), "matmul"
+    )
 
 
 def _nbytes(value: Any) -> int:

@@ -14,6 +14,7 @@ from typing import Literal
 
 from .errors import ChunkflowError
 from .hardware import Hardware
+from .labels import region_labels
 from .plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, align, runs
 from .policies import layerwise, next_block_barriers
 from .problem import Problem, Weight
@@ -168,7 +169,7 @@ class Builder:
             hardware=self.hardware.name,
             chunk_bytes=self.planner.simulator.chunk_bytes,
             arena_bytes=arena,
-            window_count=self.planner.count,
+            regions=region_labels(self.problem),
             weights=tuple(weights),
             barriers=hard,
             predicted=self._prediction(timeline, windows, streamed),

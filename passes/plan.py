@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 from .errors import ChunkflowError
 from .problem import Problem
 
-SCHEMA = 2
+SCHEMA = 3
 # Kernels assume 16-byte alignment of their inputs; 256 is what the CUDA allocator gives to every tensor.
 ALIGNMENT = 256
 
@@ -69,6 +69,14 @@ class WeightPlan:
     last_use: int = -1
     slack_s: float | None = None
 
+    def ahead(self, count: int) -> int:
+        """How many of the step's ``count`` windows before its first reader the first of its copies starts."""
+        return max(((self.first_use - w) % count for w in self.windows if w is not None), default=0)
+
+    @property
+    def streamed_chunks(self) -> int:
+        return sum(w is not None for w in self.windows)
+
     def wraps(self, window: int) -> bool:
         """Whether a chunk that ``window`` starts serves the next step."""
         return window > self.first_use
@@ -80,6 +88,13 @@ class Barrier:
 
     collective: str
     weights: tuple[str, ...]
+
+
+class RegionLabel(NamedTuple):
+    """What people call a region.  ``block``: empty outside blocks."""
+
+    block: str
+    what: str
 
 
 class Span(NamedTuple):
@@ -115,7 +130,8 @@ class Prediction:
 class Plan:
     """All weights of a program.  ``arena_bytes``: size of the device arena.  ``chunk_bytes``: longest single copy.
 
-    ``problem``: digest of the Problem that it was made for.  ``hardware``: name of the profile.
+    ``problem``: digest of the Problem that it was made for.  ``hardware``: name of the profile.  ``regions``: what each
+    region is called; window k opens before region k.
     """
 
     policy: str
@@ -123,7 +139,7 @@ class Plan:
     hardware: str
     chunk_bytes: int
     arena_bytes: int
-    window_count: int
+    regions: tuple[RegionLabel, ...]
     weights: tuple[WeightPlan, ...]
     barriers: tuple[Barrier, ...] = ()
     predicted: Prediction | None = None
@@ -183,6 +199,7 @@ class Plan:
         if digest != _digest(body):
             raise ChunkflowError("The plan was edited after it was written (its digest does not fit): make it again.")
         del body["schema"]
+        body["regions"] = tuple(RegionLabel(*r) for r in body["regions"])
         body["weights"] = tuple(WeightPlan(**{**w, "windows": tuple(w["windows"])}) for w in body["weights"])
         body["barriers"] = tuple(
             Barrier(collective=b["collective"], weights=tuple(b["weights"])) for b in body["barriers"]

@@ -43,10 +43,12 @@ def _streamed(planner: Planner, windows: Windows, first: int, slack: float | Non
     where = f"window {begin}, {ahead} window{'s' * (ahead != 1)} ahead of region {first}"
     if slack is None or slack >= 0:
         return f"hidden: copied from {where}, there {_ms(slack or 0.0)} before it is read"
-    cause = (
-        "an earlier start would take more memory" if ahead <= 1 else "the link is busy with other weights until then"
-    )
-    return f"exposed by {_ms(-slack)} because copying starts in {where}: {cause}"
+    return f"exposed by {_ms(-slack)} because copying starts in {where}: {stall_cause(ahead)}"
+
+
+def stall_cause(ahead: int) -> str:
+    """What makes a reader wait for a weight whose copies start ``ahead`` windows before it."""
+    return "an earlier start would take more memory" if ahead <= 1 else "the link is busy with other weights until then"
 
 
 def _ms(seconds: float) -> str:

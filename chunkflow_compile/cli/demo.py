@@ -100,7 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     column = {"collectives a step": {name: ranks[0][name].measurements[-1].collectives for name in OPTIONS}}
     say(arguments, f"{record.model}; Ulysses degree {DEGREE}, {arguments.steps} steps, medians of the slowest rank\n")
     say(arguments, table(record, column))
-    say(arguments, f"\nprogram: {_program(Path(dump))}")
+    program = _program(Path(dump))
+    say(arguments, f"\nprogram: {program}\nwhat it did: chunkflow explain {program.parent}")
     write_json(arguments, record.to_json())
     return 0 if all(arm.equal_to_resident for arm in record.arms.values()) else 1
 
@@ -142,7 +143,10 @@ def _rank(rank: int, job: _Job) -> None:
     )
     try:
         size = Size(**{**SIZE.__dict__, "layers": job.layers})
-        with torch.no_grad(), tqdm(total=2 * (2 + job.steps), disable=rank != 0, unit="stage") as progress:
+        with (
+            torch.no_grad(),
+            tqdm(total=2 * (2 + job.steps), disable=None if rank == 0 else True, unit="stage") as progress,
+        ):
             results = _arms(size, job, progress)
         torch.save(results, Path(job.folder) / f"rank{rank}.pt")
         dist.barrier()

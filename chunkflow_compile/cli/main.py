@@ -6,11 +6,12 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 
-from chunkflow_compile.cli import calibrate, demo, dump, plan, simulate
+from chunkflow_compile.cli import calibrate, demo, diff, doctor, dump, explain, plan, simulate, timeline, why
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 
-COMMANDS = (demo, plan, simulate, dump, calibrate)
+COMMANDS = (demo, plan, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
 
 DESCRIPTION = """\
 Runs diffusion transformers that do not fit the GPU: weights stream from host
@@ -60,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="chunkflow",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
     for command in COMMANDS:

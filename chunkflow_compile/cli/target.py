@@ -60,8 +60,13 @@ class Target:
         return f"{self.title}; Ulysses degree {self.degree} on {self.hardware.name}, {forwards}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=f"{', '.join(PRESETS)}, or file.py:function for your own")
+def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> None:
+    """The options that say what is planned, and for what machine; ``or_plan``: a plan's file does as well."""
+    known = f"{', '.join(PRESETS)}, or file.py:function for your own"
+    if or_plan:
+        parser.add_argument("model", metavar="MODEL|PLAN", help=f"{known}; or the file of a plan")
+    else:
+        parser.add_argument("model", metavar="MODEL", help=known)
     parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
     parser.add_argument(
         "--hardware",

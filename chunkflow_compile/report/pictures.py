@@ -12,6 +12,17 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 def new_axes(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple[Any, Any]:
     """A figure and its axes, drawn without a display.  Raises ChunkflowError if matplotlib is not installed."""
+    figure = _figure(width, height)
+    return figure, figure.subplots(1, columns)
+
+
+def new_figure(width: float, height: float, heights: Sequence[float]) -> tuple[Any, Any]:
+    """A figure and its axes, one below the other, of the given relative ``heights``."""
+    figure = _figure(width, height)
+    return figure, figure.subplots(len(heights), 1, height_ratios=heights)
+
+
+def _figure(width: float, height: float) -> Any:
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -19,12 +30,13 @@ def new_axes(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple
         raise ChunkflowError("Pictures need matplotlib: pip install 'chunkflow-compile[pictures]'.") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns)
+    return figure
 
 
 def save(figure: Any, path: Path) -> None:
     """Writes a figure without the date, so that equal figures are equal files."""
-    figure.savefig(path, dpi=110, metadata={"Software": None} if path.suffix == ".png" else None)
+    dated = {".png": {"Software": None}, ".svg": {"Date": None}}
+    figure.savefig(path, dpi=110, metadata=dated.get(path.suffix))
 
 
 def draw_curve(points: Sequence[Point], forwards: int, title: str, path: Path) -> None:

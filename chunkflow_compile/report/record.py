@@ -84,6 +84,11 @@ def seconds(value: float | None) -> str:
     return "-" if value is None else f"{value * 1e3:.1f} ms"
 
 
+def fine(value: float) -> str:
+    """Seconds for people, in ms to the microsecond."""
+    return f"{value * 1e3:.3f} ms"
+
+
 def _share(part: int | None, whole: int | None) -> str:
     if part is None or not whole:
         return "-"

@@ -85,8 +85,8 @@ class StageWriter:
         return path
 
 
-def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -> Stage:
-    """All stages of a run under ``folder/rankR_N``, N counting the programs of a rank; returns the last one."""
+def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -> tuple[Stage, Path]:
+    """All stages of a run under ``folder/rankR_N``, N counting the programs of a rank; the last one, and that folder."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     base, number = Path(folder), 0
     while (target := base / f"rank{rank}_{number}").exists():
@@ -95,7 +95,7 @@ def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -
     for stage in run:
         writer.add(stage)
     writer.finish()
-    return stage
+    return stage, target
 
 
 def report(stage: Stage, hardware: Hardware, written: Iterable[Written], title: str, forwards: int) -> str:

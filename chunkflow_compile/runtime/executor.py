@@ -27,7 +27,7 @@ from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.rewrite import SOURCE, Program
 
 from .device import Device
-from .measurement import StepMeasurement
+from .measurement import StepMeasurement, WindowSeconds, no_seconds
 
 # A step every second for an hour; old measurements make room for new ones.
 KEPT_MEASUREMENTS = 3600
@@ -52,8 +52,7 @@ class _Step:
     """One run: the values of the program's nodes by number, and what it cost so far."""
 
     env: list[Any]
-    exposed_s: float = 0.0
-    collective_s: float = 0.0
+    windows: WindowSeconds
     collectives: int = 0
     moved: int = 0
 
@@ -71,13 +70,14 @@ class Executor:
         self.device = device
         self.binding = binding
         self.measurements: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
-        self.copied_bytes = 0  # counted by the copy stream, behind each copy
+        self.copied_bytes, self.copied_s = 0, 0.0  # counted by the copy stream, behind each copy
         self._regions = regions
         self._opening = device.event()
         self._arrival = {w.name: device.event() for w in program.plan.streamed}
         self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
         self._writes: dict[Prefetch, None] = {}  # in the order in which they were issued last
         self._primed = False
+        self._windows = len(program.problem.regions)
         self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
@@ -92,7 +92,8 @@ class Executor:
         start = time.perf_counter()
         values = self.binding.values
         inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
-        step = _Step(inputs + [None] * (len(self._number) - len(inputs)))
+        step = _Step(inputs + [None] * (len(self._number) - len(inputs)), no_seconds(self._windows))
+        copied_s = self.copied_s
         try:
             primed = 0 if self._primed else self._prime()
             for issue, release in self._instructions:
@@ -105,11 +106,13 @@ class Executor:
         self.measurements.append(
             StepMeasurement(
                 step_s=time.perf_counter() - start,
-                exposed_h2d_s=step.exposed_s,
-                collective_s=step.collective_s,
+                exposed_h2d_s=sum(step.windows.exposed_s),
+                collective_s=sum(step.windows.collective_s),
+                copy_s=self.copied_s - copied_s,
                 collectives=step.collectives,
                 moved_bytes=step.moved,
                 primed_bytes=primed,
+                windows=step.windows,
             )
         )
         return step.env[-1]
@@ -144,7 +147,7 @@ class Executor:
         return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
 
     def _prime(self) -> int:
-        step = _Step([])
+        step = _Step([], no_seconds(self._windows))
         for issue in self._priming:
             issue(step)
         self._primed = True
@@ -158,10 +161,12 @@ class Executor:
             if node.op != "output":
                 release.setdefault(max(readers, key=self._number.__getitem__, default=node), []).append(number)
         opened: int | None = None
+        window = 0  # the region that runs next
         for node in module.graph.nodes:
             if node.op == "placeholder":
                 continue
-            issue = self._issue(module, node)
+            issue = self._issue(module, node, min(window, self._windows - 1))
+            window += node.op == "call_module"
             if (prefetch := prefetch_of(node)) is not None:
                 if prefetch.next_step:
                     self._priming.append(issue)
@@ -171,12 +176,12 @@ class Executor:
             # The outputs themselves stay: the caller takes them.
             yield issue, () if node.op == "output" else tuple(release.get(node, ()))
 
-    def _issue(self, module: GraphModule, node: Node) -> _Issue:
+    def _issue(self, module: GraphModule, node: Node, window: int) -> _Issue:
         function: Any = node.target
         if (prefetch := prefetch_of(node)) is not None:
             return self._prefetch(prefetch)
         if node.target is WAIT:
-            return partial(self._wait, self._arrival[str(node.args[0])])
+            return partial(self._wait, self._arrival[str(node.args[0])], window)
         if node.target is EVICT:
             return _evict
         if node.op == "get_attr":
@@ -185,11 +190,11 @@ class Executor:
         if node.op == "output":
             return self._call(node, lambda outputs: outputs)
         if node.op == "call_module":
-            return self._call(node, self._probed(self._regions[str(node.target)]))
+            return self._call(node, self._probed(self._regions[str(node.target)]), window)
         if collective_kind(node) is not None:
-            return partial(self._collective, node, self._call(node, function), True)
+            return partial(self._collective, node, self._call(node, function), window, True)
         if is_wait_tensor(node):
-            return partial(self._collective, node.all_input_nodes[0], self._call(node, function), False)
+            return partial(self._collective, node.all_input_nodes[0], self._call(node, function), window, False)
         return self._call(node, function)
 
     def _prefetch(self, prefetch: Prefetch) -> _Issue:
@@ -211,7 +216,9 @@ class Executor:
         return issue
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        start = time.perf_counter()
         self.device.copy_bytes(target, source)
+        self.copied_s += time.perf_counter() - start
         self.copied_bytes += source.numel()
 
     def _open(self, issue: _Issue, step: _Step) -> None:
@@ -219,10 +226,11 @@ class Executor:
         self.device.copy.wait(self._opening)
         issue(step)
 
-    def _wait(self, arrival: Any, step: _Step) -> None:
-        step.exposed_s += self.device.compute.wait(arrival)
+    def _wait(self, arrival: Any, window: int, step: _Step) -> None:
+        step.windows.exposed_s[window] += self.device.compute.wait(arrival)
 
-    def _call(self, node: Node, function: Callable[..., Any]) -> _Issue:
+    def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> _Issue:
+        """``window``: that of a region, whose time is counted."""
         number, run, read = self._number[node], self.device.compute.run, self._reader(node)
 
         def issue(step: _Step) -> None:
@@ -230,7 +238,10 @@ class Executor:
 
             def work() -> None:
                 args, kwargs = read(env)
+                start = time.perf_counter()
                 env[number] = function(*args, **kwargs)
+                if window is not None:
+                    step.windows.compute_s[window] += time.perf_counter() - start
 
             run(work)
 
@@ -270,7 +281,7 @@ class Executor:
 
         return read
 
-    def _collective(self, node: Node, issue: _Issue, counts: bool, step: _Step) -> None:
+    def _collective(self, node: Node, issue: _Issue, window: int, counts: bool, step: _Step) -> None:
         """Issues a collective or its completion; ``node`` is the collective either way."""
         start = time.perf_counter()
         try:
@@ -280,7 +291,7 @@ class Executor:
                 f"The collective {node.meta.get(SOURCE, node.name)} failed in step {len(self.measurements)}: a rank died "
                 f"or did not arrive in time ({error}). The model is intact: restore(model) brings its weights back."
             ) from error
-        step.collective_s += time.perf_counter() - start
+        step.windows.collective_s[window] += time.perf_counter() - start
         step.collectives += counts
 
 

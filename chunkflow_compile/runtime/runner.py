@@ -6,10 +6,12 @@ keeps a session for each.  It holds them weakly; they belong to the placements o
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from .arena import allocate_arena, as_weight, flat_bytes, slot_bytes
 from .device import make_device
 from .executor import Binding, Executor
 from .host_store import Home, home_of
-from .measurement import StepMeasurement
+from .measurement import MEASURED_FILE, StepMeasurement, measured
 
 
 class Session:
@@ -34,8 +36,11 @@ class Session:
         regions: Mapping[str, Callable[..., Sequence[Any]]],
         device: torch.device,
         parameters: Mapping[str, nn.Parameter],
+        folder: Path | None = None,
     ) -> None:
         self.program = program
+        self._folder = folder
+        self._steps = 0
         self.started = time.monotonic()
         self._lock = threading.Lock()
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
@@ -69,15 +74,26 @@ class Session:
     def run(self, inputs: Sequence[Any]) -> Any:
         """One step; a second thread waits for the first to end its step."""
         with self._lock:
-            return self.executor.run(inputs)
+            outputs = self.executor.run(inputs)
+            self._steps += 1
+            if not self._steps & (self._steps - 1):  # behind steps 1, 2, 4, 8: a killed run leaves its figures too
+                self._save()
+            return outputs
 
     def close(self) -> None:
         """Waits for the step and the copies in flight, and frees arena and streams."""
         with self._lock:
             if not self.closed:
                 self.closed = True
+                self._save()
                 self.executor.forget()
                 self.executor.device.close()
+
+    def _save(self) -> None:
+        """Into the folder of the dump, if there is one; a full disk must not end a step."""
+        if self._folder is not None and self.measurements:
+            with contextlib.suppress(OSError):
+                (self._folder / MEASURED_FILE).write_text(measured(self.plan.digest, self.measurements).to_json())
 
     def _bind(self, device: torch.device) -> Binding:
         arena = allocate_arena(self.plan, device)
@@ -115,8 +131,10 @@ class Runner:
         regions: Mapping[str, Callable[..., Sequence[Any]]],
         device: torch.device,
         place: Place,
+        folder: Path | None = None,
     ) -> None:
         self.program = program
+        self._folder = folder
         self._regions = regions
         self._device = device
         self._place = place
@@ -151,7 +169,7 @@ class Runner:
         return fresh
 
     def _start(self, parameters: Mapping[str, nn.Parameter]) -> Session:
-        return Session(self.program, self._regions, self._device, parameters)
+        return Session(self.program, self._regions, self._device, parameters, self._folder)
 
 
 def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:

@@ -1,0 +1,69 @@
+"""``chunkflow timeline``: a step as a picture, or as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from chunkflow_compile.cli import target
+from chunkflow_compile.cli.output import Progress
+from chunkflow_compile.options import read_plan
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.report.lanes import lanes_of
+from chunkflow_compile.report.perfetto import trace_events
+from chunkflow_compile.report.record import check_writable, seconds, size
+from chunkflow_compile.report.timeline_picture import draw_timeline
+
+FORMATS = (".png", ".svg", ".json")
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
+    parser = commands.add_parser(
+        "timeline",
+        help="draw a step: compute, collectives, copies, the arena",
+        description="Draws the predicted step of a model, or of a plan's file: lanes for compute, collectives and copies,\n"
+        "the arena byte by byte, stalls in red.  A plan's file needs none of the model's options.",
+        epilog="examples:\n"
+        "  chunkflow timeline wan2.2-ti2v-5b --ulysses 2 --out step.png\n"
+        "  chunkflow timeline plan.json --block blocks.3 --blocks 2 --out step.svg\n"
+        "  chunkflow timeline plan.json --out step.json     # open it in ui.perfetto.dev",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    target.add_arguments(parser, or_plan=True)
+    parser.add_argument("--out", required=True, metavar="FILE", help="picture (.png, .svg) or trace events (.json)")
+    parser.add_argument("--block", metavar="NAME", help="first block shown large (default: one in the middle)")
+    parser.add_argument(
+        "--blocks", type=int, default=1, metavar="N", help="how many blocks are shown large (default 1)"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    out = Path(arguments.out)
+    if out.suffix not in FORMATS:
+        raise ChunkflowError(f"--out {out} has no ending that tells what to write: give one of {', '.join(FORMATS)}.")
+    if arguments.blocks < 1:
+        raise ChunkflowError("--blocks must be at least 1.")
+    check_writable(out)
+    title, plan = _plan(arguments)
+    lanes = lanes_of(plan)
+    goal = f"{title}: {size(plan.device_bytes)} of weights on the device, {size(plan.moved_bytes)} copied a call"
+    if out.suffix == ".json":
+        out.write_text(trace_events(lanes, goal))
+    else:
+        draw_timeline(lanes, goal, out, block=arguments.block, blocks=arguments.blocks)
+    waited = sum(s.end - s.start for s in lanes.stalls)
+    print(
+        f"{goal}\none call {seconds(lanes.step_s)}, {len(lanes.stalls)} stalls of {seconds(waited)}\n\nwritten: {out}"
+    )
+    return 0
+
+
+def _plan(arguments: argparse.Namespace) -> tuple[str, Plan]:
+    if arguments.model.endswith(".json"):
+        plan = read_plan(arguments.model)
+        return f"{Path(arguments.model).name}, policy {plan.policy} on {plan.hardware}", plan
+    found, plan = target.load_and_plan(arguments, Progress(2))
+    return f"{found.title}; Ulysses degree {found.degree} on {found.hardware.name}", plan

@@ -1,0 +1,148 @@
+"""This machine as it is found: versions, GPUs and their links, memory, what collectives there are."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from .profiles import measured_path
+
+LIBRARIES = ("diffusers", "transformers", "accelerate", "matplotlib", "torch-tensorrt")
+_QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """A CUDA device.  ``link``: (generation, width) of its PCIe link as it runs and at most; generation drops in idle.
+    ``numa``: node of the host memory next to it, None where the machine does not tell."""
+
+    name: str
+    memory_bytes: int
+    link: tuple[int, int] | None = None
+    most_link: tuple[int, int] | None = None
+    numa: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What doctor looks at.  ``cuda_build``: CUDA version torch was built for, None for a CPU build.  ``libraries``:
+    name -> version, None where missing.  ``pinnable_bytes``: limit of locked memory, None for no limit."""
+
+    python: str
+    torch: str
+    cuda_build: str | None
+    driver: str | None
+    gpus: tuple[Gpu, ...]
+    cpus: int
+    numa_nodes: int
+    memory_bytes: int
+    available_bytes: int
+    pinnable_bytes: int | None
+    gloo: bool
+    nccl: bool
+    compiler: str | None
+    triton: bool
+    libraries: Mapping[str, str | None]
+    profile: str | None
+
+
+def look() -> Machine:
+    """Looks at this machine; allocates nothing on a GPU and changes nothing."""
+    memory = _memory()
+    return Machine(
+        python=platform.python_version(),
+        torch=torch.__version__,
+        cuda_build=torch.version.cuda,
+        driver=_nvidia(("driver_version",))[0][0] if _nvidia(("driver_version",)) else None,
+        gpus=tuple(_gpus()),
+        cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
+        memory_bytes=memory.get("MemTotal", 0),
+        available_bytes=memory.get("MemAvailable", 0),
+        pinnable_bytes=_locked_limit(),
+        gloo=dist.is_available() and dist.is_gloo_available(),
+        nccl=dist.is_available() and dist.is_nccl_available(),
+        compiler=next((c for c in (os.environ.get("CXX"), "g++", "clang++") if c and shutil.which(c)), None),
+        triton=importlib.util.find_spec("triton") is not None,
+        libraries={name: _version(name) for name in LIBRARIES},
+        profile=str(measured_path()) if measured_path().exists() else None,
+    )
+
+
+def _gpus() -> list[Gpu]:
+    links = _nvidia(_QUERY)
+    found = []
+    for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        properties = torch.cuda.get_device_properties(i)
+        row = links[i] if i < len(links) else None
+        found.append(
+            Gpu(
+                name=properties.name,
+                memory_bytes=properties.total_memory,
+                link=_link(row, 1, 3),
+                most_link=_link(row, 2, 4),
+                numa=_numa(row[0]) if row else None,
+            )
+        )
+    return found
+
+
+def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int] | None:
+    if row is None or not (row[generation].isdigit() and row[width].isdigit()):
+        return None
+    return int(row[generation]), int(row[width])
+
+
+def _numa(bus: str) -> int | None:
+    """nvidia-smi writes the domain with eight digits, the kernel with four."""
+    name = bus.lower()[4:] if len(bus) == 16 else bus.lower()
+    try:
+        node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
+    except (OSError, ValueError):
+        return None
+    return node if node >= 0 else None
+
+
+def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
+    """A row a GPU, empty where there is no driver."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return []
+    return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
+
+
+def _memory() -> dict[str, int]:
+    """Bytes by the names of /proc/meminfo."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.endswith("kB")}
+
+
+def _locked_limit() -> int | None:
+    try:
+        import resource
+    except ImportError:  # no such limits on Windows
+        return None
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return None if limit == resource.RLIM_INFINITY else limit
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

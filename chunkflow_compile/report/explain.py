@@ -1,0 +1,264 @@
+"""Explain: what was predicted beside what happened, where compute waited and why, and what limits the step."""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+from tabulate import tabulate
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.runtime.measurement import Measured
+
+from .lanes import lanes_of
+from .record import seconds, size
+
+# How many stalls and windows are told of: what a person reads before acting.
+SHOWN = 5
+# Shares of a step that are worth a word: less is within what steps differ by.
+_NOTABLE = 0.02
+_FAR = 0.10
+# Characters of a region that a table shows: a block and two weights.
+_WIDE = 56
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One figure of a step, seconds unless ``unit`` says "bytes" or "bytes/s"; None where it is not known."""
+
+    name: str
+    predicted: float | None
+    measured: float | None
+    unit: str = "s"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Window:
+    """One window: the region behind it, and seconds as (predicted, measured)."""
+
+    index: int
+    block: str
+    what: str
+    compute_s: tuple[float, float]
+    exposed_s: tuple[float, float]
+    collective_s: tuple[float, float]
+
+    @property
+    def off_s(self) -> float:
+        """How far the measured window is from the predicted one."""
+        return sum(m - p for p, m in (self.compute_s, self.exposed_s, self.collective_s))
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorstStall:
+    """Compute waited in front of a region.  ``weights``: those that arrive there, the one that comes last first."""
+
+    window: int
+    block: str
+    what: str
+    predicted_s: float
+    measured_s: float
+    weights: tuple[str, ...]
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """A plan beside its measurement.  ``str()`` is the report for people."""
+
+    plan: str
+    steps: int
+    figures: tuple[Figure, ...]
+    windows: tuple[Window, ...]
+    stalls: tuple[WorstStall, ...]
+    limit: str
+    advice: str
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def __str__(self) -> str:
+        return self.report()
+
+    def report(self, every_window: bool = False) -> str:
+        """Tables; ``every_window``: of all windows instead of those that differ most from what was predicted."""
+        warm = f"{self.steps} warm step{'s' * (self.steps != 1)}, medians; plan {self.plan}"
+        parts = [warm, _figures(self.figures), f"limited by {self.limit}"]
+        if self.advice:
+            parts.append(self.advice)
+        if self.stalls:
+            parts.append(f"worst stalls:\n\n{_stalls(self.stalls)}")
+        else:
+            parts.append("compute waited for no weight")
+        if every_window:
+            parts.append(f"windows:\n\n{_windows(self.windows)}")
+        else:
+            most = sorted(self.windows, key=lambda w: -abs(w.off_s))[:SHOWN]
+            parts.append(f"windows that differ most from what was predicted:\n\n{_windows(most)}")
+        return "\n\n".join(parts)
+
+
+def explain_plan(plan: Plan, measured: Measured) -> Explanation:
+    """Puts a measurement beside its plan.  Raises ChunkflowError if it is of another plan."""
+    if measured.plan != plan.digest:
+        raise ChunkflowError(f"The measurement is of plan {measured.plan}, this plan is {plan.digest}: take its own.")
+    predicted = plan.predicted
+    if predicted is None:
+        raise ChunkflowError("The plan predicts nothing to compare with: make it with chunkflow plan.")
+    windows = tuple(_compare(plan, measured))
+    rate = plan.moved_bytes / predicted.copy_s if predicted.copy_s else None
+    figures = (
+        Figure(name="step", predicted=predicted.step_s, measured=measured.step_s),
+        Figure(name="compute", predicted=predicted.compute_s, measured=measured.compute_s),
+        Figure(name="waited for weights", predicted=predicted.exposed_s, measured=measured.exposed_s),
+        Figure(name="collectives", predicted=predicted.collective_s, measured=measured.collective_s),
+        Figure(name="host, and the rest", predicted=0.0, measured=_rest(measured)),
+        Figure(name="copies, beside the rest", predicted=predicted.copy_s, measured=measured.copy_s),
+        Figure(name="copied", predicted=plan.moved_bytes, measured=measured.moved_bytes, unit="bytes"),
+        Figure(
+            name="rate of copies",
+            predicted=rate,
+            measured=measured.moved_bytes / measured.copy_s if measured.copy_s else None,
+            unit="bytes/s",
+        ),
+    )
+    return Explanation(
+        plan=plan.digest,
+        steps=measured.steps,
+        figures=figures,
+        windows=windows,
+        stalls=tuple(_worst(plan, windows)),
+        limit=_limit(measured),
+        advice=_advice(figures),
+    )
+
+
+def _rest(measured: Measured) -> float:
+    """What is left of a step, above 0: medians of parts may exceed the median of the whole."""
+    return max(0.0, measured.step_s - measured.compute_s - measured.exposed_s - measured.collective_s)
+
+
+def _compare(plan: Plan, measured: Measured) -> Iterator[Window]:
+    lanes = lanes_of(plan)
+    compute = lanes.lane("compute")
+    starts = [b.start for b in compute]
+    exposed, collective = [0.0] * len(compute), [0.0] * len(compute)
+    for stall in lanes.stalls:
+        exposed[min(bisect_left(starts, stall.end - 1e-8), len(starts) - 1)] += stall.end - stall.start
+    for bar in lanes.lane("collective"):
+        collective[min(bisect_left(starts, bar.end - 1e-8), len(starts) - 1)] += bar.end - bar.start
+    for k, region in enumerate(plan.regions):
+        yield Window(
+            index=k,
+            block=region.block,
+            what=region.what,
+            compute_s=(compute[k].end - compute[k].start, measured.windows.compute_s[k]),
+            exposed_s=(exposed[k], measured.windows.exposed_s[k]),
+            collective_s=(collective[k], measured.windows.collective_s[k]),
+        )
+
+
+def _worst(plan: Plan, windows: Sequence[Window]) -> Iterator[WorstStall]:
+    """The longest measured waits, as far as they are worth a word."""
+    arrivals: dict[int, list[tuple[float, str, str]]] = {}
+    for weight in plan.streamed:
+        slack = weight.slack_s if weight.slack_s is not None else 0.0
+        arrivals.setdefault(weight.first_use, []).append((slack, weight.name, weight.why))
+    for window in sorted(windows, key=lambda w: -w.exposed_s[1])[:SHOWN]:
+        if window.exposed_s[1] <= 0 or not arrivals.get(window.index):
+            continue
+        weights = sorted(arrivals[window.index])
+        slack, _, why = weights[0]
+        if slack >= 0:
+            why = f"planned with {seconds(slack)} to spare; the copies or what they wait for came later than predicted"
+        yield WorstStall(
+            window=window.index,
+            block=window.block,
+            what=window.what,
+            predicted_s=window.exposed_s[0],
+            measured_s=window.exposed_s[1],
+            weights=tuple(name for _, name, _ in weights),
+            why=why,
+        )
+
+
+def _limit(measured: Measured) -> str:
+    """The longest part of the step, and the wait for weights where it is worth a word."""
+    parts = {
+        "compute": measured.compute_s,
+        "the link: compute waits for weights": measured.exposed_s,
+        "collectives": measured.collective_s,
+        "the host, which issues regions and copies": _rest(measured),
+    }
+    name = max(parts, key=parts.__getitem__)
+    step = measured.step_s or 1.0
+    text = f"{name}, {100 * parts[name] / step:.0f} % of the step"
+    waits = measured.exposed_s / step
+    if parts[name] != measured.exposed_s:
+        if not measured.moved_bytes:
+            return f"{text}; nothing is copied"
+        hidden = "the copies are hidden" if waits < _NOTABLE else f"compute waits {100 * waits:.0f} % of it for weights"
+        text += f"; {hidden}, and the link is busy {100 * min(1.0, measured.copy_s / step):.0f} % of it"
+    return text
+
+
+def _advice(figures: Sequence[Figure]) -> str:
+    """Where the prediction is far off, the figure that is most to blame."""
+    step, *parts = figures[:5]
+    if not step.predicted or step.measured is None or abs(step.measured / step.predicted - 1) <= _FAR:
+        return ""
+    off = {f.name: (f.measured or 0.0) - (f.predicted or 0.0) for f in parts}
+    name = max(off, key=lambda n: abs(off[n]))
+    return (
+        f"the step takes {step.measured / step.predicted:.2f} times what was predicted, most of it {name} "
+        f"({off[name] * 1e3:+.1f} ms): the hardware profile is of another machine; measure this one with chunkflow calibrate "
+        "and compile with hardware='measured'"
+    )
+
+
+def _figures(figures: Sequence[Figure]) -> str:
+    rows = []
+    for figure in figures:
+        cells = [_cell(v, figure.unit) for v in (figure.predicted, figure.measured)]
+        both = figure.predicted and figure.measured is not None
+        ratio = f"{figure.measured / figure.predicted:.2f}" if both else ""  # type: ignore[operator]
+        rows.append((figure.name, *cells, ratio))
+    return tabulate(
+        rows, headers=("a call", "predicted", "measured", "ratio"), tablefmt="simple", disable_numparse=True
+    )
+
+
+def _cell(value: float | None, unit: str) -> str:
+    if value is None:
+        return "-"
+    if unit == "bytes":
+        return size(int(value))
+    return f"{value / 1e9:.2f} GB/s" if unit == "bytes/s" else seconds(value)
+
+
+def _stalls(stalls: Sequence[WorstStall]) -> str:
+    rows = [
+        (s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), s.weights[0], s.why)
+        for s in stalls
+    ]
+    return tabulate(rows, headers=("window", "region", "predicted", "measured", "waits for", "why"), tablefmt="simple")
+
+
+def _windows(windows: Sequence[Window]) -> str:
+    rows = [
+        (w.index, _where(w.block, w.what), *(f"{p * 1e3:.2f} / {m * 1e3:.2f}" for p, m in _columns(w))) for w in windows
+    ]
+    headers = ("window", "region", "compute, ms", "waited, ms", "collectives, ms")
+    return f"{tabulate(rows, headers=headers, tablefmt='simple')}\n(predicted / measured)"
+
+
+def _columns(window: Window) -> tuple[tuple[float, float], ...]:
+    return window.compute_s, window.exposed_s, window.collective_s
+
+
+def _where(block: str, what: str) -> str:
+    text = f"{block}: {what}" if block else what
+    return text if len(text) <= _WIDE else f"{text[: _WIDE - 4]} ..."

@@ -1,0 +1,173 @@
+"""Health: what of a machine stands in the way of a run, and what to do about it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Literal
+
+from tabulate import tabulate
+
+from chunkflow_compile.hardware.machine import Gpu, Machine
+
+from .record import size
+
+Verdict = Literal["ok", "note", "missing"]
+# The releases that ChunkFlow is tested on.
+OLDEST, NEWEST = (2, 11), (2, 13)
+# A model that needs streaming is larger than this; below it, memory for pinning will be short.
+_SMALL_HOST = 16 << 30
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``verdict``: "missing" stops a run, "note" costs speed or a feature.  ``fix``: what to do, empty if all is well."""
+
+    what: str
+    found: str
+    verdict: Verdict = "ok"
+    fix: str = ""
+
+
+def findings(machine: Machine) -> tuple[Finding, ...]:
+    """Everything that was looked at, in the order in which a run needs it."""
+    return (
+        Finding("python", machine.python),
+        _torch(machine.torch),
+        *_cuda(machine),
+        *(_gpu(i, gpu) for i, gpu in enumerate(machine.gpus)),
+        Finding("cpu", f"{machine.cpus} cores, {machine.numa_nodes} NUMA node{'s' * (machine.numa_nodes != 1)}"),
+        *_memory(machine),
+        *_collectives(machine),
+        *_compilers(machine),
+        *_libraries(machine),
+        _profile(machine.profile),
+    )
+
+
+def health_table(found: tuple[Finding, ...]) -> str:
+    """The findings as a table, and the fixes below it."""
+    rows = [(f.what, f.found, f.verdict) for f in found]
+    table = tabulate(rows, headers=("what", "found", ""), tablefmt="simple", disable_numparse=True)
+    fixes = [f"{f.what}: {f.fix}" for f in found if f.fix]
+    return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
+
+
+def health_json(found: tuple[Finding, ...]) -> str:
+    return json.dumps([asdict(f) for f in found], indent=1) + "\n"
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / 2**30:.1f} GiB"
+
+
+def _torch(version: str) -> Finding:
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
+    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
+    if release < OLDEST:
+        return Finding(
+            "torch", version, "missing", f"ChunkFlow needs {OLDEST[0]}.{OLDEST[1]} or later: pip install -U torch"
+        )
+    if release > NEWEST:
+        return Finding("torch", version, "note", f"newer than what ChunkFlow is tested on, {tested}")
+    return Finding("torch", version)
+
+
+def _cuda(machine: Machine) -> Iterator[Finding]:
+    build = f"torch built for CUDA {machine.cuda_build}" if machine.cuda_build else "a CPU build of torch"
+    driver = f", driver {machine.driver}" if machine.driver else ", no NVIDIA driver"
+    if machine.gpus:
+        yield Finding("CUDA", build + driver)
+    elif machine.driver and not machine.cuda_build:
+        fix = "there is a GPU, but torch cannot use it: install the build of torch for CUDA"
+        yield Finding("CUDA", build + driver, "missing", fix)
+    elif machine.cuda_build and machine.driver:
+        fix = "torch sees no GPU: CUDA_VISIBLE_DEVICES may hide it, or the driver is too old for this build"
+        yield Finding("CUDA", build + driver, "missing", fix)
+    else:
+        yield Finding("CUDA", build + driver, "note", "no GPU here: models are planned for others and run on the CPU")
+
+
+def _gpu(index: int, gpu: Gpu) -> Finding:
+    parts = [gpu.name, _gib(gpu.memory_bytes)]
+    fix = ""
+    if gpu.link is not None:
+        parts.append(f"PCIe {gpu.link[0]} x{gpu.link[1]}")
+    if gpu.numa is not None:
+        parts.append(f"NUMA node {gpu.numa}")
+    if gpu.link is not None and gpu.most_link is not None:
+        if gpu.link[1] < gpu.most_link[1]:
+            fix = f"its link runs {gpu.link[1]} of {gpu.most_link[1]} lanes: check the slot, the riser and the BIOS"
+        elif gpu.link[0] < gpu.most_link[0]:
+            fix = (
+                f"its link runs at generation {gpu.link[0]} of {gpu.most_link[0]}, as links do when idle: look again while "
+                "something copies"
+            )
+    return Finding(f"GPU {index}", ", ".join(parts), "note" if fix else "ok", fix)
+
+
+def _memory(machine: Machine) -> Iterator[Finding]:
+    found = f"{_gib(machine.available_bytes)} free of {_gib(machine.memory_bytes)}"
+    if machine.available_bytes < _SMALL_HOST:
+        fix = "the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16"
+        yield Finding("host memory", found, "note", fix)
+    else:
+        yield Finding("host memory", found)
+    if machine.pinnable_bytes is None:
+        yield Finding("pinnable memory", "no limit")
+    else:
+        # cudaHostRegister is not held to it, mlock is: it tells how the machine is set up, not what fails.
+        fix = (
+            "copies from memory that is not pinned are slow: raise it with ulimit -l unlimited" if machine.gpus else ""
+        )
+        yield Finding("pinnable memory", f"limit {size(machine.pinnable_bytes)}", "note" if fix else "ok", fix)
+
+
+def _collectives(machine: Machine) -> Iterator[Finding]:
+    yield (
+        Finding("gloo", "there")
+        if machine.gloo
+        else Finding("gloo", "not in this torch", "note", "ranks on CPUs need it, as chunkflow demo does")
+    )
+    if machine.nccl:
+        yield Finding("NCCL", "there")
+    elif machine.gpus:
+        fix = "several GPUs need it" if len(machine.gpus) > 1 else ""
+        yield Finding("NCCL", "not in this torch", "missing" if fix else "note", fix)
+    else:
+        yield Finding("NCCL", "not in this torch; only GPUs need it")
+
+
+def _compilers(machine: Machine) -> Iterator[Finding]:
+    if machine.compiler:
+        yield Finding("C++ compiler", machine.compiler)
+    else:
+        fix = "Inductor compiles for the CPU with it: install g++, or name one as CXX; lowering='eager' does without"
+        yield Finding("C++ compiler", "none", "missing", fix)
+    if machine.gpus and not machine.triton:
+        yield Finding(
+            "triton", "none", "missing", "Inductor compiles for GPUs with it: it comes with torch's CUDA builds"
+        )
+    elif machine.gpus:
+        yield Finding("triton", "there")
+
+
+def _libraries(machine: Machine) -> Iterator[Finding]:
+    fixes = {
+        "diffusers": "the presets, the demo and your pipelines need it: pip install 'chunkflow-compile[diffusers]'",
+        "matplotlib": "pictures need it: pip install 'chunkflow-compile[pictures]'",
+    }
+    for name, version in machine.libraries.items():
+        fix = "" if version else fixes.get(name, "")
+        yield Finding(name, version or "not installed", "note" if fix else "ok", fix)
+
+
+def _profile(path: str | None) -> Finding:
+    if path:
+        return Finding("hardware profile", f"measured, {path}")
+    return Finding(
+        "hardware profile", "not measured", "note", "plans are as good as their figures: run chunkflow calibrate"
+    )

@@ -1,0 +1,185 @@
+"""Lanes: a plan's predicted step as bars, stalls and slots, for pictures and for trace viewers.
+
+Times are seconds from the start of a step among many like it.  What reaches back into the step before, or on into the
+one behind, starts below 0 or ends above ``step_s``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.labels import weight_label
+from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, WeightPlan, runs
+
+LaneName = Literal["compute", "collective", "copy"]
+# Sums of a thousand spans differ by this much; nothing that happens is as short.
+_INSTANT = 1e-8
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bar:
+    """Work on a lane.  ``name``: as in the program.  ``label``: as people call it, inside ``block``."""
+
+    lane: LaneName
+    name: str
+    label: str
+    block: str
+    start: float
+    end: float
+    detail: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stall:
+    """Compute waits for weights.  ``before``: the region or collective that cannot start.  ``why``: the plan's reason."""
+
+    before: str
+    weights: tuple[str, ...]
+    start: float
+    end: float
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slot:
+    """Bytes ``[begin, end)`` of the arena that hold a piece of a weight, from its copy to its last reader."""
+
+    weight: str
+    label: str
+    begin: int
+    stop: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lanes:
+    """One step.  ``blocks``: block -> when it computes, first to last region."""
+
+    step_s: float
+    arena_bytes: int
+    bars: tuple[Bar, ...]
+    stalls: tuple[Stall, ...]
+    slots: tuple[Slot, ...]
+    blocks: Mapping[str, tuple[float, float]]
+
+    def lane(self, name: LaneName) -> tuple[Bar, ...]:
+        return tuple(b for b in self.bars if b.lane == name)
+
+    def occupancy(self) -> list[tuple[float, int]]:
+        """Bytes of the arena in use, as (time, bytes from there on), over one step."""
+        changes: list[tuple[float, int]] = []
+        for slot in self.slots:
+            for start, end in around(slot.start, slot.end, self.step_s):
+                changes += [(start, slot.stop - slot.begin), (end, slot.begin - slot.stop)]
+        points, level = [(0.0, 0)], 0
+        for time, change in sorted(changes):
+            level += change
+            points = points[:-1] if points[-1][0] == time else points
+            points.append((time, level))
+        return points
+
+
+def lanes_of(plan: Plan) -> Lanes:
+    """The predicted step of a plan.  Raises ChunkflowError if the plan has no prediction."""
+    predicted = plan.predicted
+    if predicted is None:
+        raise ChunkflowError("The plan predicts nothing: make it with chunkflow plan.")
+    compute = [s for s in predicted.spans if s.lane == "compute"]
+    blocks: dict[str, tuple[float, float]] = {}
+    for region, span in zip(plan.regions, compute, strict=True):
+        begin, _ = blocks.get(region.block, (span.start, 0.0))
+        blocks[region.block] = (begin, span.end)
+    blocks.pop("", None)
+    return Lanes(
+        step_s=predicted.step_s,
+        arena_bytes=plan.arena_bytes,
+        bars=tuple(_bars(plan, predicted.spans)),
+        stalls=tuple(sorted(_stalls(plan, predicted.spans), key=lambda s: s.start)),
+        slots=tuple(_slots(plan, predicted.spans)),
+        blocks=blocks,
+    )
+
+
+def around(start: float, end: float, step: float) -> Iterator[tuple[float, float]]:
+    """What of [start, end) falls into each step, moved into one."""
+    if end - start >= step:
+        yield 0.0, step
+        return
+    if start < 0:
+        yield start + step, step
+        start = 0.0
+    if end > step:
+        yield 0.0, end - step
+        end = step
+    if end > start:
+        yield start, end
+
+
+def _bars(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Bar]:
+    block_of = {w.name: plan.regions[w.first_use].block for w in plan.weights if w.first_use >= 0}
+    sizes = {w.name: w for w in plan.weights}
+    regions = iter(plan.regions)
+    for span in spans:
+        if span.lane == "compute":
+            region: RegionLabel = next(regions)
+            yield _bar(span, region.what, region.block, f"{region.block or 'outside blocks'}: {region.what}")
+        elif span.lane == "collective":
+            kind = span.name.rstrip("0123456789").rstrip("_").replace("_single", "").replace("_into_tensor", "")
+            yield _bar(span, kind.replace("_", "-"), "", span.name)
+        else:
+            name, _, chunks = span.name.rpartition("[")
+            first, _, end = chunks.removesuffix("]").partition(":")
+            begin, stop = plan.span(sizes[name], int(first), int(end))
+            label = weight_label(name, block_of[name])
+            yield _bar(
+                span, label, block_of[name], f"chunks {first} to {int(end) - 1}, {(stop - begin) / 2**20:.1f} MiB"
+            )
+
+
+def _bar(span: Span, label: str, block: str, detail: str) -> Bar:
+    return Bar(lane=span.lane, name=span.name, label=label, block=block, start=span.start, end=span.end, detail=detail)
+
+
+def _stalls(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
+    compute = [s for s in spans if s.lane == "compute"]
+    readers: dict[int, list[WeightPlan]] = {}
+    for weight in plan.streamed:
+        if weight.slack_s is not None and weight.slack_s < -_INSTANT:
+            readers.setdefault(weight.first_use, []).append(weight)
+    for region, weights in readers.items():
+        # The waits stand one behind the other, directly in front of the region.
+        waited = -sum(w.slack_s or 0.0 for w in weights)
+        worst = min(weights, key=lambda w: w.slack_s or 0.0)
+        names, start = tuple(w.name for w in weights), compute[region].start
+        yield Stall(before=compute[region].name, weights=names, start=start - waited, end=start, why=worst.why)
+    held = {b.collective: b.weights for b in plan.barriers}
+    ends = sorted(s.end for s in spans if s.lane != "copy")
+    for span in spans:
+        if span.lane == "collective" and span.name in held:
+            before = max((e for e in ends if e <= span.start + _INSTANT), default=0.0)
+            if span.start - before > _INSTANT:
+                why = "held back until the copies are there, so that none runs beside it"
+                yield Stall(before=span.name, weights=held[span.name], start=before, end=span.start, why=why)
+
+
+def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
+    step = plan.predicted.step_s if plan.predicted is not None else 0.0
+    compute = [s for s in spans if s.lane == "compute"]
+    copies = {s.name: s for s in spans if s.lane == "copy"}
+    for weight in plan.streamed:
+        label = weight_label(weight.name, plan.regions[weight.first_use].block)
+        over = compute[weight.last_use].end
+        for run in runs(weight.windows):
+            begin, stop = ((weight.offset or 0) + b for b in plan.span(weight, run.first, run.end))
+            start = 0.0
+            if run.window is not None:
+                span = copies.get(f"{weight.name}[{run.first}:{run.end}]")
+                start = span.start if span is not None else compute[run.window].start
+                if weight.wraps(run.window) and start >= compute[run.window].start - _INSTANT:
+                    start -= step  # copied at the end of the step before
+            end = over if run.window is not None else step
+            yield Slot(weight=weight.name, label=label, begin=begin, stop=stop, start=start, end=end)

@@ -1,0 +1,67 @@
+"""A step as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from .lanes import Lanes, around
+
+# Two steps, so that copies which one step starts for the next are seen whole.
+STEPS = 2
+_PROCESS = 0
+_THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3}
+
+
+def trace_events(lanes: Lanes, title: str) -> str:
+    """JSON of the Trace Event Format: a thread a lane, complete events in microseconds, arena bytes as a counter."""
+    events = [_name("process_name", 0, title), *(_name("thread_name", t, name) for name, t in _THREADS.items())]
+    events += sorted(_events(lanes), key=lambda e: (e["ts"], -e.get("dur", 0.0)))
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=0) + "\n"
+
+
+def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
+    whole = STEPS * lanes.step_s
+    for step in range(STEPS):
+        offset = step * lanes.step_s
+        for bar in lanes.bars:
+            start, end = max(0.0, bar.start + offset), min(whole, bar.end + offset)
+            if end > start:
+                said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "step": step}
+                yield _event(bar.lane, bar.name, start, end, said)
+        for stall in lanes.stalls:
+            said = {"weights": ", ".join(stall.weights), "why": stall.why, "step": step}
+            yield _event("stall", f"{stall.before} waits", stall.start + offset, stall.end + offset, said)
+        for time, level in lanes.occupancy():
+            values = {"bytes": level}
+            yield {"ph": "C", "name": "arena", "pid": _PROCESS, "ts": _us(time + offset), "args": values}
+    # The last steps' wrap-around copies, as far as they fall into what is shown.
+    for bar in lanes.bars:
+        if bar.start < 0:
+            begin, end = next(around(bar.start, bar.end, lanes.step_s))
+            said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "step": STEPS}
+            yield _event(bar.lane, bar.name, begin + whole - lanes.step_s, end + whole - lanes.step_s, said)
+
+
+def _event(lane: str, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
+    # Rounded ends, not lengths: neighbours that touch stay neighbours.
+    begin, stop = _us(start), _us(end)
+    return {
+        "ph": "X",
+        "cat": lane,
+        "name": name,
+        "pid": _PROCESS,
+        "tid": _THREADS[lane],
+        "ts": begin,
+        "dur": round(stop - begin, 3),
+        "args": args,
+    }
+
+
+def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": {"name": name}}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 3)

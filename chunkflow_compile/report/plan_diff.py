@@ -1,0 +1,146 @@
+"""The difference of two plans: what moved home, what starts in another window, what it costs and gains."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from itertools import groupby
+
+from tabulate import tabulate
+
+from chunkflow_compile.passes.labels import weight_label
+from chunkflow_compile.passes.plan import Plan, WeightPlan
+
+from .record import seconds, size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Move:
+    """A weight of both plans that is elsewhere.  ``streamed``: its chunks that are copied, of how many, before and after;
+    ``ahead``: how many windows before its first reader the first of them starts."""
+
+    name: str
+    block: str
+    label: str
+    home: tuple[str, str]
+    streamed: tuple[int, int]
+    chunks: tuple[int, int]
+    ahead: tuple[int, int]
+    slot: tuple[int | None, int | None]
+
+    @property
+    def homes_differ(self) -> bool:
+        return self.home[0] != self.home[1] or self.streamed[0] * self.chunks[1] != self.streamed[1] * self.chunks[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanDiff:
+    """``figures``: name -> before and after, seconds and bytes.  ``settings``: what the plans were told, where it differs.
+    ``only``: weights that one plan alone has."""
+
+    digests: tuple[str, str]
+    settings: dict[str, tuple[str, str]]
+    figures: dict[str, tuple[float, float]]
+    homes: tuple[Move, ...]
+    windows: tuple[Move, ...]
+    only: tuple[tuple[str, ...], tuple[str, ...]]
+
+    @property
+    def equal(self) -> bool:
+        return self.digests[0] == self.digests[1]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"the plans are the same ({self.digests[0]})"
+        parts = [f"{name}: {a} -> {b}" for name, (a, b) in self.settings.items()]
+        rows = [(n, *(_cell(n, v) for v in pair), _change(n, *pair)) for n, pair in self.figures.items()]
+        parts.append(
+            tabulate(rows, headers=("a call", "before", "after", "change"), tablefmt="simple", disable_numparse=True)
+        )
+        for weights, which in zip(self.only, ("before", "after"), strict=True):
+            if weights:
+                parts.append(f"only {which}: {', '.join(weights[:8])}{' ...' * (len(weights) > 8)}")
+        parts.append(_moves("moved home", self.homes, _home))
+        parts.append(_moves("changed window", self.windows, _window))
+        return "\n\n".join(parts)
+
+
+def diff_plans(before: Plan, after: Plan) -> PlanDiff:
+    """Compares two plans, which need not be of one model."""
+    old, new = ({w.name: w for w in plan.weights} for plan in (before, after))
+    moves = [_move(before, after, old[n], new[n]) for n in old if n in new]
+    told = {
+        n: (str(getattr(before, n)), str(getattr(after, n))) for n in ("policy", "hardware", "chunk_bytes", "problem")
+    }
+    return PlanDiff(
+        digests=(before.digest, after.digest),
+        settings={n: pair for n, pair in told.items() if pair[0] != pair[1]},
+        figures={name: (a, b) for (name, a), (_, b) in zip(_figures(before), _figures(after), strict=True)},
+        homes=tuple(m for m in moves if m.homes_differ),
+        windows=tuple(m for m in moves if not m.homes_differ and m.ahead[0] != m.ahead[1]),
+        only=(tuple(n for n in old if n not in new), tuple(n for n in new if n not in old)),
+    )
+
+
+def _figures(plan: Plan) -> Iterator[tuple[str, float]]:
+    predicted = plan.predicted
+    for name in ("step", "resident step", "compute", "exposed", "collective", "inflation", "copy"):
+        yield name, getattr(predicted, f"{name.replace(' ', '_')}_s") if predicted is not None else 0.0
+    yield "weights on the device", plan.device_bytes
+    yield "arena", plan.arena_bytes
+    yield "copied", plan.moved_bytes
+
+
+def _move(before: Plan, after: Plan, old: WeightPlan, new: WeightPlan) -> Move:
+    block = after.regions[new.first_use].block if new.first_use >= 0 else ""
+    return Move(
+        name=old.name,
+        block=block,
+        label=weight_label(old.name, block),
+        home=(old.home, new.home),
+        streamed=(old.streamed_chunks, new.streamed_chunks),
+        chunks=(max(1, len(old.windows)), max(1, len(new.windows))),
+        ahead=(old.ahead(len(before.regions)), new.ahead(len(after.regions))),
+        slot=(old.offset, new.offset),
+    )
+
+
+def _moves(title: str, moves: tuple[Move, ...], text: object) -> str:
+    """One row for neighbours that moved alike, as the same weights of many blocks do."""
+    if not moves:
+        return f"{title}: none"
+    cells: list[tuple[str, str, str]] = [(m.block, m.label, text(m)) for m in moves]  # type: ignore[operator]
+    rows = []
+    for (label, said), group in groupby(sorted(cells, key=lambda c: (c[1], c[2])), key=lambda c: (c[1], c[2])):
+        blocks = [block for block, _, _ in group]
+        rows.append((label, said, len(blocks), ", ".join(blocks[:4]) + " ..." * (len(blocks) > 4)))
+    return f"{title}: {len(moves)} weights\n\n" + tabulate(
+        rows, headers=("weight", "what", "times", "blocks"), tablefmt="simple", disable_numparse=True
+    )
+
+
+def _home(move: Move) -> str:
+    return " -> ".join(
+        "device" if home == "device" else "host" if n == of else f"host, {of - n} of {of} chunks stay"
+        for home, n, of in zip(move.home, move.streamed, move.chunks, strict=True)
+    )
+
+
+def _window(move: Move) -> str:
+    return f"{move.ahead[0]} -> {move.ahead[1]} windows ahead"
+
+
+def _cell(name: str, value: float) -> str:
+    return size(int(value)) if name in ("weights on the device", "arena", "copied") else seconds(value)
+
+
+def _change(name: str, before: float, after: float) -> str:
+    if before == after:
+        return ""
+    if not before:
+        return f"+{_cell(name, after)}"
+    return f"{100 * (after / before - 1):+.1f} %"

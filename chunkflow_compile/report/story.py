@@ -1,0 +1,244 @@
+"""Story: one weight, from its home to its last reader, and what other choices would do to it."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, replace
+
+from tabulate import tabulate
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.place import DEFAULT_SLOWDOWN
+from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs
+from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.reasons import stall_cause
+
+from .lanes import Slot, lanes_of
+from .record import fine, seconds, size
+
+# Names that an ambiguous one lists: a screen holds them.
+_CANDIDATES = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Copy:
+    """Chunks ``[first, end)``, which ``window`` starts.  Seconds from the start of a call; below 0: of the call before."""
+
+    first: int
+    end: int
+    nbytes: int
+    window: int
+    opens_s: float
+    starts_s: float
+    arrives_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What another choice would do.  ``streamed``: share of the weight's chunks; None throughout: there is no such plan."""
+
+    what: str
+    streamed: float | None = None
+    slack_s: float | None = None
+    step_s: float | None = None
+    device_bytes: int | None = None
+    impossible: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Story:
+    """One weight under a plan.  Times in seconds of one call of the model; ``readers``: region -> what it is called."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    home: str
+    chunks: int
+    streamed_chunks: int
+    slot: tuple[int, int] | None
+    copies: tuple[Copy, ...]
+    readers: dict[int, str]
+    reads_s: tuple[float, float] | None
+    slack_s: float | None
+    why: str
+    limit: str
+    changes: tuple[Change, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def __str__(self) -> str:
+        parts = [
+            f"{self.name}: {self.dtype}{list(self.shape)}, {size(self.nbytes)}",
+            tabulate(self._facts(), tablefmt="plain"),
+        ]
+        if self.copies:
+            rows = [
+                (
+                    f"{c.first}" if c.end == c.first + 1 else f"{c.first} to {c.end - 1}",
+                    size(c.nbytes),
+                    c.window,
+                    *(fine(t) for t in (c.opens_s, c.starts_s, c.arrives_s)),
+                )
+                for c in self.copies
+            ]
+            headers = ("chunks", "bytes", "window", "opens at", "copied from", "to")
+            parts.append(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
+        if self.changes:
+            parts.append(f"what would change it:\n\n{self._changes()}")
+        return "\n\n".join(parts)
+
+    def _facts(self) -> list[tuple[str, str]]:
+        readers = ", ".join(f"region_{k} ({what})" for k, what in self.readers.items()) or "nothing"
+        rows = [("home", self.home), ("read by", readers)]
+        if self.reads_s is not None:
+            rows.append(("", f"from {fine(self.reads_s[0])} to {fine(self.reads_s[1])} of a call"))
+        if self.slot is not None:
+            rows.append(("slot", f"bytes {self.slot[0]:#x} to {self.slot[1]:#x} of the arena"))
+        if self.slack_s is not None:
+            there = f"there {fine(self.slack_s)} before its first reader"
+            rows.append(("slack", there if self.slack_s >= 0 else f"its first reader waits {fine(-self.slack_s)}"))
+        return [*rows, ("why", self.why), ("limited by", self.limit)]
+
+    def _changes(self) -> str:
+        rows = []
+        for change in self.changes:
+            if change.step_s is None:
+                rows.append((change.what, change.impossible, "", "", ""))
+                continue
+            kept = f"{100 * (change.streamed or 0.0):.0f} %"
+            slack = "" if change.slack_s is None else fine(change.slack_s)
+            rows.append((change.what, kept, slack, seconds(change.step_s), size(change.device_bytes)))
+        headers = ("with", "streamed", "slack", "a call", "weights on the device")
+        return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
+
+
+def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()) -> Story:
+    """The story of the weight ``name``, which the plan must hold."""
+    weight = next(w for w in plan.weights if w.name == name)
+    known = next(w for w in problem.weights if w.name == name)
+    lanes = lanes_of(plan)
+    compute = lanes.lane("compute")
+    uses = known.uses
+    slots = [s for s in lanes.slots if s.weight == name]
+    return Story(
+        name=name,
+        shape=known.shape,
+        dtype=known.dtype,
+        nbytes=weight.nbytes,
+        home=_home(weight),
+        chunks=chunk_count(weight.nbytes, plan.chunk_bytes),
+        streamed_chunks=weight.streamed_chunks,
+        slot=None if weight.offset is None else (weight.offset, weight.offset + weight.nbytes),
+        copies=tuple(_copies(plan, weight, slots)),
+        readers={k: _called(plan, k) for k in uses},
+        reads_s=(compute[uses[0]].start, compute[uses[-1]].end) if uses else None,
+        slack_s=weight.slack_s,
+        why=weight.why,
+        limit=_limit(plan, weight, known.keep),
+        changes=tuple(changes),
+    )
+
+
+def find_weight(problem: Problem, part: str) -> str:
+    """The name of the one weight that ``part`` is the name or a part of.  Raises ChunkflowError listing candidates."""
+    names = [w.name for w in problem.weights]
+    aliases = {alias: w.name for w in problem.weights for alias in w.names}
+    if part in aliases:
+        return aliases[part]
+    found = [n for n in names if part in n]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        shown = "\n".join(f"  {n}" for n in found[:_CANDIDATES])
+        more = f"\n  and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
+        raise ChunkflowError(f"{part!r} is part of {len(found)} names; give more of one:\n{shown}{more}")
+    close = difflib.get_close_matches(part, names, n=3, cutoff=0.0)
+    raise ChunkflowError(f"No weight has {part!r} in its name; near are {', '.join(close)}.")
+
+
+def alternatives(settings: Settings) -> Iterator[tuple[str, Settings]]:
+    """Choices next to the one made, one thing changed in each."""
+    if settings.memory is not None:
+        for factor in (0.75, 1.25, 1.5):
+            memory = int(settings.memory * factor)
+            yield f"memory {size(memory)}", replace(settings, memory=memory)
+    else:
+        now = settings.slowdown or DEFAULT_SLOWDOWN
+        for slowdown in (1.0, 1.02, 1.05, 1.1):
+            if slowdown != now:
+                yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
+    machine = settings.hardware
+    for factor, said in ((2.0, "a link twice as fast"), (0.5, "a link half as fast")):
+        yield said, replace(settings, hardware=replace(machine, h2d_bandwidth=machine.h2d_bandwidth * factor))
+    if settings.chunk_bytes >= 4 * 256:
+        quarter = settings.chunk_bytes // 4 // 256 * 256
+        yield f"chunks of {size(quarter)}", replace(settings, chunk_bytes=quarter)
+
+
+def changed(name: str, what: str, make: Callable[[], Plan]) -> Change:
+    """What another plan does to a weight."""
+    try:
+        plan = make()
+    except ChunkflowError as error:
+        return Change(what=what, impossible=f"no such plan: {str(error).partition(':')[0]}")
+    weight = next(w for w in plan.weights if w.name == name)
+    return Change(
+        what=what,
+        streamed=weight.streamed_chunks / max(1, chunk_count(weight.nbytes, plan.chunk_bytes)),
+        slack_s=weight.slack_s,
+        step_s=plan.predicted.step_s if plan.predicted is not None else None,
+        device_bytes=plan.device_bytes,
+    )
+
+
+def _home(weight: WeightPlan) -> str:
+    if weight.home == "device":
+        return "device: it stays there"
+    kept = sum(w is None for w in weight.windows)
+    if kept:
+        return f"host, {len(weight.windows) - kept} of {len(weight.windows)} chunks streamed in every call, the others stay"
+    return f"host, streamed in every call in {len(weight.windows)} chunk{'s' * (len(weight.windows) != 1)}"
+
+
+def _limit(plan: Plan, weight: WeightPlan, keep: str | None) -> str:
+    if keep is not None or not weight.nbytes or weight.first_use < 0:
+        return "what it is: no plan streams it"
+    if weight.slack_s is not None and weight.slack_s < 0:
+        return f"its wait: {stall_cause(weight.ahead(len(plan.regions)))}"
+    if weight.streamed_chunks < chunk_count(weight.nbytes, plan.chunk_bytes):
+        return "the link: streaming more of it would make the step longer, or a smaller plan was not asked for"
+    return "nothing: it costs the step no time"
+
+
+def _called(plan: Plan, region: int) -> str:
+    label = plan.regions[region]
+    return f"{label.block}: {label.what}" if label.block else label.what
+
+
+def _copies(plan: Plan, weight: WeightPlan, slots: list[Slot]) -> Iterator[Copy]:
+    predicted = plan.predicted
+    assert predicted is not None
+    compute = [s for s in predicted.spans if s.lane == "compute"]
+    spans = {s.name: s for s in predicted.spans if s.lane == "copy"}
+    starts = {slot.begin: slot.start for slot in slots}
+    for run in runs(weight.windows):
+        if run.window is None:
+            continue
+        begin, stop = plan.span(weight, run.first, run.end)
+        start = starts[(weight.offset or 0) + begin]
+        span = spans.get(f"{weight.name}[{run.first}:{run.end}]")
+        before = weight.wraps(run.window) * predicted.step_s
+        yield Copy(
+            first=run.first,
+            end=run.end,
+            nbytes=stop - begin,
+            window=run.window,
+            opens_s=compute[run.window].start - before,
+            starts_s=start,
+            arrives_s=start + (span.end - span.start if span is not None else 0.0),
+        )

@@ -1,0 +1,255 @@
+"""The picture of a step: the whole of it above, a few blocks of it large below, with the arena byte by byte."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .lanes import Bar, LaneName, Lanes, around
+from .pictures import new_figure, save
+
+WIDTH, HEIGHT = 15.0, 10.0
+_LANES: tuple[LaneName, ...] = ("compute", "collective", "copy")
+_HEIGHTS = (1.0, 4.0, 3.2)
+_COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
+# Inches that a character takes along and across its line at _SIZE; where there is less, a label is made smaller.
+_CHARACTER, _LINE = 0.068, 0.125
+_SIZE, _SMALLEST = 8.0, 3.5
+_LEGIBLE = 0.55
+
+
+def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = None, blocks: int = 1) -> None:
+    """Writes the picture of a step; ``block``: the first block shown large (default: one in the middle), with
+    ``blocks - 1`` behind it.  Raises ChunkflowError for a block that there is not."""
+    begin, end = _window(lanes, block, blocks)
+    with _text_in_svg():
+        figure, (top, middle, bottom) = new_figure(WIDTH, HEIGHT, _HEIGHTS)
+        figure.suptitle(title, fontsize=11)
+        _overview(top, lanes, begin, end)
+        colours = _Colours(lanes)
+        _detail(middle, lanes, begin, end, colours)
+        _arena(bottom, lanes, begin, end, colours)
+        save(figure, path)
+
+
+def _window(lanes: Lanes, block: str | None, blocks: int) -> tuple[float, float]:
+    names = list(lanes.blocks)
+    if block is not None and block not in lanes.blocks:
+        close = difflib.get_close_matches(block, names, n=1, cutoff=0.0)
+        meant = f"; did you mean {close[0]!r}?" if close else ": the model has none."
+        raise ChunkflowError(f"There is no block {block!r}{meant}")
+    if not names:
+        return 0.0, lanes.step_s
+    first = names.index(block) if block is not None else max(0, (len(names) - blocks) // 2)
+    last = names[min(first + blocks, len(names)) - 1]
+    start, end = lanes.blocks[names[first]][0], lanes.blocks[last][1]
+    waits = [s.start for s in lanes.stalls if s.end == start]
+    start = min([start, *waits])
+    margin = 0.02 * (end - start)
+    return max(0.0, start - margin), min(lanes.step_s, end + margin)
+
+
+class _Colours:
+    """One colour for a weight and its like in every block."""
+
+    def __init__(self, lanes: Lanes) -> None:
+        from matplotlib import colormaps
+
+        labels = dict.fromkeys(slot.label for slot in lanes.slots)
+        # Light, so that black text stands on it; red is for stalls.
+        palette = [
+            c for c in (*_rows(colormaps["Set3"]), *_rows(colormaps["Pastel2"])) if c != _rows(colormaps["Set3"])[3]
+        ]
+        self._of = {label: palette[i % len(palette)] for i, label in enumerate(labels)}
+
+    def of(self, label: str) -> Any:
+        return self._of.get(label, "gray")
+
+
+def _rows(colormap: Any) -> list[tuple[float, ...]]:
+    return [tuple(c) for c in colormap.colors]
+
+
+def _overview(axes: Any, lanes: Lanes, begin: float, end: float) -> None:
+    ms = 1e3
+    colours = {"compute": "#4c78a8", "collective": _COLLECTIVE, "copy": "#72a98f"}
+    for row, lane in enumerate(_LANES):
+        spans = [
+            (a * ms, (b - a) * ms) for bar in lanes.lane(lane) for a, b in around(bar.start, bar.end, lanes.step_s)
+        ]
+        axes.broken_barh(spans, (2.1 - row, 0.8), color=colours[lane], linewidth=0)
+    stalls = [(s.start * ms, (s.end - s.start) * ms) for s in lanes.stalls]
+    axes.broken_barh(stalls, (2.1, 0.8), color=_STALL, linewidth=0.6, edgecolor=_STALL)
+    axes.axvspan(begin * ms, end * ms, color="black", alpha=0.12, linewidth=0)
+    axes.set_yticks([2.5, 1.5, 0.5], ["compute", "collectives", "copies"])
+    axes.set_xlim(0, lanes.step_s * ms)
+    axes.set_ylim(0, 3)
+    waited = sum(s.end - s.start for s in lanes.stalls)
+    axes.set_title(
+        f"one call of the model, {lanes.step_s * ms:.1f} ms; compute waits {waited * ms:.1f} ms for weights (red); grey: "
+        "what is shown below",
+        fontsize=9,
+        loc="left",
+    )
+    axes.tick_params(labelsize=8)
+
+
+def _detail(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours) -> None:
+    rows = {"compute": 2.0, "collective": 1.0, "copy": 0.0}
+    inch = (WIDTH - 1.6) / (end - begin)  # on the time axis
+    lane_inches = HEIGHT * _HEIGHTS[1] / sum(_HEIGHTS) * 0.8 * 0.86 / 3.35
+    longest: dict[str, float] = {}
+    for bar in lanes.bars:
+        name = bar.name.partition("[")[0]
+        longest[name] = max(longest.get(name, 0.0), bar.end - bar.start)
+    for bar in lanes.bars:
+        for start, stop in around(bar.start, bar.end, lanes.step_s):
+            start, stop = max(start, begin), min(stop, end)
+            if stop <= start:
+                continue
+            colour = {"compute": _COMPUTE, "collective": _COLLECTIVE}.get(bar.lane) or colours.of(bar.label)
+            axes.broken_barh(
+                [(start * 1e3, (stop - start) * 1e3)],
+                (rows[bar.lane] + 0.05, 0.86),
+                facecolor=colour,
+                edgecolor="white",
+                linewidth=0.7,
+                gid=f"{bar.lane}:{bar.name}",
+            )
+            middle = (start + stop) / 2 * 1e3, rows[bar.lane] + 0.48
+            _label(
+                axes,
+                middle,
+                _lines(bar),
+                (stop - start) * inch,
+                lane_inches,
+                least=bar.end - bar.start >= longest[bar.name.partition("[")[0]],
+            )
+    for stall in lanes.stalls:
+        if stall.start < end and stall.end > begin:
+            start, stop = max(stall.start, begin), min(stall.end, end)
+            axes.broken_barh(
+                [(start * 1e3, (stop - start) * 1e3)],
+                (2.05, 0.86),
+                facecolor="none",
+                edgecolor=_STALL,
+                hatch="////",
+                gid=f"stall:{stall.before}",
+            )
+            waits = f"waits {(stall.end - stall.start) * 1e3:.2f} ms"
+            _label(axes, ((start + stop) / 2 * 1e3, 2.48), (waits,), (stop - start) * inch, lane_inches, colour=_STALL)
+    for name, (start, stop) in lanes.blocks.items():
+        if start < end and stop > begin:
+            axes.annotate(
+                "",
+                (max(start, begin) * 1e3, 3.02),
+                (min(stop, end) * 1e3, 3.02),
+                arrowprops={"arrowstyle": "|-|", "color": "gray", "mutation_scale": 3},
+            )
+            centre = (max(start, begin) + min(stop, end)) / 2 * 1e3
+            if min(stop, end) - max(start, begin) > 0.1 * (end - begin):
+                axes.text(centre, 3.06, name, ha="center", va="bottom", fontsize=9, color="black")
+    axes.set_ylim(0, 3.35)
+    axes.set_xlim(begin * 1e3, end * 1e3)
+    axes.set_yticks([2.5, 1.5, 0.5], ["compute", "collectives", "copies"])
+    axes.tick_params(labelsize=8)
+
+
+def _arena(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours) -> None:
+    mib = 2**20
+    inch = (WIDTH - 1.6) / (end - begin)
+    inches = HEIGHT * _HEIGHTS[2] / sum(_HEIGHTS) * 0.8 / max(lanes.arena_bytes, 1)
+    largest: dict[str, int] = {}
+    for slot in lanes.slots:
+        largest[slot.weight] = max(largest.get(slot.weight, 0), slot.stop - slot.begin)
+    for slot in lanes.slots:
+        for start, stop in around(slot.start, slot.end, lanes.step_s):
+            start, stop = max(start, begin), min(stop, end)
+            if stop <= start:
+                continue
+            height = slot.stop - slot.begin
+            axes.broken_barh(
+                [(start * 1e3, (stop - start) * 1e3)],
+                (slot.begin / mib, height / mib),
+                facecolor=colours.of(slot.label),
+                edgecolor="white",
+                linewidth=0.7,
+                gid=f"slot:{slot.weight}",
+            )
+            middle = (start + stop) / 2 * 1e3, (slot.begin + height / 2) / mib
+            _label(
+                axes,
+                middle,
+                (slot.label,),
+                (stop - start) * inch,
+                height * inches,
+                least=height >= largest[slot.weight],
+            )
+    axes.set_xlim(begin * 1e3, end * 1e3)
+    axes.set_ylim(0, max(lanes.arena_bytes, 1) / mib)
+    axes.set_ylabel("arena, MiB", fontsize=9)
+    axes.set_xlabel("ms from the start of a call", fontsize=9)
+    axes.tick_params(labelsize=8)
+
+
+def _lines(bar: Bar) -> tuple[str, ...]:
+    """What stands in a bar: the region's name and what it computes, or the label alone."""
+    if bar.lane == "compute":
+        return bar.name, *bar.label.split(" ")
+    return (bar.label,)
+
+
+def _label(
+    axes: Any,
+    middle: tuple[float, float],
+    lines: tuple[str, ...],
+    width: float,
+    height: float,
+    *,
+    colour: str = "black",
+    least: bool = True,
+) -> None:
+    """Text in a box of ``width`` by ``height`` inches: across or upright, in one line or several, whichever is largest.
+
+    ``least``: whether it is written even where it is too small to read on paper; a picture can be enlarged.
+    """
+    best, turned, text = 0.0, False, ""
+    for shown in (lines, (" ".join(lines),)):
+        long, many = _CHARACTER * max(len(line) for line in shown), _LINE * len(shown)
+        for room, upright in (((width, height), False), ((height, width), True)):
+            scale = min(room[0] / long, room[1] / many, 1.0)
+            if scale > best + 0.1 * upright:  # heads stay straight for a little
+                best, turned, text = scale, upright, "\n".join(shown)
+    if least or best >= _LEGIBLE:
+        size = max(_SMALLEST, _SIZE * best)
+        rotation = 90 if turned else 0
+        axes.text(
+            *middle,
+            text,
+            ha="center",
+            va="center",
+            rotation=rotation,
+            fontsize=size,
+            color=colour,
+            clip_on=True,
+            **_behind(colour),
+        )
+
+
+def _behind(colour: str) -> dict[str, Any]:
+    """Text on hatches needs a ground of its own."""
+    return {} if colour == "black" else {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
+
+
+@contextlib.contextmanager
+def _text_in_svg() -> Iterator[None]:
+    """Text stays text, which can be searched for, and equal pictures are equal files."""
+    import matplotlib
+
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "chunkflow"}):
+        yield
