@@ -244,7 +244,8 @@ def _stalls(stalls: Sequence[WorstStall]) -> str:
         (s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), s.weights[0], s.why)
         for s in stalls
     ]
-    return tabulate(rows, headers=("window", "region", "predicted", "measured", "waits for", "why"), tablefmt="simple")
+    headers = ("window", "region", "predicted", "measured", "waits for", "why")
+    return tabulate(rows, headers=headers, tablefmt="simple", maxcolwidths=[None, None, None, None, None, _WIDE])
 
 
 def _windows(windows: Sequence[Window]) -> str:
