@@ -15,6 +15,7 @@ from chunkflow_compile.passes.schedule import Collect, Compute, Evict, Wait
 from chunkflow_compile.passes.timeline import Simulator
 
 from .lines import Line
+from .record import size
 
 HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 
@@ -36,7 +37,7 @@ class Note:
             "" if self.cost_s is None else f"{self.cost_s * 1e3:.3f} ms",
             "" if self.window is None else f"window {self.window}",
             "" if self.slot is None else f"at {self.slot:#011x}",
-            "" if self.nbytes is None else mebibytes(self.nbytes),
+            "" if self.nbytes is None else size(self.nbytes),
         )
         if self.slack_s is not None:
             last = f"slack {self.slack_s * 1e3:.3f} ms" if self.slack_s >= 0 else f"waits {-self.slack_s * 1e3:.3f} ms"
@@ -109,11 +110,6 @@ class Annotator:
         if weight is None:
             return Note(nbytes=self.sizes[name], said=name)
         return Note(slot=weight.offset, nbytes=weight.nbytes, said=f"{weight.home}: {weight.why}")
-
-
-def mebibytes(nbytes: int) -> str:
-    """Bytes for a column of a listing."""
-    return f"{nbytes / 2**20:.1f} MiB" if nbytes >= 1 << 20 else f"{nbytes / 2**10:.1f} KiB"
 
 
 def _operation(node: Node) -> Note | None:

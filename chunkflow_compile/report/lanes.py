@@ -14,6 +14,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.labels import weight_label
 from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, WeightPlan, runs
 
+from .record import size
+
 LaneName = Literal["compute", "collective", "copy"]
 # Sums of a thousand spans differ by this much; nothing that happens is as short.
 _INSTANT = 1e-8
@@ -135,9 +137,7 @@ def _bars(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Bar]:
             first, _, end = chunks.removesuffix("]").partition(":")
             begin, stop = plan.span(sizes[name], int(first), int(end))
             label = weight_label(name, block_of[name])
-            yield _bar(
-                span, label, block_of[name], f"chunks {first} to {int(end) - 1}, {(stop - begin) / 2**20:.1f} MiB"
-            )
+            yield _bar(span, label, block_of[name], f"chunks {first} to {int(end) - 1}, {size(stop - begin)}")
 
 
 def _bar(span: Span, label: str, block: str, detail: str) -> Bar:

@@ -9,8 +9,9 @@ from itertools import groupby
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.schedule import Compute
 
-from .annotate import HEADER, Annotator, Note, mebibytes
+from .annotate import HEADER, Annotator, Note
 from .lines import Line
+from .record import size
 
 # Wide enough for a region's call with its first inputs; with the notes a line is 160, which a wide terminal shows.
 COLUMN = 96
@@ -77,7 +78,7 @@ def _folded(first: _Part, others: Sequence[_Part], annotator: Annotator | None) 
     said = [_range([sum(n.cost_s or 0.0 for i, n in found if isinstance(i.item, Compute)) for found in notes])]
     copied = [sum(n.nbytes or 0 for i, n in found if isinstance(i.item, Prefetch)) for found in notes]
     if any(copied):
-        low, high = mebibytes(min(copied)), mebibytes(max(copied))
+        low, high = size(min(copied)), size(max(copied))
         said.append(f"{low if low == high else f'{low} .. {high}'} copied in each")
     slacks = [(n.slack_s, part.name) for part, found in zip(others, notes, strict=True) for _, n in found]
     least = min(((s, name) for s, name in slacks if s is not None), default=None)

@@ -17,8 +17,9 @@ from .record import seconds, size
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A weight of both plans that is elsewhere.  ``streamed``: its chunks that are copied, of how many, before and after;
-    ``ahead``: how many windows before its first reader the first of them starts."""
+    """A weight of both plans that is elsewhere, before and after.  ``streamed``: its chunks that are copied, of how many;
+    ``ahead``: how many windows before its first reader the first of them starts; ``elsewhere``: chunks whose window is
+    another, None if they are of another size."""
 
     name: str
     block: str
@@ -27,6 +28,7 @@ class Move:
     streamed: tuple[int, int]
     chunks: tuple[int, int]
     ahead: tuple[int, int]
+    elsewhere: int | None
     slot: tuple[int | None, int | None]
 
     @property
@@ -81,7 +83,7 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
         settings={n: pair for n, pair in told.items() if pair[0] != pair[1]},
         figures={name: (a, b) for (name, a), (_, b) in zip(_figures(before), _figures(after), strict=True)},
         homes=tuple(m for m in moves if m.homes_differ),
-        windows=tuple(m for m in moves if not m.homes_differ and m.ahead[0] != m.ahead[1]),
+        windows=tuple(m for m in moves if not m.homes_differ and (m.ahead[0] != m.ahead[1] or m.elsewhere)),
         only=(tuple(n for n in old if n not in new), tuple(n for n in new if n not in old)),
     )
 
@@ -105,6 +107,7 @@ def _move(before: Plan, after: Plan, old: WeightPlan, new: WeightPlan) -> Move:
         streamed=(old.streamed_chunks, new.streamed_chunks),
         chunks=(max(1, len(old.windows)), max(1, len(new.windows))),
         ahead=(old.ahead(len(before.regions)), new.ahead(len(after.regions))),
+        elsewhere=_elsewhere(before, old, after, new),
         slot=(old.offset, new.offset),
     )
 
@@ -131,7 +134,16 @@ def _home(move: Move) -> str:
 
 
 def _window(move: Move) -> str:
-    return f"{move.ahead[0]} -> {move.ahead[1]} windows ahead"
+    if move.ahead[0] != move.ahead[1]:
+        return f"{move.ahead[0]} -> {move.ahead[1]} windows ahead"
+    return f"{move.elsewhere} of {move.chunks[1]} chunks in another window"
+
+
+def _elsewhere(before: Plan, old: WeightPlan, after: Plan, new: WeightPlan) -> int | None:
+    sizes = [(plan.chunk_bytes, len(plan.regions), len(w.windows)) for plan, w in ((before, old), (after, new))]
+    if sizes[0] != sizes[1]:
+        return None
+    return sum(a != b for a, b in zip(old.windows, new.windows, strict=True))
 
 
 def _cell(name: str, value: float) -> str:

@@ -75,8 +75,10 @@ def table(record: Record, extra: Mapping[str, Mapping[str, object]] | None = Non
 
 
 def size(nbytes: int | None) -> str:
-    """Bytes for people, in MiB."""
-    return "-" if nbytes is None else f"{nbytes / 2**20:.1f} MiB"
+    """Bytes for people: MiB, or KiB where that would be 0."""
+    if nbytes is None:
+        return "-"
+    return f"{nbytes / 2**10:.1f} KiB" if 0 < nbytes < 1 << 20 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def seconds(value: float | None) -> str:

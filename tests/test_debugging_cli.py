@@ -1,0 +1,393 @@
+"""What the debugging commands print, on models of two blocks.  Update with EXPECTTEST_ACCEPT=1, then review."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from expecttest import TestCase
+
+from chunkflow_compile.cli.main import main
+from chunkflow_compile.hardware.machine import Gpu, Machine
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.report.explain import explain_plan
+from chunkflow_compile.report.health import findings, health_table
+from chunkflow_compile.runtime.measurement import Measured, WindowSeconds
+
+HERE = Path(__file__).parent
+
+
+def cli(*arguments: str, code: int = 0) -> str:
+    """What a command prints; it must end with ``code``."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(arguments) == code
+    # Digests of code change with torch's ops.
+    return re.sub(r"key [0-9a-f]{16}", "key ...", out.getvalue().replace(f"{HERE}/", ""))
+
+
+class TestDebuggingCli(TestCase):
+    maxDiff = None
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        machine = replace(load_profile(HERE / "slow_compute.json"), name="machine", launch_s=1e-3, h2d_bandwidth=2e7)
+        (self.folder / "machine.json").write_text(machine.to_json())
+
+    def target(self, function: str = "ulysses", slowdown: str = "1.0") -> tuple[str, ...]:
+        """A model with a millisecond of compute a region, its weights in chunks of 4 KiB."""
+        sizes = ("--min-bytes", "0", "--chunk-bytes", "4096", "--slowdown", slowdown)
+        machine = ("--hardware", str(self.folder / "machine.json"), "--ulysses", "2" if function == "ulysses" else "1")
+        return (f"{HERE / 'two_blocks.py'}:{function}", *machine, *sizes)
+
+    def plan(self, name: str, *arguments: str) -> Path:
+        path = self.folder / name
+        cli("plan", *arguments, "--json", str(path))
+        return path
+
+    def test_dump_annotated_and_folded(self) -> None:
+        self.assertExpectedInline(
+            cli("dump", *self.target(), "--annotate"),
+            """\
+#                                                                                               #         cost    window          slot       bytes  slack or work
+# verified: a priming and 2 steps, 131 ops, 153 edges that order them
+arg0_1: float32[4, 32]
+blocks_0_qkv_weight: float32[96, 32]                                                            #                        at 0x000001000    12.0 KiB  host: hidden: copied from window 9, 1 window ahead of region 0, there 0.383 ms before it is read
+blocks_0_out_weight: float32[32, 32]                                                            #                        at 0x000000000     4.0 KiB  host: hidden: copied from window 3, 1 window ahead of region 4, there 0.894 ms before it is read
+blocks_1_qkv_weight: float32[96, 32]                                                            #                        at 0x000001000    12.0 KiB  host: hidden: copied from window 4, 1 window ahead of region 5, there 0.383 ms before it is read
+blocks_1_out_weight: float32[32, 32]                                                            #                        at 0x000000000     4.0 KiB  host: hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
+# blocks.0: regions 0 to 4
+wait('blocks.0.qkv.weight')                                                                     #                        at 0x000001000              slack 0.383 ms
+region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)                                               #     1.000 ms  window 0                            24.6 kFLOP
+getitem_1: float32[4, 32] = region_0[0]
+getitem_2: float32[4, 32] = region_0[1]
+clone: float32[2, 4, 2, 8] = region_0[2]
+evict('blocks.0.qkv.weight')                                                                    #                        at 0x000001000              free
+all_to_all_single: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone, [1, 1], [ ...#     0.100 ms                             0.2 KiB
+wait_tensor: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single)
+region_1 = lowered_1(wait_tensor, getitem_1)                                                    #     1.000 ms  window 1
+transpose: float32[2, 8, 8] = region_1[0]
+clone_1: float32[2, 4, 2, 8] = region_1[1]
+all_to_all_single_1: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_1, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_1: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_1)
+region_2 = lowered_2(wait_tensor_1, getitem_2)                                                  #     1.000 ms  window 2
+transpose_1: float32[2, 8, 8] = region_2[0]
+clone_2: float32[2, 4, 2, 8] = region_2[1]
+all_to_all_single_2: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_2, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_2: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_2)
+prefetch('blocks.0.out.weight', chunks[0:1], window=3)                                          #     0.206 ms  window 3 at 0x000000000     4.0 KiB  slack 0.894 ms
+region_3 = lowered_3(wait_tensor_2, transpose, transpose_1)                                     #     1.000 ms  window 3                            4.1 kFLOP
+view_6: float32[2, 4, 2, 8] = region_3[0]
+all_to_all_single_3: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_6, [1, 1] ...#     0.100 ms                             0.2 KiB
+wait_tensor_3: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_3)
+prefetch('blocks.1.qkv.weight', chunks[0:3], window=4)                                          #     0.617 ms  window 4 at 0x000001000    12.0 KiB  slack 0.383 ms
+wait('blocks.0.out.weight')                                                                     #                        at 0x000000000              slack 0.894 ms
+region_4 = lowered_4(wait_tensor_3, blocks_0_out_weight, arg0_1)                                #     1.000 ms  window 4                            8.19 kFLOP
+add: float32[4, 32] = region_4[0]
+evict('blocks.0.out.weight')                                                                    #                        at 0x000000000              free
+# blocks.1: as blocks.0, 28 lines folded: 5.000 ms of compute each; 16.0 KiB copied in each; least slack 0.383 ms in blocks.1
+return (add_1,)
+""",
+        )
+
+    def test_dump_of_the_regions(self) -> None:
+        self.assertExpectedInline(
+            cli("dump", *self.target("stack"), "--stage", "regions"),
+            """\
+arg0_1: float32[32, 8]
+arg1_1: float32[32]
+arg2_1: float32[4, 8]
+arg3_1: float32[64, 32]
+arg4_1: float32[32, 64]
+# inputs of blocks.1: as inputs of blocks.0, 2 lines folded
+arg7_1: float32[8, 32]
+arg8_1: float32[8]
+# outside blocks: region 0
+# region_0(arg1_1, arg2_1, arg0_1): outside blocks, 1 ops, key ...
+t: float32[8, 32] = aten.t(arg0_1)
+addmm: float32[4, 32] = aten.addmm(arg1_1, arg2_1, t)
+# blocks.0: region 1
+# region_1(addmm, arg3_1, arg4_1): blocks.0, 4 ops, key ...
+t_1: float32[32, 64] = aten.t(arg3_1)
+mm: float32[4, 64] = aten.mm(addmm, t_1)
+gelu: float32[4, 64] = aten.gelu(mm)
+t_2: float32[64, 32] = aten.t(arg4_1)
+mm_1: float32[4, 32] = aten.mm(gelu, t_2)
+add: float32[4, 32] = aten.add.Tensor(addmm, mm_1)
+# blocks.1: as blocks.0, 7 lines folded
+# outside blocks: region 3
+# region_3(arg8_1, add_1, arg7_1): outside blocks, 1 ops, key ...
+t_5: float32[32, 8] = aten.t(arg7_1)
+addmm_1: float32[4, 8] = aten.addmm(arg8_1, add_1, t_5)
+return (addmm_1,)
+""",
+        )
+
+    def test_dump_of_all_stages(self) -> None:
+        out = self.folder / "stages"
+        said = cli("dump", *self.target("stack"), "--out", str(out), "--verify-each").replace(str(self.folder), "")
+        self.assertExpectedInline(
+            said,
+            """\
+two_blocks.py:stack; Ulysses degree 1 on machine, 1 forward a step
+
+stage      file               lines    added    removed
+---------  ---------------  -------  -------  ---------
+traced     00_traced.py          26
+regions    01_regions.py         30       +4         -0
+planned    02_planned.py         56      +26         -0
+rewritten  03_rewritten.py       44      +16        -28
+verified   04_verified.py        45       +1         -0
+
+read first: /stages/report.txt
+""",
+        )
+        difference = (out / "02_planned.diff").read_text()
+        self.assertExpectedInline(
+            re.sub(r"key [0-9a-f]{16}", "key ...", difference),
+            """\
+# evict: 0 -> 8
+# prefetch: 0 -> 10
+# wait: 0 -> 8
+--- 01_regions.py
++++ 02_planned.py
+@@ -9,2 +9,7 @@
+ arg8_1: float32[8]
++prefetch('blocks.0.down.weight', chunks[1:2], window=0)
++prefetch('blocks.0.up.weight', chunks[0:2], window=0)
++prefetch('blocks.1.down.weight', chunks[0:1], window=0)
++wait('embed.bias')
++wait('embed.weight')
+ # region_0(arg1_1, arg2_1, arg0_1): outside blocks, 1 ops, key ...
+@@ -12,2 +17,8 @@
+ addmm: float32[4, 32] = aten.addmm(arg1_1, arg2_1, t)
++evict('embed.bias')
++evict('embed.weight')
++prefetch('blocks.1.down.weight', chunks[1:2], window=1)
++prefetch('blocks.1.up.weight', chunks[0:2], window=1)
++wait('blocks.0.down.weight')
++wait('blocks.0.up.weight')
+ # region_1(addmm, arg3_1, arg4_1): blocks.0, 4 ops, key ...
+@@ -19,2 +30,8 @@
+ add: float32[4, 32] = aten.add.Tensor(addmm, mm_1)
++evict('blocks.0.down.weight')
++evict('blocks.0.up.weight')
++prefetch('head.bias', chunks[0:1], window=2)
++prefetch('head.weight', chunks[0:1], window=2)
++wait('blocks.1.down.weight')
++wait('blocks.1.up.weight')
+ # region_2(add, arg5_1, arg6_1): blocks.1, 4 ops, key ...
+@@ -26,2 +43,9 @@
+ add_1: float32[4, 32] = aten.add.Tensor(add, mm_3)
++evict('blocks.1.down.weight')
++evict('blocks.1.up.weight')
++prefetch('embed.bias', chunks[0:1], window=3, next_step=True)
++prefetch('embed.weight', chunks[0:1], window=3, next_step=True)
++prefetch('blocks.0.down.weight', chunks[0:1], window=3, next_step=True)
++wait('head.bias')
++wait('head.weight')
+ # region_3(arg8_1, add_1, arg7_1): outside blocks, 1 ops, key ...
+@@ -29,2 +53,4 @@
+ addmm_1: float32[4, 8] = aten.addmm(arg8_1, add_1, t_5)
++evict('head.bias')
++evict('head.weight')
+ return (addmm_1,)
+""",
+        )
+
+    def test_why(self) -> None:
+        self.assertExpectedInline(
+            cli("why", *self.target(), "blocks.1.out"),
+            """\
+two_blocks.py:ulysses; Ulysses degree 2 on machine, 1 forward a step
+
+blocks.1.out.weight: float32[32, 32], 4.0 KiB
+
+home        host, streamed in every call in 1 chunk
+read by     region_9 (blocks.1: out)
+            from 9.802 ms to 10.802 ms of a call
+slot        bytes 0x0 to 0x1000 of the arena
+slack       there 0.894 ms before its first reader
+why         hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
+limited by  nothing: it costs the step no time
+
+chunks    bytes    window    opens at    copied from    to
+--------  -------  --------  ----------  -------------  --------
+0         4.0 KiB  8         8.702 ms    8.702 ms       8.908 ms
+
+what would change it:
+
+with                  streamed    slack     a call    weights on the device
+--------------------  ----------  --------  --------  -----------------------
+slowdown 1.02         100 %       0.894 ms  10.8 ms   16.0 KiB
+slowdown 1.05         100 %       0.894 ms  11.2 ms   12.0 KiB
+slowdown 1.1          100 %       0.894 ms  11.2 ms   12.0 KiB
+a link twice as fast  100 %       0.997 ms  10.8 ms   16.0 KiB
+a link half as fast   100 %       1.790 ms  10.8 ms   16.0 KiB
+chunks of 1.0 KiB     100 %       0.891 ms  10.8 ms   16.0 KiB
+""",
+        )
+
+    def test_diff(self) -> None:
+        before = self.plan("a.json", *self.target())
+        after = self.plan("b.json", *self.target(slowdown="1.2"))
+        self.assertExpectedInline(
+            cli("diff", str(before), str(after), code=1),
+            """\
+a call                 before    after     change
+---------------------  --------  --------  --------
+step                   10.8 ms   11.2 ms   +3.8 %
+resident step          10.8 ms   10.8 ms
+compute                10.0 ms   10.0 ms
+exposed                0.0 ms    0.4 ms    +0.4 ms
+collective             0.8 ms    0.8 ms
+inflation              0.0 ms    0.0 ms
+copy                   1.6 ms    1.6 ms
+weights on the device  16.0 KiB  12.0 KiB  -25.0 %
+arena                  16.0 KiB  12.0 KiB  -25.0 %
+copied                 32.0 KiB  32.0 KiB
+
+moved home: none
+
+changed window: 2 weights
+
+weight    what                             times    blocks
+--------  -------------------------------  -------  ------------------
+qkv       1 of 3 chunks in another window  2        blocks.0, blocks.1
+""",
+        )
+        assert "the plans are the same" in cli("diff", str(before), str(before))
+
+    def test_explain(self) -> None:
+        plan = Plan.from_json(self.plan("plan.json", *self.target()).read_text())
+        self.assertExpectedInline(
+            str(explain_plan(plan, slow_run(plan))),
+            """\
+7 warm steps, medians; plan 47cb7ee4e08e0f31
+
+a call                   predicted    measured    ratio
+-----------------------  -----------  ----------  -------
+step                     10.8 ms      25.0 ms     2.31
+compute                  10.0 ms      20.0 ms     2.00
+waited for weights       0.0 ms       3.0 ms
+collectives              0.8 ms       1.0 ms      1.25
+host, and the rest       0.0 ms       1.0 ms
+copies, beside the rest  1.6 ms       3.3 ms      2.00
+copied                   32.0 KiB     32.0 KiB    1.00
+rate of copies           0.02 GB/s    0.01 GB/s   0.50
+
+limited by compute, 80 % of the step; compute waits 12 % of it for weights, and the link is busy 13 % of it
+
+the step takes 2.31 times what was predicted, most of it compute (+10.0 ms): the hardware profile is of another machine; measure this one with chunkflow calibrate and compile with hardware='measured'
+
+worst stalls:
+
+  window  region         predicted    measured    waits for            why
+--------  -------------  -----------  ----------  -------------------  -----------------------------------------------------
+       4  blocks.0: out  0.0 ms       3.0 ms      blocks.0.out.weight  planned with 0.9 ms to spare; the copies or what they
+                                                                       wait for came later than predicted
+
+windows that differ most from what was predicted:
+
+  window  region                 compute, ms    waited, ms    collectives, ms
+--------  ---------------------  -------------  ------------  -----------------
+       4  blocks.0: out          1.00 / 2.00    0.00 / 3.00   0.10 / 0.10
+       5  blocks.1: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
+       0  blocks.0: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
+       2  blocks.0: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
+       6  blocks.1: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
+(predicted / measured)""",
+        )
+
+    def test_doctor_of_a_machine_with_faults(self) -> None:
+        self.assertExpectedInline(
+            health_table(findings(FAULTY)),
+            """\
+what              found
+----------------  ----------------------------------------------  -------
+python            3.11.7                                          ok
+torch             2.10.0+cu128                                    missing
+CUDA              torch built for CUDA 12.8, driver 570.86        ok
+GPU 0             NVIDIA L40S, 48.0 GiB, PCIe 4 x8, NUMA node 0   note
+GPU 1             NVIDIA L40S, 48.0 GiB, PCIe 1 x16, NUMA node 1  note
+cpu               32 cores, 2 NUMA nodes                          ok
+host memory       8.0 GiB free of 64.0 GiB                        note
+pinnable memory   limit 8.0 MiB                                   note
+gloo              there                                           ok
+NCCL              not in this torch                               missing
+C++ compiler      none                                            missing
+triton            none                                            missing
+diffusers         not installed                                   note
+matplotlib        3.11.2                                          ok
+torch-tensorrt    not installed                                   ok
+hardware profile  not measured                                    note
+
+torch: ChunkFlow needs 2.11 or later: pip install -U torch
+
+GPU 0: its link runs 8 of 16 lanes: check the slot, the riser and the BIOS
+
+GPU 1: its link runs at generation 1 of 4, as links do when idle: look again while something copies
+
+host memory: the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16
+
+pinnable memory: copies from memory that is not pinned are slow: raise it with ulimit -l unlimited
+
+NCCL: several GPUs need it
+
+C++ compiler: Inductor compiles for the CPU with it: install g++, or name one as CXX; lowering='eager' does without
+
+triton: Inductor compiles for GPUs with it: it comes with torch's CUDA builds
+
+diffusers: the presets, the demo and your pipelines need it: pip install 'chunkflow-compile[diffusers]'
+
+hardware profile: plans are as good as their figures: run chunkflow calibrate""",
+        )
+
+
+def slow_run(plan: Plan) -> Measured:
+    """A step whose compute takes twice as long as planned, and whose fifth region waits 3 ms for its weights."""
+    predicted = plan.predicted
+    assert predicted is not None
+    count = len(plan.regions)
+    windows = WindowSeconds([2e-3] * count, [0.0] * 4 + [3e-3] + [0.0] * (count - 5), [1e-4] * count)
+    return Measured(
+        plan=plan.digest,
+        steps=7,
+        step_s=2e-3 * count + 3e-3 + 1e-4 * count + 1e-3,
+        compute_s=2e-3 * count,
+        exposed_s=3e-3,
+        collective_s=1e-4 * count,
+        copy_s=2 * predicted.copy_s,
+        moved_bytes=plan.moved_bytes,
+        windows=windows,
+    )
+
+
+FAULTY = Machine(
+    python="3.11.7",
+    torch="2.10.0+cu128",
+    cuda_build="12.8",
+    driver="570.86",
+    gpus=(
+        Gpu(name="NVIDIA L40S", memory_bytes=48 << 30, link=(4, 8), most_link=(4, 16), numa=0),
+        Gpu(name="NVIDIA L40S", memory_bytes=48 << 30, link=(1, 16), most_link=(4, 16), numa=1),
+    ),
+    cpus=32,
+    numa_nodes=2,
+    memory_bytes=64 << 30,
+    available_bytes=8 << 30,
+    pinnable_bytes=8 << 20,
+    gloo=True,
+    nccl=False,
+    compiler=None,
+    triton=False,
+    libraries={"diffusers": None, "matplotlib": "3.11.2", "torch-tensorrt": None},
+    profile=None,
+)

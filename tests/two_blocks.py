@@ -1,0 +1,33 @@
+"""Models of two blocks as ``file.py:function``, for the command line."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from helpers import Stack, UlyssesStack
+from torch import nn
+
+
+def ulysses() -> tuple[nn.Module, dict[str, Any]]:
+    """Four all-to-alls a block; 4 tokens a rank."""
+    return UlyssesStack(), {"x": torch.randn(4, 32)}
+
+
+def stack() -> tuple[nn.Module, dict[str, Any]]:
+    """No collectives."""
+    return Stack(), {"x": torch.randn(4, 8)}
+
+
+def untraceable() -> tuple[nn.Module, dict[str, Any]]:
+    """A model whose forward depends on values."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inside = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inside(x) if x.sum() > 0 else x
+
+    return Branch(), {"x": torch.randn(4, 8)}
