@@ -122,6 +122,9 @@ class _Run:
             self.step.peak = self.live
             for item in self.items:
                 self._run(item)
+            # A copy that ends with the step belongs to it, however its seconds were rounded.
+            if self.copies and self.copy_left <= _SETTLED * self.copies[0][1]:
+                self._end_copy()
             length = self.now - self.step.start
             if abs(length - previous) <= _SETTLED * length:
                 break

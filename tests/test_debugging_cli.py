@@ -283,9 +283,11 @@ copies, beside the rest  1.6 ms       3.3 ms      2.00
 copied                   32.0 KiB     32.0 KiB    1.00
 rate of copies           0.02 GB/s    0.01 GB/s   0.50
 
-limited by compute, 80 % of the step; compute waits 12 % of it for weights, and the link is busy 13 % of it
+limited by compute, 80 % of the step; compute waits 12 % of it for weights, and the link is busy 13
+% of it
 
-the step takes 2.31 times what was predicted, most of it compute (+10.0 ms): the hardware profile is of another machine; measure this one with chunkflow calibrate and compile with hardware='measured'
+the step takes 2.31 times what was predicted, most of it compute (+10.0 ms): the hardware profile is
+of another machine; measure this one with chunkflow calibrate and compile with hardware='measured'
 
 worst stalls:
 

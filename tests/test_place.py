@@ -198,7 +198,7 @@ def test_a_plan_survives_json_and_tells_its_problem(policy: str) -> None:
     with pytest.raises(ChunkflowError, match="edited after it was written"):
         Plan.from_json(text.replace('"arena_bytes": ', '"arena_bytes": 1'))
     with pytest.raises(ChunkflowError, match="schema 99, this version reads"):
-        Plan.from_json(text.replace('"schema": 2', '"schema": 99'))
+        Plan.from_json(text.replace('"schema": 3', '"schema": 99'))
     with pytest.raises(ChunkflowError, match="not a ChunkFlow plan"):
         Plan.from_json("{}")
 

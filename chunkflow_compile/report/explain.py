@@ -6,6 +6,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from textwrap import fill
 
 from tabulate import tabulate
 
@@ -23,6 +24,7 @@ _NOTABLE = 0.02
 _FAR = 0.10
 # Characters of a region that a table shows: a block and two weights.
 _WIDE = 56
+_TEXT = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,9 +88,9 @@ class Explanation:
     def report(self, every_window: bool = False) -> str:
         """Tables; ``every_window``: of all windows instead of those that differ most from what was predicted."""
         warm = f"{self.steps} warm step{'s' * (self.steps != 1)}, medians; plan {self.plan}"
-        parts = [warm, _figures(self.figures), f"limited by {self.limit}"]
+        parts = [warm, _figures(self.figures), fill(f"limited by {self.limit}", _TEXT)]
         if self.advice:
-            parts.append(self.advice)
+            parts.append(fill(self.advice, _TEXT))
         if self.stalls:
             parts.append(f"worst stalls:\n\n{_stalls(self.stalls)}")
         else:
