@@ -60,7 +60,7 @@ def _shape(node: Node) -> str:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape) or '[()]'}"  # a scalar's is () to Python
 
 
 def _text(value: object, names: Mapping[Node, str]) -> str:

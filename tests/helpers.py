@@ -36,10 +36,10 @@ def plan_of(problem: Problem, **goal: Any) -> Plan:
 class Block(nn.Module):
     """A residual MLP of two weights."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, hidden: int | None = None) -> None:
         super().__init__()
-        self.up = nn.Linear(width, 2 * width, bias=False)
-        self.down = nn.Linear(2 * width, width, bias=False)
+        self.up = nn.Linear(width, hidden or 2 * width, bias=False)
+        self.down = nn.Linear(hidden or 2 * width, width, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(x)))

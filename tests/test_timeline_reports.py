@@ -88,7 +88,7 @@ def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     for thread in {e["tid"] for e in slices}:
         mine = sorted((e for e in slices if e["tid"] == thread), key=lambda e: e["ts"])
-        assert all(e["dur"] >= 0 and -0.01 <= e["ts"] and e["ts"] + e["dur"] <= whole + 0.01 for e in mine)
+        assert all(e["dur"] >= 0 and e["ts"] >= -0.01 and e["ts"] + e["dur"] <= whole + 0.01 for e in mine)
         for before, after in pairwise(mine):
             assert before["ts"] + before["dur"] <= after["ts"] + 0.002, (before, after)
     for lane in ("compute", "collective", "copy"):

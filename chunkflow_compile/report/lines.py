@@ -152,7 +152,7 @@ def _input(node: Node, weight: str, block: str) -> Iterator[Line]:
 
 
 def _line(node: Node, part: str, item: Item | None = None) -> Line:
-    op = "" if node.op in ("placeholder", "output") else target_name(node)
+    op = "" if node.op in ("placeholder", "get_attr", "output") else target_name(node)
     text = node_text(node)
     shape = text.partition(":")[2].partition(" = ")[0]
     return Line(text=text, op=op, part=part, like=f"{op}{shape}", item=item, node=node)

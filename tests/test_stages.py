@@ -1,0 +1,368 @@
+"""Stages of compilation: passes that can be left out, contracts, files, torch's trace and logs, measurements."""
+
+from __future__ import annotations
+
+import ast
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import OPTIONS
+from helpers import Block, Stack, UlyssesStack
+from problems import CHUNK, blocks_problem
+from problems import MACHINE as NUMBERS
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import chunkflow_compile
+from chunkflow_compile.cli.main import main
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.options import Options
+from chunkflow_compile.passes.contracts import check_cut, check_plan, check_traced
+from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.ops import PREFETCH
+from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Settings, Stage, make_cut, make_plan, stages
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.traced import Traced
+from chunkflow_compile.passes.verify import verify
+from chunkflow_compile.report.lines import op_counts, stage_lines
+from chunkflow_compile.report.listings import render
+from chunkflow_compile.report.stages import annotator
+from chunkflow_compile.runtime.measurement import Measured
+from chunkflow_compile.tracing import trace
+
+HERE = Path(__file__).parent
+MACHINE = replace(load_profile(HERE / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
+SETTINGS = Settings(hardware=MACHINE, chunk_bytes=4096, slowdown=1.0)
+
+
+@pytest.fixture
+def two_ranks() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def all_stages(traced: Traced, **settings: Any) -> list[Stage]:
+    return [*stages(traced, replace(SETTINGS, **settings), verify_each=True)]
+
+
+@pytest.mark.parametrize("disabled", [(), *((name,) for name in OPTIONAL_PASSES), tuple(OPTIONAL_PASSES)])
+def test_every_pass_can_be_left_out(disabled: tuple[str, ...], two_ranks: None, no_grad: None) -> None:
+    traced = trace(UlyssesStack(3), {"x": torch.randn(4, 32)}, 0)
+    made = all_stages(traced, disabled=frozenset(disabled))
+    assert [s.name for s in made] == list(STAGES)[: 4 if "verify" in disabled else 5]
+    last = made[-1]
+    assert last.program is not None and last.cut is not None
+    assert verify(last.program).ops > 0
+    whole = len(last.cut.regions)
+    assert (len(last.program.regions) == whole) == ("sharing" in disabled)
+    if "views" not in disabled:
+        assert len(make_cut(traced, disabled=("views",)).regions) >= whole
+
+
+@pytest.mark.parametrize("name", OPTIONAL_PASSES)
+def test_a_pass_left_out_changes_no_bit_of_the_output(name: str, no_grad: None) -> None:
+    model = Stack(4).eval()
+    inputs = [torch.randn(4, 8) for _ in range(3)]
+    outputs = []
+    for disable in ((), (name,)):
+        torch._dynamo.reset()
+        options = {**OPTIONS, "group_bytes": 1, "disable": disable, "slowdown": 1.5}
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+        outputs.append([run(x) for x in inputs])
+        (program,) = chunkflow_compile.programs(model)
+        assert program.measurements[-1].moved_bytes == program.plan.moved_bytes > 0
+        chunkflow_compile.restore(model)
+    for whole, without in zip(*outputs, strict=True):
+        assert torch.equal(whole, without)
+
+
+def test_a_plan_is_held_back_from_collectives_only_if_barriers_are_on() -> None:
+    slow = replace(NUMBERS, copy_slowdown=3.0, collective_slowdown=3.0, h2d_bandwidth=CHUNK * 0.5e6)
+    found = blocks_problem(2, compute=16.0, exchange=8.0)
+    told = Settings(hardware=slow, chunk_bytes=CHUNK, memory=16 * CHUNK)
+    hard, soft = (make_plan(found, replace(told, disabled=frozenset(d))) for d in ((), ("barriers",)))
+    assert hard.barriers and not soft.barriers
+    assert hard.predicted is not None and soft.predicted is not None
+    assert hard.predicted.step_s < soft.predicted.step_s
+
+
+@pytest.mark.parametrize("family", ["wan", "flux", "hunyuanvideo", "qwen-image"])
+def test_every_stage_of_a_real_model_parses_as_python(family: str, no_grad: None) -> None:
+    size = Size(layers=2, heads=4, head_dim=32, frames=1, height=16, width=16, text=16)
+    traced = trace(small_model(family, size), small_inputs(family, size, 0), 4096)
+    for stage in all_stages(traced):
+        lines = stage_lines(stage)
+        for note in (None, annotator(stage, MACHINE)):
+            ast.parse(render(lines, note))
+        counts = op_counts(lines)
+        nodes = [n for n in traced.graph.graph.nodes if n.op == "call_function"]
+        if stage.name == "traced":
+            assert counts.total() == len(nodes)
+        if stage.program is not None and stage.cut is not None:
+            assert counts["region"] == len(stage.cut.regions)
+            assert counts["prefetch"] == len(stage.program.module.graph.find_nodes(op="call_function", target=PREFETCH))
+
+
+def test_folding_hides_only_blocks_of_equal_structure(no_grad: None) -> None:
+    model = Stack(6)
+    model.blocks[2] = Block(32, hidden=48)
+    stage = all_stages(trace(model, {"x": torch.randn(4, 8)}, 0))[-1]
+    text = render(stage_lines(stage), full=False)
+    folded = [line.partition(",")[0] for line in text.splitlines() if ": as " in line]
+    assert folded == [
+        "# inputs of blocks.1: as inputs of blocks.0",
+        "# inputs of blocks.4 .. inputs of blocks.5: as inputs of blocks.3",
+        "# blocks.1: as blocks.0",
+        "# blocks.4 .. blocks.5: as blocks.3",
+    ]
+    assert "blocks_2_up_weight: float32[48, 32]" in text
+
+
+def test_the_contracts_find_what_is_broken(two_ranks: None, no_grad: None) -> None:
+    traced = trace(UlyssesStack(2), {"x": torch.randn(4, 32)}, 0)
+    cut = make_cut(traced)
+    plan = make_plan(cut.problem, SETTINGS)
+    check_traced(traced)
+    check_cut(cut)
+    check_plan(plan, cut.problem, None)
+    with pytest.raises(FindingError, match=r"stage traced is broken: the group '0' of all_to_all_single has no size"):
+        check_traced(replace(traced, ranks={}))
+    sequence = list(cut.sequence)
+    first = next(i for i, item in enumerate(sequence) if not hasattr(item, "info"))
+    swapped = [*sequence[:first], sequence[first + 2], sequence[first + 1], sequence[first], *sequence[first + 3 :]]
+    with pytest.raises(FindingError, match=r"stage regions is broken: .* comes only after it"):
+        check_cut(replace(cut, sequence=tuple(swapped)))
+    with pytest.raises(FindingError, match="stage regions is broken: "):
+        check_cut(replace(cut, sequence=tuple(sequence[:first])))
+    weights = plan.weights
+    for broken, sentence in (
+        (replace(plan, arena_bytes=plan.arena_bytes - 256), "is not aligned or leaves the arena"),
+        (replace(plan, regions=plan.regions[1:]), "9 windows for 10 regions"),
+        (replace(plan, weights=(replace(weights[0], windows=(99,) * 3), *weights[1:])), "starts in window 99"),
+        (replace(plan, weights=(replace(weights[0], windows=(1,)), *weights[1:])), "has 1 chunks"),
+    ):
+        with pytest.raises(FindingError, match=f"stage planned is broken: .*{sentence}"):
+            check_plan(broken, cut.problem, None)
+    with pytest.raises(FindingError, match="above the budget of 1"):
+        check_plan(plan, cut.problem, 1)
+
+
+MODEL = f"{HERE / 'two_blocks.py'}:stack"
+SIZES = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096", "--slowdown", "1.5")
+
+
+def test_stage_files_are_the_same_every_time_and_in_every_process(tmp_path: Path) -> None:
+    for name, seed in (("a", "1"), ("b", "2")):
+        command = [sys.executable, "-m", "chunkflow_compile.cli.main", "dump", MODEL, *SIZES, "--annotate"]
+        done = subprocess.run(
+            [*command, "--out", str(tmp_path / name)],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stderr == "", "progress is for terminals"
+    files = sorted(p.name for p in (tmp_path / "a").iterdir())
+    numbered = [f"{i:02}_{name}" for i, name in enumerate(STAGES)]
+    assert files == sorted(
+        [f"{n}.py" for n in numbered] + [f"{n}.diff" for n in numbered[1:]] + ["plan.json", "report.txt"]
+    )
+    for name in files:
+        assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
+
+
+def test_a_run_leaves_its_stages_and_what_it_measured(tmp_path: Path, no_grad: None) -> None:
+    model = Stack(3).eval()
+    run = torch.compile(
+        model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "group_bytes": 1, "dump": str(tmp_path)}
+    )
+    for _ in range(5):
+        run(torch.randn(4, 8))
+    (program,) = chunkflow_compile.programs(model)
+    folder = tmp_path / "rank0_0"
+    assert Plan.from_json((folder / "plan.json").read_text()) == program.plan
+    assert (folder / "04_verified.py").read_text().splitlines()[1:] == str(program.program).splitlines()
+    early = Measured.from_json((folder / "measured.json").read_text())
+    assert early.steps == 4, "written behind steps 1, 2 and 4"
+    explained = chunkflow_compile.explain(run)
+    chunkflow_compile.restore(model)
+    late = Measured.from_json((folder / "measured.json").read_text())
+    assert late.steps == 5 and late.plan == program.plan.digest
+    figures = {f.name: f for f in explained.figures}
+    assert figures["copied"].measured == figures["copied"].predicted == program.plan.moved_bytes > 0
+    assert figures["step"].measured == late.step_s > late.compute_s > 0 and late.copy_s > 0
+    assert sum(w.compute_s[0] for w in explained.windows) == pytest.approx(figures["compute"].predicted)
+    assert sum(w.exposed_s[0] for w in explained.windows) == pytest.approx(
+        figures["waited for weights"].predicted, abs=1e-7
+    )
+    assert len(explained.windows) == len(program.plan.regions) == len(late.windows.compute_s)
+    assert json.loads(explained.to_json())["plan"] == program.plan.digest
+    assert ("limited by" in str(explained) and "worst stalls" in str(explained)) or "waited for no" in str(explained)
+    with pytest.raises(ChunkflowError, match="has run yet: compile it with ChunkFlow and call it first"):
+        chunkflow_compile.explain(model)
+
+
+def test_a_wait_is_measured_in_the_window_that_waits(no_grad: None) -> None:
+    import time
+
+    model = Stack(3).eval()
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "group_bytes": 1})
+    run(torch.randn(4, 8))
+    (program,) = chunkflow_compile.programs(model)
+    executor = program.executor
+    target = next(w for w in program.plan.streamed if w.name == "blocks.1.down.weight")
+    copy = executor.device.copy_bytes
+
+    def slow(to: torch.Tensor, source: torch.Tensor) -> None:
+        if to.untyped_storage().data_ptr() and source.data_ptr() == executor.binding.hosts[target.name].data_ptr():
+            time.sleep(0.2)
+        copy(to, source)
+
+    executor.device.copy_bytes = slow
+    run(torch.randn(4, 8))
+    step = program.measurements[-1]
+    waited = step.windows.exposed_s
+    assert max(range(len(waited)), key=waited.__getitem__) == target.first_use
+    assert waited[target.first_use] > 0.1 and step.exposed_h2d_s == pytest.approx(sum(waited)) and step.copy_s > 0.2
+    stall = chunkflow_compile.explain(run).stalls[0]
+    assert stall.window == target.first_use and target.name in stall.weights
+
+
+def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
+    script = (
+        "import sys, torch\n"
+        f"sys.path.insert(0, {str(HERE)!r})\n"
+        "from helpers import Stack\n"
+        "model, x = Stack(3).eval(), torch.randn(4, 8)\n"
+        "options = {'min_bytes': 4096, 'chunk_bytes': 4096, 'group_bytes': 1, 'lowering': 'eager', 'slowdown': 1000.0}\n"
+        "with torch.no_grad():\n"
+        "    torch.compile(model, backend='chunkflow', options=options)(x)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "chunkflow_compile"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "[__chunkflow] rewritten:" in done.stderr and "prefetch('blocks.0.up.weight'" in done.stderr
+    trace_log = "".join(p.read_text() for p in tmp_path.glob("*.log"))
+    for i, name in enumerate(STAGES):
+        assert f'"name": "chunkflow_{i:02}_{name}"' in trace_log
+    assert '"name": "chunkflow_plan"' in trace_log and "prefetch('blocks.1.up.weight'" in trace_log
+
+
+def test_the_artefact_has_a_name_in_set_logs(no_grad: None, caplog: pytest.LogCaptureFixture) -> None:
+    from chunkflow_compile.report.logs import logged
+
+    traced = trace(Stack(2), {"x": torch.randn(4, 8)}, 0)
+    [*logged(stages(traced, SETTINGS), MACHINE)]  # registers it
+    torch._logging.set_logs(modules={"chunkflow": True})
+    try:
+        log = logging.getLogger("chunkflow_compile.__chunkflow")
+        assert log.isEnabledFor(logging.INFO)
+    finally:
+        torch._logging.set_logs()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence", "code"),
+    [
+        (["dump", MODEL, "--stage", "verifed"], "no stage 'verifed'; did you mean 'verified'? There are traced, ", 2),
+        (
+            ["dump", MODEL, "--disable-pass", "barrier"],
+            "no pass 'barrier' that can be disabled; did you mean 'barriers'?",
+            2,
+        ),
+        (["dump", MODEL, "--disable-pass", "rewrite"], "all others are needed by what stands behind them", 2),
+        (["dump", MODEL, "--out", "/proc/nowhere"], "/proc/nowhere cannot be written", 2),
+        (["dump", MODEL, "--json", "/nowhere/x"], "cannot be written to /nowhere/x", 2),
+        (["dump", f"{HERE / 'two_blocks.py'}:nothing"], "has no function 'nothing'", 2),
+        (["dump", f"{HERE / 'two_blocks.py'}:untraceable"], "untraceable cannot be traced: ", 2),
+        (
+            ["why", MODEL, "blocks.0", *SIZES],
+            "'blocks.0' is part of 2 names; give more of one:\n  blocks.0.up.weight",
+            2,
+        ),
+        (["why", MODEL, "ffn", *SIZES], "No weight has 'ffn' in its name; near are ", 2),
+        (["why", MODEL, "", *SIZES], "is part of 8 names", 2),
+        (["timeline", MODEL, "--out", "x.gif"], "give one of .png, .svg, .json", 2),
+        (["timeline", "nothing.json", "--out", "x.png"], "The plan nothing.json cannot be read", 2),
+        (["timeline", str(HERE / "slow_compute.json"), "--out", "x.png"], "This is not a ChunkFlow plan", 2),
+        (["timeline", MODEL, "--blocks", "0", "--out", "x.png"], "--blocks must be at least 1", 2),
+        (["diff", "nothing.json", "nothing.json"], "The plan nothing.json cannot be read", 2),
+        (["explain", "/nowhere"], "There is no folder /nowhere", 2),
+        (["explain", str(HERE)], "holds no measured program: call the compiled model", 2),
+    ],
+)
+def test_bad_use_is_one_sentence(
+    arguments: list[str], sentence: str, code: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == code
+    shown = capsys.readouterr()
+    assert sentence in shown.err and "Traceback" not in shown.err and not shown.out
+
+
+def test_a_model_that_does_not_trace_leaves_the_whole_story_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{HERE / 'two_blocks.py'}:untraceable"]) == 2
+    error = capsys.readouterr().err
+    path = Path(error.partition("all of it: ")[2].rstrip().rstrip(")"))
+    try:
+        assert "Traceback" in path.read_text() and "two_blocks.py" in path.read_text()
+    finally:
+        path.unlink()
+    with pytest.raises(ChunkflowError, match="cannot be traced"):
+        main(["plan", f"{HERE / 'two_blocks.py'}:untraceable", "--debug"])
+
+
+def test_what_led_to_an_unsafe_program_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from chunkflow_compile.passes import pipeline
+
+    def refuse(*_: Any) -> None:
+        raise FindingError("The program is not safe to run:\n  for the test")
+
+    monkeypatch.setattr(pipeline, "verify", refuse)
+    assert main(["dump", MODEL, *SIZES, "--out", str(tmp_path)]) == 1, "a finding, not bad use"
+    shown = capsys.readouterr()
+    assert "not safe to run" in shown.err and "03_rewritten.py" in shown.out
+    assert (tmp_path / "03_rewritten.py").exists() and not (tmp_path / "04_verified.py").exists()
+
+
+def test_json_on_stdout_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    assert main(["plan", MODEL, *SIZES, "--json", "-"]) == 0
+    text = capsys.readouterr().out
+    plan.write_text(text)
+    assert Plan.from_json(text).to_json() == text
+    for arguments, code in (
+        (["dump", MODEL, *SIZES, "--json", "-"], 0),
+        (["why", MODEL, "head.weight", *SIZES, "--json", "-"], 0),
+        (["diff", str(plan), str(plan), "--json", "-"], 0),
+        (["doctor", "--json", "-"], None),
+        (["simulate", MODEL, "--hardware", "cpu", "--json", "-"], 0),
+    ):
+        result = main(arguments)
+        assert code is None or result == code
+        assert json.loads(capsys.readouterr().out)
+
+
+def test_options_refuse_an_unknown_pass() -> None:
+    with pytest.raises(ChunkflowError, match="no pass 'verfy' that can be disabled; did you mean 'verify'"):
+        Options(disable=["verfy"])
+    with pytest.raises(ChunkflowError, match="disable='verify' must be a list of names"):
+        Options(disable="verify")
