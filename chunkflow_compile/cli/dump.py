@@ -48,26 +48,25 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     last = _stage(arguments.stage)
     check_json(arguments)
-    # Every stage is a line; the last ones are the writer's and the printer's.
-    progress = Progress(1 + last + 1)
     writer = None
-    settings = target.options_of(arguments).settings()
-    if arguments.out:
-        writer = StageWriter(Path(arguments.out), settings.hardware, annotate=arguments.annotate)
+    if arguments.out:  # an unwritable folder is found before the tracing
+        hardware = target.options_of(arguments).profile()
+        writer = StageWriter(Path(arguments.out), hardware, annotate=arguments.annotate)
+    progress = Progress(1 + last + 1)  # the tracing and each stage
     found = target.load(arguments, progress)
+    coming = logged(stages(found.traced, found.settings, verify_each=arguments.verify_each), found.hardware)
     made: list[Stage] = []
     try:
-        run = logged(stages(found.traced, found.settings, verify_each=arguments.verify_each), found.hardware)
         while len(made) <= last:
             with progress.phase(STAGES[len(made)]):
-                stage = next(run, None)
+                stage = next(coming, None)
                 if stage is None:
                     break
                 made.append(stage)
                 if writer is not None:
                     writer.add(stage)
         if arguments.verify_each:
-            next(run, None)  # the contract of a stage is checked when the next one is asked for
+            next(coming, None)  # the contract of a stage is checked when the next one is asked for
     finally:
         if made:
             _show(arguments, found, made, writer)
