@@ -139,7 +139,7 @@ def read_plan(path: str | Path) -> Plan:
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError, TypeError) as error:
-        raise ChunkflowError(f"The plan {path} cannot be read: {error}.") from error
+        raise ChunkflowError(f"The plan {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
     return Plan.from_json(text)
 
 

@@ -40,15 +40,17 @@ def reason(
 def _streamed(planner: Planner, windows: Windows, first: int, slack: float | None) -> str:
     starts = [(first - w) % planner.count for w in windows if w is not None]
     begin, ahead = (first - max(starts)) % planner.count, max(starts)
-    where = f"window {begin}, {ahead} window{'s' * (ahead != 1)} ahead of region {first}"
+    where = (
+        f"window {begin}, {ahead} window{'s' * (ahead != 1)} ahead of region {first}"
+        if ahead
+        else "its reader's window"
+    )
     if slack is None or slack >= 0:
         return f"hidden: copied from {where}, there {_ms(slack or 0.0)} before it is read"
-    return f"exposed by {_ms(-slack)} because copying starts in {where}: {stall_cause(ahead)}"
-
-
-def stall_cause(ahead: int) -> str:
-    """What makes a reader wait for a weight whose copies start ``ahead`` windows before it."""
-    return "an earlier start would take more memory" if ahead <= 1 else "the link is busy with other weights until then"
+    cause = (
+        "an earlier start would take more memory" if ahead <= 1 else "the link is busy with other weights until then"
+    )
+    return f"exposed by {_ms(-slack)} because copying starts in {where}: {cause}"
 
 
 def _ms(seconds: float) -> str:

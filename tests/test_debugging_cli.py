@@ -57,19 +57,19 @@ class TestDebuggingCli(TestCase):
             cli("dump", *self.target(), "--annotate"),
             """\
 #                                                                                               #         cost    window          slot       bytes  slack or work
-# verified: a priming and 2 steps, 131 ops, 153 edges that order them
+# proved: no weight is read before it is there, or overwritten before its last reader (2 steps, 131 ops, 153 edges)
 arg0_1: float32[4, 32]
-blocks_0_qkv_weight: float32[96, 32]                                                            #                        at 0x000001000    12.0 KiB  host: hidden: copied from window 9, 1 window ahead of region 0, there 0.383 ms before it is read
-blocks_0_out_weight: float32[32, 32]                                                            #                        at 0x000000000     4.0 KiB  host: hidden: copied from window 3, 1 window ahead of region 4, there 0.894 ms before it is read
-blocks_1_qkv_weight: float32[96, 32]                                                            #                        at 0x000001000    12.0 KiB  host: hidden: copied from window 4, 1 window ahead of region 5, there 0.383 ms before it is read
-blocks_1_out_weight: float32[32, 32]                                                            #                        at 0x000000000     4.0 KiB  host: hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
+blocks_0_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
+blocks_0_out_weight: float32[32, 32]                                                            #                           at 0.0 MiB     4.0 KiB  host, 1 chunks
+blocks_1_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
+blocks_1_out_weight: float32[32, 32]                                                            #                           at 0.0 MiB     4.0 KiB  host, 1 chunks
 # blocks.0: regions 0 to 4
-wait('blocks.0.qkv.weight')                                                                     #                        at 0x000001000              slack 0.383 ms
+wait('blocks.0.qkv.weight')                                                                     #                           at 4.0 KiB              slack 0.383 ms
 region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)                                               #     1.000 ms  window 0                            24.6 kFLOP
 getitem_1: float32[4, 32] = region_0[0]
 getitem_2: float32[4, 32] = region_0[1]
 clone: float32[2, 4, 2, 8] = region_0[2]
-evict('blocks.0.qkv.weight')                                                                    #                        at 0x000001000              free
+evict('blocks.0.qkv.weight')                                                                    #                           at 4.0 KiB              free
 all_to_all_single: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone, [1, 1], [ ...#     0.100 ms                             0.2 KiB
 wait_tensor: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single)
 region_1 = lowered_1(wait_tensor, getitem_1)                                                    #     1.000 ms  window 1
@@ -82,16 +82,16 @@ transpose_1: float32[2, 8, 8] = region_2[0]
 clone_2: float32[2, 4, 2, 8] = region_2[1]
 all_to_all_single_2: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_2, [1, 1 ...#     0.100 ms                             0.2 KiB
 wait_tensor_2: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_2)
-prefetch('blocks.0.out.weight', chunks[0:1], window=3)                                          #     0.206 ms  window 3 at 0x000000000     4.0 KiB  slack 0.894 ms
+prefetch('blocks.0.out.weight', chunks[0:1], window=3)                                          #     0.206 ms  window 3    at 0.0 MiB     4.0 KiB  slack 0.894 ms
 region_3 = lowered_3(wait_tensor_2, transpose, transpose_1)                                     #     1.000 ms  window 3                            4.1 kFLOP
 view_6: float32[2, 4, 2, 8] = region_3[0]
 all_to_all_single_3: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_6, [1, 1] ...#     0.100 ms                             0.2 KiB
 wait_tensor_3: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_3)
-prefetch('blocks.1.qkv.weight', chunks[0:3], window=4)                                          #     0.617 ms  window 4 at 0x000001000    12.0 KiB  slack 0.383 ms
-wait('blocks.0.out.weight')                                                                     #                        at 0x000000000              slack 0.894 ms
+prefetch('blocks.1.qkv.weight', chunks[0:3], window=4)                                          #     0.617 ms  window 4    at 4.0 KiB    12.0 KiB  slack 0.383 ms
+wait('blocks.0.out.weight')                                                                     #                           at 0.0 MiB              slack 0.894 ms
 region_4 = lowered_4(wait_tensor_3, blocks_0_out_weight, arg0_1)                                #     1.000 ms  window 4                            8.19 kFLOP
 add: float32[4, 32] = region_4[0]
-evict('blocks.0.out.weight')                                                                    #                        at 0x000000000              free
+evict('blocks.0.out.weight')                                                                    #                           at 0.0 MiB              free
 # blocks.1: as blocks.0, 28 lines folded: 5.000 ms of compute each; 16.0 KiB copied in each; least slack 0.383 ms in blocks.1
 return (add_1,)
 """,
@@ -101,14 +101,14 @@ return (add_1,)
         self.assertExpectedInline(
             cli("dump", *self.target("stack"), "--stage", "regions"),
             """\
-arg0_1: float32[32, 8]
-arg1_1: float32[32]
+arg0_1: float32[32, 8]  # embed.weight
+arg1_1: float32[32]  # embed.bias
 arg2_1: float32[4, 8]
-arg3_1: float32[64, 32]
-arg4_1: float32[32, 64]
+arg3_1: float32[64, 32]  # blocks.0.up.weight
+arg4_1: float32[32, 64]  # blocks.0.down.weight
 # inputs of blocks.1: as inputs of blocks.0, 2 lines folded
-arg7_1: float32[8, 32]
-arg8_1: float32[8]
+arg7_1: float32[8, 32]  # head.weight
+arg8_1: float32[8]  # head.bias
 # outside blocks: region 0
 # region_0(arg1_1, arg2_1, arg0_1): outside blocks, 1 ops, key ...
 t: float32[8, 32] = aten.t(arg0_1)
@@ -159,7 +159,7 @@ read first: /stages/report.txt
 --- 01_regions.py
 +++ 02_planned.py
 @@ -9,2 +9,7 @@
- arg8_1: float32[8]
+ arg8_1: float32[8]  # head.bias
 +prefetch('blocks.0.down.weight', chunks[1:2], window=0)
 +prefetch('blocks.0.up.weight', chunks[0:2], window=0)
 +prefetch('blocks.1.down.weight', chunks[0:1], window=0)
@@ -213,7 +213,7 @@ blocks.1.out.weight: float32[32, 32], 4.0 KiB
 home        host, streamed in every call in 1 chunk
 read by     region_9 (blocks.1: out)
             from 9.802 ms to 10.802 ms of a call
-slot        bytes 0x0 to 0x1000 of the arena
+slot        0.0 MiB to 4.0 KiB of the arena
 slack       there 0.894 ms before its first reader
 why         hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
 limited by  nothing: it costs the step no time
@@ -226,8 +226,6 @@ what would change it:
 
 with                  streamed    slack     a call    weights on the device
 --------------------  ----------  --------  --------  -----------------------
-slowdown 1.02         100 %       0.894 ms  10.8 ms   16.0 KiB
-slowdown 1.05         100 %       0.894 ms  11.2 ms   12.0 KiB
 slowdown 1.1          100 %       0.894 ms  11.2 ms   12.0 KiB
 a link twice as fast  100 %       0.997 ms  10.8 ms   16.0 KiB
 a link half as fast   100 %       1.790 ms  10.8 ms   16.0 KiB
@@ -241,18 +239,18 @@ chunks of 1.0 KiB     100 %       0.891 ms  10.8 ms   16.0 KiB
         self.assertExpectedInline(
             cli("diff", str(before), str(after), code=1),
             """\
-a call                 before    after     change
----------------------  --------  --------  --------
-step                   10.8 ms   11.2 ms   +3.8 %
-resident step          10.8 ms   10.8 ms
-compute                10.0 ms   10.0 ms
-exposed                0.0 ms    0.4 ms    +0.4 ms
-collective             0.8 ms    0.8 ms
-inflation              0.0 ms    0.0 ms
-copy                   1.6 ms    1.6 ms
-weights on the device  16.0 KiB  12.0 KiB  -25.0 %
-arena                  16.0 KiB  12.0 KiB  -25.0 %
-copied                 32.0 KiB  32.0 KiB
+                           before    after     change
+-------------------------  --------  --------  --------
+a call of the model        10.8 ms   11.2 ms   +3.8 %
+with all weights resident  10.8 ms   10.8 ms
+compute                    10.0 ms   10.0 ms
+waiting for weights        0.0 ms    0.4 ms    +0.4 ms
+collectives                0.8 ms    0.8 ms
+of it by copies            0.0 ms    0.0 ms
+copies, beside the rest    1.6 ms    1.6 ms
+weights on the device      16.0 KiB  12.0 KiB  -25.0 %
+arena                      16.0 KiB  12.0 KiB  -25.0 %
+copied                     32.0 KiB  32.0 KiB
 
 moved home: none
 
@@ -270,13 +268,13 @@ qkv       1 of 3 chunks in another window  2        blocks.0, blocks.1
         self.assertExpectedInline(
             str(explain_plan(plan, slow_run(plan))),
             """\
-7 warm steps, medians; plan 47cb7ee4e08e0f31
+policy chunkflow, planned for machine; medians of 7 calls; plan 47cb7ee4e08e0f31
 
-a call                   predicted    measured    ratio
+                         predicted    measured    ratio
 -----------------------  -----------  ----------  -------
-step                     10.8 ms      25.0 ms     2.31
+a call of the model      10.8 ms      25.0 ms     2.31
 compute                  10.0 ms      20.0 ms     2.00
-waited for weights       0.0 ms       3.0 ms
+waiting for weights      0.0 ms       3.0 ms
 collectives              0.8 ms       1.0 ms      1.25
 host, and the rest       0.0 ms       1.0 ms
 copies, beside the rest  1.6 ms       3.3 ms      2.00
@@ -286,8 +284,9 @@ rate of copies           0.02 GB/s    0.01 GB/s   0.50
 limited by compute, 80 % of the step; compute waits 12 % of it for weights, and the link is busy 13
 % of it
 
-the step takes 2.31 times what was predicted, most of it compute (+10.0 ms): the hardware profile is
-of another machine; measure this one with chunkflow calibrate and compile with hardware='measured'
+a call takes 2.31 times what was predicted, most of it compute (+10.0 ms): the profile 'machine' is
+of another machine, or this one was busy; measure it with chunkflow calibrate and compile with
+hardware='measured'
 
 worst stalls:
 
@@ -322,7 +321,7 @@ GPU 1             NVIDIA L40S, 48.0 GiB, PCIe 1 x16, NUMA node 1  note
 cpu               32 cores, 2 NUMA nodes                          ok
 host memory       8.0 GiB free of 64.0 GiB                        note
 pinnable memory   limit 8.0 MiB                                   note
-gloo              there                                           ok
+gloo              available                                       ok
 NCCL              not in this torch                               missing
 C++ compiler      none                                            missing
 triton            none                                            missing

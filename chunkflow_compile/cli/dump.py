@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import json
+import sys
 from pathlib import Path
 
 from tabulate import tabulate
@@ -67,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
                     writer.add(stage)
         if arguments.verify_each:
             next(coming, None)  # the contract of a stage is checked when the next one is asked for
+            print(f"checked, and all hold: {', '.join(s.name for s in made)}", file=sys.stderr)
     finally:
         if made:
             _show(arguments, found, made, writer)

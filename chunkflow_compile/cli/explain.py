@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="examples:\n"
         "  chunkflow demo --dump run\n"
         "  chunkflow explain run               # the newest program of the first rank\n"
-        "  chunkflow explain run/rank1_0 --windows",
+        "  chunkflow explain run/rank1_1 --windows",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="DIR", help="folder of the dump, or of one program in it")
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
         text = (folder / MEASURED_FILE).read_text()
     except OSError as error:
         raise ChunkflowError(
-            f"{folder} holds no measurement ({error}): compile with options={{'dump': DIR}} and call the model."
+            f"{folder} holds no measurement ({error.strerror}): compile with options={{'dump': DIR}} and call the model."
         ) from error
     explanation = explain_plan(read_plan(folder / PLAN_FILE), Measured.from_json(text))
     say(arguments, f"{folder}\n\n{explanation.report(arguments.windows)}")

@@ -48,7 +48,8 @@ def run(arguments: argparse.Namespace) -> int:
         degree=found.degree,
         arms={name: arm_record(plan, found.problem, found.forwards) for name, plan in plans.items()},
     )
-    say(arguments, f"{record.model}; Ulysses degree {found.degree}, {found.forwards} forwards a step\n")
+    forwards = f"{found.forwards} forward{'s' * (found.forwards != 1)} a step"
+    say(arguments, f"{record.model}; Ulysses degree {found.degree}, {forwards}\n")
     say(arguments, table(record, _columns(plans, found.forwards)))
     write_json(arguments, record.to_json())
     return 0

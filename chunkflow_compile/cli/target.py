@@ -57,7 +57,8 @@ class Target:
     @property
     def heading(self) -> str:
         forwards = f"{self.forwards} forward{'s' * (self.forwards != 1)} a step"
-        return f"{self.title}; Ulysses degree {self.degree} on {self.hardware.name}, {forwards}"
+        without = f"; without {', '.join(sorted(self.settings.disabled))}" if self.settings.disabled else ""
+        return f"{self.title}; Ulysses degree {self.degree} on {self.hardware.name}, {forwards}{without}"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> None:
@@ -126,6 +127,10 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     options = options_of(arguments)
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
     given = {n: v for n, v in given.items() if v is not None}
+    if arguments.model.endswith(".json"):
+        raise ChunkflowError(
+            f"{arguments.model} is no model: a plan's file goes to chunkflow timeline and chunkflow diff."
+        )
     if ":" in arguments.model or ".py" in arguments.model:
         if given:
             raise ChunkflowError(
@@ -143,6 +148,17 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     what = f"{sizes.frames} frames of " if sizes.frames > 1 else ""
     title = f"{found.name}, {what}{sizes.height}x{sizes.width}, batch {sizes.batch}"
     return _target(title, traced, arguments, options, found.forwards)
+
+
+def refuse_options(arguments: argparse.Namespace) -> None:
+    """A plan's file says all that these options would.  Raises ChunkflowError if one was given."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    for name, default in vars(parser.parse_args(["plan.json"])).items():
+        if name != "model" and getattr(arguments, name) != default:
+            raise ChunkflowError(
+                f"--{name.replace('_', '-')} is an option of a model: the plan {arguments.model} was made with its own."
+            )
 
 
 def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Target, Plan]:

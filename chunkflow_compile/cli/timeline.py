@@ -10,9 +10,9 @@ from chunkflow_compile.cli.output import Progress
 from chunkflow_compile.options import read_plan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.lanes import lanes_of
+from chunkflow_compile.report.lanes import Lanes, lanes_of
 from chunkflow_compile.report.perfetto import trace_events
-from chunkflow_compile.report.record import check_writable, seconds, size
+from chunkflow_compile.report.record import check_writable, fine, seconds, size
 from chunkflow_compile.report.timeline_picture import draw_timeline
 
 FORMATS = (".png", ".svg", ".json")
@@ -49,20 +49,32 @@ def run(arguments: argparse.Namespace) -> int:
     check_writable(out)
     title, plan = _plan(arguments)
     lanes = lanes_of(plan)
-    goal = f"{title}: {size(plan.device_bytes)} of weights on the device, {size(plan.moved_bytes)} copied a call"
+    total = sum(w.nbytes for w in plan.weights)
+    held = f"{size(plan.device_bytes)} of {size(total)} of weights on the device"
+    said = f"{title}: {held}, {size(plan.moved_bytes)} copied a call"
     if out.suffix == ".json":
-        out.write_text(trace_events(lanes, goal))
+        out.write_text(trace_events(lanes, said))
     else:
-        draw_timeline(lanes, goal, out, block=arguments.block, blocks=arguments.blocks)
-    waited = sum(s.end - s.start for s in lanes.stalls)
-    print(
-        f"{goal}\none call {seconds(lanes.step_s)}, {len(lanes.stalls)} stalls of {seconds(waited)}\n\nwritten: {out}"
-    )
+        draw_timeline(lanes, said, out, block=arguments.block, blocks=arguments.blocks)
+    print(f"{said}\none call {seconds(lanes.step_s)}; {_stalls(lanes)}\n\nwritten: {out}")
     return 0
+
+
+def _stalls(lanes: Lanes) -> str:
+    """Where to look: the default picture is of the middle, and waits are often at the ends."""
+    if not lanes.stalls:
+        return "compute waits for no weight"
+    waited = sum(s.end - s.start for s in lanes.stalls)
+    blocks = {b.name: b.block for b in lanes.lane("compute")}
+    worst = sorted(lanes.stalls, key=lambda s: s.start - s.end)[:3]
+    named = ", ".join(f"{s.before} ({blocks.get(s.before) or 'outside blocks'}) {fine(s.end - s.start)}" for s in worst)
+    count = len(lanes.stalls)
+    return f"compute waits {count} time{'s' * (count != 1)}, {fine(waited)} in all; longest before {named}"
 
 
 def _plan(arguments: argparse.Namespace) -> tuple[str, Plan]:
     if arguments.model.endswith(".json"):
+        target.refuse_options(arguments)
         plan = read_plan(arguments.model)
         return f"{Path(arguments.model).name}, policy {plan.policy} on {plan.hardware}", plan
     found, plan = target.load_and_plan(arguments, Progress(2))

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from torch.fx import Node
-
 from chunkflow_compile.passes.costs import node_flops
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
@@ -17,36 +15,52 @@ from chunkflow_compile.passes.timeline import Simulator
 from .lines import Line
 from .record import size
 
+# Characters of a reason at the end of a line; chunkflow why tells it whole.
+_SAID = 48
 HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
     """The end of a line.  ``cost_s``: seconds of compute, collective or copy alone; ``nbytes``: bytes copied or sent, or
-    of an input; ``slack_s``: seconds to spare before the reader, negative if it waits.  None where it does not apply."""
+    of an input; ``slack_s``: seconds to spare before the reader, negative, and called ``late``, if there are too few.  None
+    where it does not apply."""
 
     cost_s: float | None = None
     window: int | None = None
     slot: int | None = None
     nbytes: int | None = None
     slack_s: float | None = None
+    late: str = "waits"
     said: str = ""
 
     def __str__(self) -> str:
         cells = (
             "" if self.cost_s is None else f"{self.cost_s * 1e3:.3f} ms",
             "" if self.window is None else f"window {self.window}",
-            "" if self.slot is None else f"at {self.slot:#011x}",
+            "" if self.slot is None else f"at {size(self.slot)}",
             "" if self.nbytes is None else size(self.nbytes),
         )
         if self.slack_s is not None:
-            last = f"slack {self.slack_s * 1e3:.3f} ms" if self.slack_s >= 0 else f"waits {-self.slack_s * 1e3:.3f} ms"
+            last = (
+                f"slack {self.slack_s * 1e3:.3f} ms"
+                if self.slack_s >= 0
+                else f"{self.late} {-self.slack_s * 1e3:.3f} ms"
+            )
         else:
             last = self.said
         return f"{cells[0]:>12} {cells[1]:>9} {cells[2]:>13} {cells[3]:>11}  {last}".rstrip()
 
 
-class Annotator:
+class FlopNotes:
+    """Notes on a graph of which only the ops are known: their FLOPs."""
+
+    def note(self, line: Line) -> Note | None:
+        flops = 0 if line.node is None else node_flops(line.node)
+        return Note(said=_flops(flops)) if flops else None
+
+
+class Annotator(FlopNotes):
     """Notes on the lines of one problem, by cost on ``hardware`` and, where there is one, by its ``plan``."""
 
     def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None = None) -> None:
@@ -58,6 +72,10 @@ class Annotator:
         spans = plan.predicted.spans if plan is not None and plan.predicted is not None else ()
         self.took = {s.name: s.end - s.start for s in spans if s.lane == "collective"}
         self.starts = [s.start for s in spans if s.lane == "compute"]
+        self.waits: dict[int, float] = {}
+        for weight in self.weights.values():
+            if weight.slack_s is not None and weight.slack_s < 0:
+                self.waits[weight.first_use] = self.waits.get(weight.first_use, 0.0) - weight.slack_s
         self.arrival = {s.name: s.end for s in spans if s.lane == "copy"}
 
     def note(self, line: Line) -> Note | None:
@@ -77,7 +95,7 @@ class Annotator:
             return self._transfer(item)
         if line.weight in self.weights or line.weight in self.sizes:
             return self._weight(line.weight)
-        return _operation(line.node) if line.node is not None else None
+        return super().note(line)
 
     def _transfer(self, item: Prefetch | Wait | Evict) -> Note | None:
         weight = self.weights.get(item.weight)
@@ -95,26 +113,25 @@ class Annotator:
             slot=weight.offset + begin,
             nbytes=end - begin,
             slack_s=self._slack(item, weight.first_use),
+            late="late",
         )
 
     def _slack(self, item: Prefetch, reader: int) -> float | None:
-        """Seconds from the arrival of a copy to its first reader, which may stand in the next step."""
+        """Seconds from the arrival of a copy to when compute is ready for its reader, which may be in the next step."""
         arrival = self.arrival.get(f"{item.weight}[{item.first}:{item.end}]")
         if arrival is None or self.plan is None or self.plan.predicted is None:
             return None
         later = item.next_step and arrival >= self.starts[item.window]  # else it arrives in the step that reads it
-        return self.starts[reader] + later * self.plan.predicted.step_s - arrival
+        return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - arrival
 
     def _weight(self, name: str) -> Note:
         weight = self.weights.get(name)
         if weight is None:
-            return Note(nbytes=self.sizes[name], said=name)
-        return Note(slot=weight.offset, nbytes=weight.nbytes, said=f"{weight.home}: {weight.why}")
-
-
-def _operation(node: Node) -> Note | None:
-    flops = node_flops(node)
-    return Note(said=_flops(flops)) if flops else None
+            return Note(nbytes=self.sizes[name])
+        said = f"device: {weight.why}" if weight.home == "device" else f"host, {len(weight.windows)} chunks"
+        return Note(
+            slot=weight.offset, nbytes=weight.nbytes, said=said if len(said) <= _SAID else f"{said[: _SAID - 4]} ..."
+        )
 
 
 def _flops(flops: int) -> str:

@@ -22,6 +22,8 @@ SHOWN = 5
 # Shares of a step that are worth a word: less is within what steps differ by.
 _NOTABLE = 0.02
 _FAR = 0.10
+# Seconds that a table would show as 0.0 ms.
+_SHORT = 5e-5
 # Characters of a region that a table shows: a block and two weights.
 _WIDE = 56
 _TEXT = 100
@@ -72,6 +74,8 @@ class Explanation:
     """A plan beside its measurement.  ``str()`` is the report for people."""
 
     plan: str
+    policy: str
+    hardware: str
     steps: int
     figures: tuple[Figure, ...]
     windows: tuple[Window, ...]
@@ -87,7 +91,8 @@ class Explanation:
 
     def report(self, every_window: bool = False) -> str:
         """Tables; ``every_window``: of all windows instead of those that differ most from what was predicted."""
-        warm = f"{self.steps} warm step{'s' * (self.steps != 1)}, medians; plan {self.plan}"
+        calls = f"medians of {self.steps} call{'s' * (self.steps != 1)}"
+        warm = f"policy {self.policy}, planned for {self.hardware}; {calls}; plan {self.plan}"
         parts = [warm, _figures(self.figures), fill(f"limited by {self.limit}", _TEXT)]
         if self.advice:
             parts.append(fill(self.advice, _TEXT))
@@ -113,9 +118,9 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
     windows = tuple(_compare(plan, measured))
     rate = plan.moved_bytes / predicted.copy_s if predicted.copy_s else None
     figures = (
-        Figure(name="step", predicted=predicted.step_s, measured=measured.step_s),
+        Figure(name="a call of the model", predicted=predicted.step_s, measured=measured.step_s),
         Figure(name="compute", predicted=predicted.compute_s, measured=measured.compute_s),
-        Figure(name="waited for weights", predicted=predicted.exposed_s, measured=measured.exposed_s),
+        Figure(name="waiting for weights", predicted=predicted.exposed_s, measured=measured.exposed_s),
         Figure(name="collectives", predicted=predicted.collective_s, measured=measured.collective_s),
         Figure(name="host, and the rest", predicted=0.0, measured=_rest(measured)),
         Figure(name="copies, beside the rest", predicted=predicted.copy_s, measured=measured.copy_s),
@@ -129,12 +134,14 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
     )
     return Explanation(
         plan=plan.digest,
+        policy=plan.policy,
+        hardware=plan.hardware,
         steps=measured.steps,
         figures=figures,
         windows=windows,
         stalls=tuple(_worst(plan, windows)),
         limit=_limit(measured),
-        advice=_advice(figures),
+        advice=_advice(figures, plan.hardware),
     )
 
 
@@ -170,7 +177,7 @@ def _worst(plan: Plan, windows: Sequence[Window]) -> Iterator[WorstStall]:
         slack = weight.slack_s if weight.slack_s is not None else 0.0
         arrivals.setdefault(weight.first_use, []).append((slack, weight.name, weight.why))
     for window in sorted(windows, key=lambda w: -w.exposed_s[1])[:SHOWN]:
-        if window.exposed_s[1] <= 0 or not arrivals.get(window.index):
+        if window.exposed_s[1] < _SHORT or not arrivals.get(window.index):
             continue
         weights = sorted(arrivals[window.index])
         slack, _, why = weights[0]
@@ -207,7 +214,7 @@ def _limit(measured: Measured) -> str:
     return text
 
 
-def _advice(figures: Sequence[Figure]) -> str:
+def _advice(figures: Sequence[Figure], hardware: str) -> str:
     """Where the prediction is far off, the figure that is most to blame."""
     step, *parts = figures[:5]
     if not step.predicted or step.measured is None or abs(step.measured / step.predicted - 1) <= _FAR:
@@ -215,9 +222,9 @@ def _advice(figures: Sequence[Figure]) -> str:
     off = {f.name: (f.measured or 0.0) - (f.predicted or 0.0) for f in parts}
     name = max(off, key=lambda n: abs(off[n]))
     return (
-        f"the step takes {step.measured / step.predicted:.2f} times what was predicted, most of it {name} "
-        f"({off[name] * 1e3:+.1f} ms): the hardware profile is of another machine; measure this one with chunkflow calibrate "
-        "and compile with hardware='measured'"
+        f"a call takes {step.measured / step.predicted:.2f} times what was predicted, most of it {name} "
+        f"({off[name] * 1e3:+.1f} ms): the profile {hardware!r} is of another machine, or this one was busy; measure it with "
+        "chunkflow calibrate and compile with hardware='measured'"
     )
 
 
@@ -228,9 +235,7 @@ def _figures(figures: Sequence[Figure]) -> str:
         both = figure.predicted and figure.measured is not None
         ratio = f"{figure.measured / figure.predicted:.2f}" if both else ""  # type: ignore[operator]
         rows.append((figure.name, *cells, ratio))
-    return tabulate(
-        rows, headers=("a call", "predicted", "measured", "ratio"), tablefmt="simple", disable_numparse=True
-    )
+    return tabulate(rows, headers=("", "predicted", "measured", "ratio"), tablefmt="simple", disable_numparse=True)
 
 
 def _cell(value: float | None, unit: str) -> str:
@@ -243,11 +248,15 @@ def _cell(value: float | None, unit: str) -> str:
 
 def _stalls(stalls: Sequence[WorstStall]) -> str:
     rows = [
-        (s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), s.weights[0], s.why)
+        (s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), _first(s.weights), s.why)
         for s in stalls
     ]
     headers = ("window", "region", "predicted", "measured", "waits for", "why")
     return tabulate(rows, headers=headers, tablefmt="simple", maxcolwidths=[None, None, None, None, None, _WIDE])
+
+
+def _first(names: Sequence[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _windows(windows: Sequence[Window]) -> str:

@@ -118,22 +118,24 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         yield Finding("host memory", found)
     if machine.pinnable_bytes is None:
         yield Finding("pinnable memory", "no limit")
-    else:
+        return
+    limit = f"limit {size(machine.pinnable_bytes)}"
+    if machine.gpus:
         # cudaHostRegister is not held to it, mlock is: it tells how the machine is set up, not what fails.
-        fix = (
-            "copies from memory that is not pinned are slow: raise it with ulimit -l unlimited" if machine.gpus else ""
-        )
-        yield Finding("pinnable memory", f"limit {size(machine.pinnable_bytes)}", "note" if fix else "ok", fix)
+        fix = "copies from memory that is not pinned are slow: raise it with ulimit -l unlimited"
+        yield Finding("pinnable memory", limit, "note", fix)
+    else:
+        yield Finding("pinnable memory", f"{limit}, enough without a GPU")
 
 
 def _collectives(machine: Machine) -> Iterator[Finding]:
     yield (
-        Finding("gloo", "there")
+        Finding("gloo", "available")
         if machine.gloo
         else Finding("gloo", "not in this torch", "note", "ranks on CPUs need it, as chunkflow demo does")
     )
     if machine.nccl:
-        yield Finding("NCCL", "there")
+        yield Finding("NCCL", "available")
     elif machine.gpus:
         fix = "several GPUs need it" if len(machine.gpus) > 1 else ""
         yield Finding("NCCL", "not in this torch", "missing" if fix else "note", fix)
@@ -152,7 +154,7 @@ def _compilers(machine: Machine) -> Iterator[Finding]:
             "triton", "none", "missing", "Inductor compiles for GPUs with it: it comes with torch's CUDA builds"
         )
     elif machine.gpus:
-        yield Finding("triton", "there")
+        yield Finding("triton", "available")
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:

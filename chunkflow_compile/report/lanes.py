@@ -51,6 +51,7 @@ class Slot:
 
     weight: str
     label: str
+    block: str
     begin: int
     stop: int
     start: float
@@ -59,9 +60,11 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """One step.  ``blocks``: block -> when it computes, first to last region."""
+    """One step.  ``blocks``: block -> when it computes, first to last region.  ``inflation_s``: what copies add to
+    collectives."""
 
     step_s: float
+    inflation_s: float
     arena_bytes: int
     bars: tuple[Bar, ...]
     stalls: tuple[Stall, ...]
@@ -98,6 +101,7 @@ def lanes_of(plan: Plan) -> Lanes:
     blocks.pop("", None)
     return Lanes(
         step_s=predicted.step_s,
+        inflation_s=predicted.inflation_s,
         arena_bytes=plan.arena_bytes,
         bars=tuple(_bars(plan, predicted.spans)),
         stalls=tuple(sorted(_stalls(plan, predicted.spans), key=lambda s: s.start)),
@@ -171,7 +175,8 @@ def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
     compute = [s for s in spans if s.lane == "compute"]
     copies = {s.name: s for s in spans if s.lane == "copy"}
     for weight in plan.streamed:
-        label = weight_label(weight.name, plan.regions[weight.first_use].block)
+        block = plan.regions[weight.first_use].block
+        label = weight_label(weight.name, block)
         over = compute[weight.last_use].end
         for run in runs(weight.windows):
             begin, stop = ((weight.offset or 0) + b for b in plan.span(weight, run.first, run.end))
@@ -182,4 +187,4 @@ def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
                 if weight.wraps(run.window) and start >= compute[run.window].start - _INSTANT:
                     start -= step  # copied at the end of the step before
             end = over if run.window is not None else step
-            yield Slot(weight=weight.name, label=label, begin=begin, stop=stop, start=start, end=end)
+            yield Slot(weight=weight.name, label=label, block=block, begin=begin, stop=stop, start=start, end=end)

@@ -40,14 +40,7 @@ class Line:
 def stage_lines(stage: Stage) -> list[Line]:
     """The lines of a stage, from the newest of what it holds."""
     if stage.program is not None and stage.cut is not None:
-        proof = stage.proof
-        head = []
-        if proof is not None:
-            said = (
-                f"# verified: a priming and {proof.steps} steps, {proof.ops} ops, {proof.edges} edges that order them"
-            )
-            head = [Line(text=said, part=INPUTS)]
-        return head + list(_program(stage))
+        return [*_proof(stage), *_program(stage)]
     if stage.cut is not None:
         ops = None
         if stage.plan is not None:
@@ -62,13 +55,20 @@ def op_counts(lines: Sequence[Line]) -> Counter[str]:
     return Counter(line.op for line in lines if line.op)
 
 
+def _proof(stage: Stage) -> Iterator[Line]:
+    if (proof := stage.proof) is not None:
+        said = "# proved: no weight is read before it is there, or overwritten before its last reader"
+        yield Line(text=f"{said} ({proof.steps} steps, {proof.ops} ops, {proof.edges} edges)", part=INPUTS)
+
+
 def _traced(stage: Stage) -> Iterator[Line]:
     names = {p.index: p.name for p in stage.traced.parameters}
     blocks = block_labels(stage.traced.graph, stage.traced.blocks)
     for node in stage.traced.graph.graph.nodes:
         if node.op == "placeholder":
             index = getattr(node.meta.get("desc"), "idx", -1)
-            yield from _input(node, names.get(index, ""), next((blocks.get(u, "") for u in node.users), ""))
+            block = next((blocks.get(u, "") for u in node.users), "")
+            yield from _input(node, names.get(index, ""), block, named=True)
         else:
             yield _line(node, blocks.get(node, ""))
 
@@ -78,7 +78,7 @@ def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
     first_reader = {n: r.info.block for r in reversed(cut.regions) for n in r.inputs}
     for node in cut.source.graph.nodes:
         if node.op == "placeholder":
-            yield from _input(node, weights.get(node, ""), first_reader.get(node, ""))
+            yield from _input(node, weights.get(node, ""), first_reader.get(node, ""), named=True)
         elif node.op == "get_attr":
             yield _line(node, INPUTS)
     collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
@@ -145,10 +145,12 @@ def _program(stage: Stage) -> Iterator[Line]:
             yield _line(node, part, item)
 
 
-def _input(node: Node, weight: str, block: str) -> Iterator[Line]:
+def _input(node: Node, weight: str, block: str, named: bool = False) -> Iterator[Line]:
+    """``named``: whether the weight's name is told beside torch's own for it."""
     if node.users:
         line = _line(node, f"{INPUTS} of {block}" if block else INPUTS)
-        yield replace(line, weight=weight)
+        text = f"{line.text}  # {weight}" if named and weight else line.text
+        yield replace(line, weight=weight, text=text)
 
 
 def _line(node: Node, part: str, item: Item | None = None) -> Line:

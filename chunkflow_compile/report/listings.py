@@ -9,7 +9,7 @@ from itertools import groupby
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.schedule import Compute
 
-from .annotate import HEADER, Annotator, Note
+from .annotate import HEADER, FlopNotes, Note
 from .lines import Line
 from .record import size
 
@@ -29,7 +29,7 @@ class _Part:
         return tuple(line.like for line in self.lines if line.like)
 
 
-def render(lines: Sequence[Line], annotator: Annotator | None = None, *, full: bool = True) -> str:
+def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: bool = True) -> str:
     """The listing.  ``full``: whole; otherwise of parts of equal structure the first, and long lines shortened."""
     text = [] if annotator is None else [f"#{' ' * (COLUMN - 1)}# {HEADER}"]
     if full:
@@ -62,13 +62,14 @@ def _heading(part: _Part) -> list[str]:
     return [f"# {part.name or 'outside blocks'}: {numbers}"]
 
 
-def _text(line: Line, annotator: Annotator | None, short: bool) -> str:
-    text = line.text if not short or len(line.text) <= COLUMN else f"{line.text[: COLUMN - 4]} ..."
+def _text(line: Line, annotator: FlopNotes | None, short: bool) -> str:
+    long = short and len(line.text) > COLUMN and (line.item is not None or line.node is not None)
+    text = line.text if not long else f"{line.text[: COLUMN - 4]} ..."
     note = annotator.note(line) if annotator is not None else None
     return text if note is None else f"{text:<{COLUMN}}# {note}"
 
 
-def _folded(first: _Part, others: Sequence[_Part], annotator: Annotator | None) -> str:
+def _folded(first: _Part, others: Sequence[_Part], annotator: FlopNotes | None) -> str:
     names = others[0].name if len(others) == 1 else f"{others[0].name} .. {others[-1].name}"
     lines = sum(len(part.lines) for part in others)
     head = f"# {names}: as {first.name}, {lines} lines folded"
@@ -87,7 +88,7 @@ def _folded(first: _Part, others: Sequence[_Part], annotator: Annotator | None) 
     return f"{head}: {'; '.join(s for s in said if s)}" if any(said) else head
 
 
-def _notes(part: _Part, annotator: Annotator) -> Iterator[tuple[Line, Note]]:
+def _notes(part: _Part, annotator: FlopNotes) -> Iterator[tuple[Line, Note]]:
     for line in part.lines:
         note = annotator.note(line)
         if note is not None:

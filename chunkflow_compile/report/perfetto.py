@@ -28,10 +28,10 @@ def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
         for bar in lanes.bars:
             start, end = max(0.0, bar.start + offset), min(whole, bar.end + offset)
             if end > start:
-                said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "step": step}
+                said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": step}
                 yield _event(bar.lane, bar.name, start, end, said)
         for stall in lanes.stalls:
-            said = {"weights": ", ".join(stall.weights), "why": stall.why, "step": step}
+            said = {"weights": ", ".join(stall.weights), "why": stall.why, "call": step}
             yield _event("stall", f"{stall.before} waits", stall.start + offset, stall.end + offset, said)
         for time, level in lanes.occupancy():
             values = {"bytes": level}
@@ -40,7 +40,7 @@ def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
     for bar in lanes.bars:
         if bar.start < 0:
             begin, end = next(around(bar.start, bar.end, lanes.step_s))
-            said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "step": STEPS}
+            said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": STEPS}
             yield _event(bar.lane, bar.name, begin + whole - lanes.step_s, end + whole - lanes.step_s, said)
 
 

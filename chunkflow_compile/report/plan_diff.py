@@ -14,6 +14,17 @@ from chunkflow_compile.passes.plan import Plan, WeightPlan
 
 from .record import seconds, size
 
+# The words of chunkflow plan -> fields of a prediction.
+_SECONDS = {
+    "a call of the model": "step_s",
+    "with all weights resident": "resident_step_s",
+    "compute": "compute_s",
+    "waiting for weights": "exposed_s",
+    "collectives": "collective_s",
+    "of it by copies": "inflation_s",
+    "copies, beside the rest": "copy_s",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
@@ -61,7 +72,7 @@ class PlanDiff:
         parts = [f"{name}: {a} -> {b}" for name, (a, b) in self.settings.items()]
         rows = [(n, *(_cell(n, v) for v in pair), _change(n, *pair)) for n, pair in self.figures.items()]
         parts.append(
-            tabulate(rows, headers=("a call", "before", "after", "change"), tablefmt="simple", disable_numparse=True)
+            tabulate(rows, headers=("", "before", "after", "change"), tablefmt="simple", disable_numparse=True)
         )
         for weights, which in zip(self.only, ("before", "after"), strict=True):
             if weights:
@@ -89,9 +100,8 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, float]]:
-    predicted = plan.predicted
-    for name in ("step", "resident step", "compute", "exposed", "collective", "inflation", "copy"):
-        yield name, getattr(predicted, f"{name.replace(' ', '_')}_s") if predicted is not None else 0.0
+    for name, field in _SECONDS.items():
+        yield name, getattr(plan.predicted, field) if plan.predicted is not None else 0.0
     yield "weights on the device", plan.device_bytes
     yield "arena", plan.arena_bytes
     yield "copied", plan.moved_bytes

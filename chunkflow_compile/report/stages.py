@@ -19,7 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import STAGES, Stage
 
-from .annotate import Annotator
+from .annotate import Annotator, FlopNotes
 from .lines import op_counts, stage_lines
 from .listings import render
 from .plan_tables import blocks_table, summary_table
@@ -108,9 +108,9 @@ def report(stage: Stage, hardware: Hardware, written: Iterable[Written], title: 
     return "\n\n".join(parts)
 
 
-def annotator(stage: Stage, hardware: Hardware) -> Annotator | None:
-    """What annotates a stage; None before there are regions."""
-    return None if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan)
+def annotator(stage: Stage, hardware: Hardware) -> FlopNotes:
+    """What annotates a stage: before there are regions, FLOPs alone."""
+    return FlopNotes() if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan)
 
 
 def counts_table(written: Iterable[Written]) -> str:

@@ -14,7 +14,6 @@ from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.reasons import stall_cause
 
 from .lanes import Slot, lanes_of
 from .record import fine, seconds, size
@@ -88,6 +87,8 @@ class Story:
             ]
             headers = ("chunks", "bytes", "window", "opens at", "copied from", "to")
             parts.append(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
+            if any(c.opens_s < 0 for c in self.copies):
+                parts[-1] += "\n(below 0: in the call before)"
         if self.changes:
             parts.append(f"what would change it:\n\n{self._changes()}")
         return "\n\n".join(parts)
@@ -98,7 +99,7 @@ class Story:
         if self.reads_s is not None:
             rows.append(("", f"from {fine(self.reads_s[0])} to {fine(self.reads_s[1])} of a call"))
         if self.slot is not None:
-            rows.append(("slot", f"bytes {self.slot[0]:#x} to {self.slot[1]:#x} of the arena"))
+            rows.append(("slot", f"{size(self.slot[0])} to {size(self.slot[1])} of the arena"))
         if self.slack_s is not None:
             there = f"there {fine(self.slack_s)} before its first reader"
             rows.append(("slack", there if self.slack_s >= 0 else f"its first reader waits {fine(-self.slack_s)}"))
@@ -111,7 +112,7 @@ class Story:
                 rows.append((change.what, change.impossible, "", "", ""))
                 continue
             kept = f"{100 * (change.streamed or 0.0):.0f} %"
-            slack = "" if change.slack_s is None else fine(change.slack_s)
+            slack = "" if change.slack_s is None else _slack(change.slack_s)
             rows.append((change.what, kept, slack, seconds(change.step_s), size(change.device_bytes)))
         headers = ("with", "streamed", "slack", "a call", "weights on the device")
         return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
@@ -164,12 +165,12 @@ def find_weight(problem: Problem, part: str) -> str:
 def alternatives(settings: Settings) -> Iterator[tuple[str, Settings]]:
     """Choices next to the one made, one thing changed in each."""
     if settings.memory is not None:
-        for factor in (0.75, 1.25, 1.5):
+        for factor in (0.75, 1.25):
             memory = int(settings.memory * factor)
             yield f"memory {size(memory)}", replace(settings, memory=memory)
     else:
         now = settings.slowdown or DEFAULT_SLOWDOWN
-        for slowdown in (1.0, 1.02, 1.05, 1.1):
+        for slowdown in (1.0, 1.1):
             if slowdown != now:
                 yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
     machine = settings.hardware
@@ -196,6 +197,10 @@ def changed(name: str, what: str, make: Callable[[], Plan]) -> Change:
     )
 
 
+def _slack(value: float) -> str:
+    return fine(value) if value >= 0 else f"waits {fine(-value)}"
+
+
 def _home(weight: WeightPlan) -> str:
     if weight.home == "device":
         return "device: it stays there"
@@ -207,11 +212,12 @@ def _home(weight: WeightPlan) -> str:
 
 def _limit(plan: Plan, weight: WeightPlan, keep: str | None) -> str:
     if keep is not None or not weight.nbytes or weight.first_use < 0:
-        return "what it is: no plan streams it"
+        small = (keep or "").startswith("small")
+        return "min_bytes, which says what is small" if small else "what it is: no plan moves it"
     if weight.slack_s is not None and weight.slack_s < 0:
-        return f"its wait: {stall_cause(weight.ahead(len(plan.regions)))}"
+        return "memory" if weight.ahead(len(plan.regions)) <= 1 else "the link"
     if weight.streamed_chunks < chunk_count(weight.nbytes, plan.chunk_bytes):
-        return "the link: streaming more of it would make the step longer, or a smaller plan was not asked for"
+        return "the link: streaming more of it would make the step longer than was asked for"
     return "nothing: it costs the step no time"
 
 

@@ -26,28 +26,33 @@ _LEGIBLE = 0.55
 def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = None, blocks: int = 1) -> None:
     """Writes the picture of a step; ``block``: the first block shown large (default: one in the middle), with
     ``blocks - 1`` behind it.  Raises ChunkflowError for a block that there is not."""
-    begin, end = _window(lanes, block, blocks)
+    shown = _shown(lanes, block, blocks)
+    begin, end = _window(lanes, shown)
     with _text_in_svg():
         figure, (top, middle, bottom) = new_figure(WIDTH, HEIGHT, _HEIGHTS)
         figure.suptitle(title, fontsize=11)
         _overview(top, lanes, begin, end)
         colours = _Colours(lanes)
-        _detail(middle, lanes, begin, end, colours)
-        _arena(bottom, lanes, begin, end, colours)
+        _detail(middle, lanes, begin, end, colours, shown)
+        _arena(bottom, lanes, begin, end, colours, shown)
         save(figure, path)
 
 
-def _window(lanes: Lanes, block: str | None, blocks: int) -> tuple[float, float]:
+def _shown(lanes: Lanes, block: str | None, blocks: int) -> list[str]:
+    """The blocks that are shown large."""
     names = list(lanes.blocks)
     if block is not None and block not in lanes.blocks:
         close = difflib.get_close_matches(block, names, n=1, cutoff=0.0)
         meant = f"; did you mean {close[0]!r}?" if close else ": the model has none."
         raise ChunkflowError(f"There is no block {block!r}{meant}")
-    if not names:
-        return 0.0, lanes.step_s
     first = names.index(block) if block is not None else max(0, (len(names) - blocks) // 2)
-    last = names[min(first + blocks, len(names)) - 1]
-    start, end = lanes.blocks[names[first]][0], lanes.blocks[last][1]
+    return names[first : first + blocks]
+
+
+def _window(lanes: Lanes, shown: list[str]) -> tuple[float, float]:
+    if not shown:
+        return 0.0, lanes.step_s
+    start, end = lanes.blocks[shown[0]][0], lanes.blocks[shown[-1]][1]
     waits = [s.start for s in lanes.stalls if s.end == start]
     start = min([start, *waits])
     margin = 0.02 * (end - start)
@@ -89,17 +94,18 @@ def _overview(axes: Any, lanes: Lanes, begin: float, end: float) -> None:
     axes.set_yticks([2.5, 1.5, 0.5], ["compute", "collectives", "copies"])
     axes.set_xlim(0, lanes.step_s * ms)
     axes.set_ylim(0, 3)
+    axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=-9)
     waited = sum(s.end - s.start for s in lanes.stalls)
     axes.set_title(
-        f"one call of the model, {lanes.step_s * ms:.1f} ms; compute waits {waited * ms:.1f} ms for weights (red); grey: "
-        "what is shown below",
+        f"one call of the model, {lanes.step_s * ms:.1f} ms; compute waits {waited * ms:.1f} ms for weights (red), copies "
+        f"slow collectives by {lanes.inflation_s * ms:.1f} ms; grey: shown below",
         fontsize=9,
         loc="left",
     )
     axes.tick_params(labelsize=8)
 
 
-def _detail(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours) -> None:
+def _detail(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours, shown: list[str]) -> None:
     rows = {"compute": 2.0, "collective": 1.0, "copy": 0.0}
     inch = (WIDTH - 1.6) / (end - begin)  # on the time axis
     lane_inches = HEIGHT * _HEIGHTS[1] / sum(_HEIGHTS) * 0.8 * 0.86 / 3.35
@@ -125,10 +131,10 @@ def _detail(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours
             _label(
                 axes,
                 middle,
-                _lines(bar),
+                _lines(bar, shown),
                 (stop - start) * inch,
                 lane_inches,
-                least=bar.end - bar.start >= longest[bar.name.partition("[")[0]],
+                least=bar.block in shown and bar.end - bar.start >= longest[bar.name.partition("[")[0]],
             )
     for stall in lanes.stalls:
         if stall.start < end and stall.end > begin:
@@ -160,7 +166,7 @@ def _detail(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours
     axes.tick_params(labelsize=8)
 
 
-def _arena(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours) -> None:
+def _arena(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours, shown: list[str]) -> None:
     mib = 2**20
     inch = (WIDTH - 1.6) / (end - begin)
     inches = HEIGHT * _HEIGHTS[2] / sum(_HEIGHTS) * 0.8 / max(lanes.arena_bytes, 1)
@@ -185,10 +191,10 @@ def _arena(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours)
             _label(
                 axes,
                 middle,
-                (slot.label,),
+                (_named(slot.label, slot.block, shown),),
                 (stop - start) * inch,
                 height * inches,
-                least=height >= largest[slot.weight],
+                least=slot.block in shown and height >= largest[slot.weight],
             )
     axes.set_xlim(begin * 1e3, end * 1e3)
     axes.set_ylim(0, max(lanes.arena_bytes, 1) / mib)
@@ -197,11 +203,16 @@ def _arena(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours)
     axes.tick_params(labelsize=8)
 
 
-def _lines(bar: Bar) -> tuple[str, ...]:
+def _lines(bar: Bar, shown: list[str]) -> tuple[str, ...]:
     """What stands in a bar: the region's name and what it computes, or the label alone."""
     if bar.lane == "compute":
         return bar.name, *bar.label.split(" ")
-    return (bar.label,)
+    return (_named(bar.label, bar.block, shown),)
+
+
+def _named(label: str, block: str, shown: list[str]) -> str:
+    """A weight's label; with the number of its block if that is not one of those shown."""
+    return label if block in shown or not block else f"{block.rpartition('.')[2]}: {label}"
 
 
 def _label(
