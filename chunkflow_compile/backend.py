@@ -61,7 +61,7 @@ def chunkflow(
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
         program, folder = run_passes(describe_graph(aten, parameters, index.blocks), chosen)
         regions = lower_regions(program, chosen.lowering, chosen.inductor)
-        return Runner(program, regions, device, partial(_place, device), folder)
+        return Runner(program, regions, device, partial(_place, device), folder, chosen.debugging())
 
     return lower_to_aten(graph, example_inputs, compile_inference)
 

@@ -25,6 +25,7 @@ from chunkflow_compile.units import parse_bytes
 DEFAULT_MIN_BYTES = 1 << 20
 # Of 4, 16, 64 and 256 MiB the paper found 16 best: a collective waits for at most 0.6 ms on PCIe 5.
 DEFAULT_CHUNK_BYTES = 16 << 20
+DEBUG = ("poison", "threads")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -66,6 +67,10 @@ class Options:
     disable: Sequence[str] = ()
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "barriers", "refine", "verify"."""
 
+    debug: str | Sequence[str] = ()
+    """"poison" overwrites evicted weights with NaN, so that a reader that comes too late is seen; "threads" runs every
+    stream, compute included, as a thread that the host runs ahead of, as on a GPU; or a list of both."""
+
     dump: str | Path | None = None
     """Folder that gets every compiled graph at every stage, its plan, a report, and at the end what was measured."""
 
@@ -87,6 +92,9 @@ class Options:
         if isinstance(self.disable, str) or not all(isinstance(name, str) for name in self.disable):
             raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, as ["barriers"].')
         check_disabled(self.disable)
+        for name in self.debugging():
+            if name not in DEBUG:
+                raise ChunkflowError(f"Option debug={self.debug!r} is unknown; use {' or '.join(DEBUG)}, or a list of both.")
         self._check_goal()
 
     def _check_goal(self) -> None:
@@ -107,6 +115,10 @@ class Options:
             )
         self.memory_bytes()
         self.profile()
+
+    def debugging(self) -> frozenset[str]:
+        """The names given as ``debug``."""
+        return frozenset([self.debug] if isinstance(self.debug, str) else self.debug)
 
     def memory_bytes(self) -> int | None:
         """The byte budget."""

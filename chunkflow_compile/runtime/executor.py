@@ -1,10 +1,12 @@
 """The executor: issues the nodes of a program, in their order, to the streams of a device.
 
-What orders a copy against compute, and nothing else does:
+What orders the streams, and nothing else does:
 
 * a chunk waits for the opening of its window, an event on the compute stream behind the last reader of whatever its
   slot held before (``verify`` proves that);
-* a reader waits for the arrival of its weight, an event on the copy stream behind the newest chunk issued for it.
+* a reader waits for the arrival of its weight, an event on the copy stream behind the newest chunk issued for it;
+* where collectives have a stream of their own, each waits for its start, an event on the compute stream, and compute
+  waits for its end where the program awaits it.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ from torch.fx.node import map_arg
 from chunkflow_compile.passes.discover import collective_kind, is_wait_tensor
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
+from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.rewrite import SOURCE, Program
 
 from .device import Device
@@ -48,31 +51,46 @@ class Binding:
 
 
 @dataclass
-class _Step:
+class Step:
     """One run: the values of the program's nodes by number, and what it cost so far."""
 
     env: list[Any]
     windows: WindowSeconds
+    start: float = 0.0
+    copied_s: float = 0.0
+    primed: int = 0
     collectives: int = 0
     moved: int = 0
 
+    @property
+    def outputs(self) -> Any:
+        """What the program returns, once the device has delivered."""
+        return self.env[-1]
 
-_Issue = Callable[[_Step], None]
+
+_Issue = Callable[[Step], None]
 
 
 class Executor:
     """Runs a program on a device, one step at a time: its caller keeps a second thread out."""
 
     def __init__(
-        self, program: Program, regions: Mapping[str, Callable[..., Sequence[Any]]], device: Device, binding: Binding
+        self,
+        program: Program,
+        regions: Mapping[str, Callable[..., Sequence[Any]]],
+        device: Device,
+        binding: Binding,
+        poison: bool = False,
     ) -> None:
+        """``poison``: whether the bytes of an evicted weight are overwritten, so that who reads them sees NaN."""
         self.program = program
+        self._poison = poison
         self.device = device
         self.binding = binding
         self.measurements: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.copied_bytes, self.copied_s = 0, 0.0  # counted by the copy stream, behind each copy
         self._regions = regions
-        self._opening = device.event()
+        self._opening, self._started, self._ended = device.event(), device.event(), device.event()
         self._arrival = {w.name: device.event() for w in program.plan.streamed}
         self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
         self._writes: dict[Prefetch, None] = {}  # in the order in which they were issued last
@@ -89,41 +107,47 @@ class Executor:
 
         Raises ChunkflowError if a copy or a collective fails; the next call starts cold.
         """
-        start = time.perf_counter()
-        values = self.binding.values
-        inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
-        step = _Step(inputs + [None] * (len(self._number) - len(inputs)), no_seconds(self._windows))
-        copied_s = self.copied_s
         try:
-            primed = 0 if self._primed else self._prime()
-            for issue, release in self._instructions:
-                issue(step)
-                for number in release:
-                    step.env[number] = None
+            step = self.enqueue(args)
+            self.device.deliver()
         except BaseException:
             self.forget()
             raise
+        return step.outputs
+
+    def enqueue(self, args: Sequence[Any]) -> Step:
+        """Issues one step; its outputs are there when the device has delivered.  More steps may be issued before."""
+        values = self.binding.values
+        inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
+        step = Step(inputs + [None] * (len(self._number) - len(inputs)), no_seconds(self._windows))
+        step.start, step.copied_s = time.perf_counter(), self.copied_s
+        step.primed = 0 if self._primed else self._prime()
+        for issue in self._instructions:
+            issue(step)
+        self.device.compute.run(partial(self._finish, step))
+        return step
+
+    def _finish(self, step: Step) -> None:
         self.measurements.append(
             StepMeasurement(
-                step_s=time.perf_counter() - start,
+                step_s=time.perf_counter() - step.start,
                 exposed_h2d_s=sum(step.windows.exposed_s),
                 collective_s=sum(step.windows.collective_s),
-                copy_s=self.copied_s - copied_s,
+                copy_s=self.copied_s - step.copied_s,
                 collectives=step.collectives,
                 moved_bytes=step.moved,
-                primed_bytes=primed,
+                primed_bytes=step.primed,
                 windows=step.windows,
             )
         )
-        return step.env[-1]
 
     def forget(self) -> None:
         """Waits for work in flight and drops what the copies brought: the next step starts cold."""
         self._primed = False
         self._writes.clear()
-        self.device.compute.synchronize()
-        with contextlib.suppress(ChunkflowError):  # who waited for a failed copy has raised it already
-            self.device.copy.synchronize()
+        for stream in (self.device.compute, self.device.collective, self.device.copy):
+            with contextlib.suppress(ChunkflowError):  # who waited for what failed has raised it already
+                stream.synchronize()
 
     def intact_slots(self) -> dict[str, torch.Tensor]:
         """Streamed weights whose bytes are whole in their slots now: weight -> slot, uint8.
@@ -147,19 +171,15 @@ class Executor:
         return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
 
     def _prime(self) -> int:
-        step = _Step([], no_seconds(self._windows))
+        step = Step([], no_seconds(self._windows))
         for issue in self._priming:
             issue(step)
         self._primed = True
         return step.moved
 
-    def _prepare(self, module: GraphModule) -> Iterator[tuple[_Issue, tuple[int, ...]]]:
-        """The nodes made ready, each with the numbers of the values that are dropped behind it."""
-        release: dict[Node, list[int]] = {}
-        for node, number in self._number.items():
-            readers = [u for u in node.users if u in self._number]
-            if node.op != "output":
-                release.setdefault(max(readers, key=self._number.__getitem__, default=node), []).append(number)
+    def _prepare(self, module: GraphModule) -> Iterator[_Issue]:
+        """The nodes made ready; behind each, the values are dropped that nobody needs any more."""
+        release = self._releases()
         opened: int | None = None
         window = 0  # the region that runs next
         for node in module.graph.nodes:
@@ -173,8 +193,38 @@ class Executor:
                 if prefetch.window != opened:
                     issue = partial(self._open, issue)
                 opened = prefetch.window
-            # The outputs themselves stay: the caller takes them.
-            yield issue, () if node.op == "output" else tuple(release.get(node, ()))
+            yield issue
+            if numbers := release.get(node):
+                yield partial(self._drop, tuple(numbers))
+
+    def _releases(self) -> dict[Node, list[int]]:
+        """Node -> the values that are dropped behind it.
+
+        Compute drops them, behind their last reader; what a collective reads, behind its completion, where compute has
+        waited for it.  The outputs themselves stay: the caller takes them.
+        """
+        release: dict[Node, list[int]] = {}
+        for node, number in self._number.items():
+            ends = [self._over(reader) for reader in node.users if reader in self._number]
+            last = max(ends, key=self._number.__getitem__, default=node)
+            if node.op != "output" and last.op != "output":
+                release.setdefault(last, []).append(number)
+        return release
+
+    def _over(self, reader: Node) -> Node:
+        if collective_kind(reader) is None:
+            return reader
+        completions = [u for v in (reader, *reader.users) for u in v.users if is_wait_tensor(u)]
+        return max(completions, key=self._number.__getitem__, default=reader)
+
+    def _drop(self, numbers: tuple[int, ...], step: Step) -> None:
+        env = step.env
+
+        def work() -> None:
+            for number in numbers:
+                env[number] = None
+
+        self.device.compute.run(work)
 
     def _issue(self, module: GraphModule, node: Node, window: int) -> _Issue:
         function: Any = node.target
@@ -183,7 +233,7 @@ class Executor:
         if node.target is WAIT:
             return partial(self._wait, self._arrival[str(node.args[0])], window)
         if node.target is EVICT:
-            return _evict
+            return self._evict(str(node.args[0]))
         if node.op == "get_attr":
             constant = getattr(module, str(node.target))
             return self._call(node, lambda: constant)
@@ -191,10 +241,8 @@ class Executor:
             return self._call(node, lambda outputs: outputs)
         if node.op == "call_module":
             return self._call(node, self._probed(self._regions[str(node.target)]), window)
-        if collective_kind(node) is not None:
-            return partial(self._collective, node, self._call(node, function), window, True)
-        if is_wait_tensor(node):
-            return partial(self._collective, node.all_input_nodes[0], self._call(node, function), window, False)
+        if any(collective_kind(n) is not None or is_wait_tensor(n) for n in (node, *node.all_input_nodes[:1])):
+            return self._collective(node, window)
         return self._call(node, function)
 
     def _prefetch(self, prefetch: Prefetch) -> _Issue:
@@ -205,7 +253,7 @@ class Executor:
         nbytes = sum(host[part].numel() for part in parts)
         arrival, stream = self._arrival[weight], self.device.copy
 
-        def issue(step: _Step) -> None:
+        def issue(step: Step) -> None:
             for copy in copies:
                 stream.run(copy)
             stream.record(arrival)
@@ -221,19 +269,20 @@ class Executor:
         self.copied_s += time.perf_counter() - start
         self.copied_bytes += source.numel()
 
-    def _open(self, issue: _Issue, step: _Step) -> None:
+    def _open(self, issue: _Issue, step: Step) -> None:
         self.device.compute.record(self._opening)
         self.device.copy.wait(self._opening)
         issue(step)
 
-    def _wait(self, arrival: Any, window: int, step: _Step) -> None:
+    def _wait(self, arrival: Any, window: int, step: Step) -> None:
         step.windows.exposed_s[window] += self.device.compute.wait(arrival)
 
-    def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> _Issue:
-        """``window``: that of a region, whose time is counted."""
-        number, run, read = self._number[node], self.device.compute.run, self._reader(node)
+    def _call(self, node: Node, function: Callable[..., Any], window: int | None = None, stream: Any = None) -> _Issue:
+        """``window``: to which the time is counted, of compute or, on another ``stream``, of collectives."""
+        number, run, read = self._number[node], (stream or self.device.compute).run, self._reader(node)
+        counts = collective_kind(node) is not None
 
-        def issue(step: _Step) -> None:
+        def issue(step: Step) -> None:
             env = step.env
 
             def work() -> None:
@@ -241,9 +290,11 @@ class Executor:
                 start = time.perf_counter()
                 env[number] = function(*args, **kwargs)
                 if window is not None:
-                    step.windows.compute_s[window] += time.perf_counter() - start
+                    spent = step.windows.compute_s if stream is None else step.windows.collective_s
+                    spent[window] += time.perf_counter() - start
 
             run(work)
+            step.collectives += counts
 
         return issue
 
@@ -281,23 +332,63 @@ class Executor:
 
         return read
 
-    def _collective(self, node: Node, issue: _Issue, window: int, counts: bool, step: _Step) -> None:
-        """Issues a collective or its completion; ``node`` is the collective either way."""
-        start = time.perf_counter()
-        try:
+    def _collective(self, node: Node, window: int) -> _Issue:
+        """A collective, its completion, or one of several results, on the stream of collectives.
+
+        It starts when compute has come to it; behind the completion compute goes on when the stream has come to that.
+        """
+        compute, stream, started, ended = self.device.compute, self.device.collective, self._started, self._ended
+        issue = self._call(node, self._told(node), window, stream)
+        if stream is compute:
+            return issue
+        begins = collective_kind(node) is not None
+        ends = is_wait_tensor(node) or (begins and self._over(node) is node)
+
+        def across(step: Step) -> None:
+            if begins:
+                compute.record(started)
+                stream.wait(started)
             issue(step)
-        except RuntimeError as error:
-            raise ChunkflowError(
-                f"The collective {node.meta.get(SOURCE, node.name)} failed in step {len(self.measurements)}: a rank died "
-                f"or did not arrive in time ({error}). The model is intact: restore(model) brings its weights back."
-            ) from error
-        step.windows.collective_s[window] += time.perf_counter() - start
-        step.collectives += counts
+            if ends:
+                stream.record(ended)
+                compute.wait(ended)
+
+        return across
+
+    def _told(self, node: Node) -> Callable[..., Any]:
+        """The op of a collective, which says what failed and what to do."""
+        function: Any = node.target
+        name = str(node.meta.get(SOURCE, node.name))
+        if collective_kind(node) is None:
+            name = str(node.all_input_nodes[0].meta.get(SOURCE, name))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except RuntimeError as error:
+                raise ChunkflowError(
+                    f"The collective {name} failed in step {len(self.measurements)}: a rank died or did not arrive in time "
+                    f"({error}). The model is intact: restore(model) brings its weights back."
+                ) from error
+
+        return call
+
+    def _evict(self, weight: str) -> _Issue:
+        """Nothing to order: the opening of the next window over these bytes does that."""
+        if not self._poison:
+            return lambda step: None
+        plan = self.program.plan
+        found = next(w for w in plan.streamed if w.name == weight)
+        spans = [plan.span(found, r.first, r.end) for r in runs(found.windows) if r.window is not None]
+        pieces = [self.binding.slots[weight][begin:end] for begin, end in spans]
+        return lambda step: self.device.compute.run(partial(_poison, pieces))
 
 
 def _lies_in(value: object, storage: int) -> bool:
     return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
 
 
-def _evict(step: _Step) -> None:
-    """Nothing to do: the opening of the next window over these bytes is what orders them."""
+def _poison(pieces: Sequence[torch.Tensor]) -> None:
+    """All bits set: NaN in every floating type, and no weight's value in any other."""
+    for piece in pieces:
+        piece.fill_(255)

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,7 @@ class Session:
         device: torch.device,
         parameters: Mapping[str, nn.Parameter],
         folder: Path | None = None,
+        debug: Collection[str] = (),
     ) -> None:
         self.program = program
         self._folder = folder
@@ -46,7 +47,8 @@ class Session:
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
         self._versions = _versions(self._homes.values())
-        self.executor = Executor(program, regions, make_device(device), self._bind(device))
+        chosen = make_device(device, threads="threads" in debug)
+        self.executor = Executor(program, regions, chosen, self._bind(device), poison="poison" in debug)
         self.closed = False
 
     @property
@@ -132,9 +134,11 @@ class Runner:
         device: torch.device,
         place: Place,
         folder: Path | None = None,
+        debug: Collection[str] = (),
     ) -> None:
         self.program = program
         self._folder = folder
+        self._debug = debug
         self._regions = regions
         self._device = device
         self._place = place
@@ -169,7 +173,7 @@ class Runner:
         return fresh
 
     def _start(self, parameters: Mapping[str, nn.Parameter]) -> Session:
-        return Session(self.program, self._regions, self._device, parameters, self._folder)
+        return Session(self.program, self._regions, self._device, parameters, self._folder, self._debug)
 
 
 def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
