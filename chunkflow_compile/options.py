@@ -89,7 +89,9 @@ class Options:
                 f"Option chunk_bytes={self.chunk_bytes} must be a multiple of 256, the alignment of slots; "
                 f"use {max(256, self.chunk_bytes // 256 * 256)}."
             )
-        if isinstance(self.disable, str) or not all(isinstance(name, str) for name in self.disable):
+        if not isinstance(self.disable, (list, tuple, set, frozenset)) or not all(
+            isinstance(name, str) for name in self.disable
+        ):
             raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, as ["barriers"].')
         check_disabled(self.disable)
         for name in self.debugging():
@@ -152,7 +154,10 @@ def read_plan(path: str | Path) -> Plan:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError, TypeError) as error:
         raise ChunkflowError(f"The plan {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
-    return Plan.from_json(text)
+    try:
+        return Plan.from_json(text)
+    except ChunkflowError as error:
+        raise ChunkflowError(f"{path}: {error}") from error
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:

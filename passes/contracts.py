@@ -10,7 +10,7 @@ from collections import Counter
 
 from torch.fx import Node
 
-from .discover import collective_kind, group_name
+from .discover import collective_kind, group_name, is_view
 from .errors import FindingError
 from .plan import ALIGNMENT, Plan, chunk_count
 from .problem import Problem
@@ -32,7 +32,7 @@ def check_traced(traced: Traced) -> None:
 
 def check_cut(cut: Cut) -> None:
     """Nothing is lost and nothing is computed twice but views; regions read only what is there by then."""
-    computed: Counter[str] = Counter()
+    _check_computed(cut)
     ready = {n for n in cut.source.graph.nodes if n.op in ("placeholder", "get_attr")}
     top: list[Node] = []
     for item in cut.sequence:
@@ -43,7 +43,6 @@ def check_cut(cut: Cut) -> None:
             _broken("regions", f"{name} reads {', '.join(late)}, which comes only after it")
         if isinstance(item, CutRegion):
             ready.update(item.outputs)
-            computed.update(n.name for n in item.module.graph.nodes if n.op == "call_function")
         else:
             top.append(item)
             ready.add(item)
@@ -57,6 +56,20 @@ def check_cut(cut: Cut) -> None:
         _broken("regions", f"the results {', '.join(missing)} are computed nowhere")
 
 
+def _check_computed(cut: Cut) -> None:
+    """Every op of the graph stands in one region, views, which cost nothing, in one or more."""
+    expected, found = Counter[str](), Counter[str]()
+    top = {item for item in cut.sequence if isinstance(item, Node)}
+    for counts, nodes in (
+        (expected, [n for n in cut.source.graph.nodes if n not in top]),
+        (found, [n for r in cut.sequence if isinstance(r, CutRegion) for n in r.module.graph.nodes]),
+    ):
+        counts.update(str(n.target) for n in nodes if n.op == "call_function" and not is_view(n))
+    for target in sorted(expected | found):
+        if expected[target] != found[target]:
+            _broken("regions", f"{target} is computed {found[target]} times, {expected[target]} in the traced graph")
+
+
 def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
     """The plan is of this problem: its weights, chunks and windows, inside its arena and the budget."""
     plan.check_problem(problem)
@@ -65,9 +78,11 @@ def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
         _broken("planned", f"{len(plan.regions)} windows for {count} regions")
     if memory is not None and plan.device_bytes > memory:
         _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {memory}")
-    for weight, known in zip(plan.weights, problem.weights, strict=True):
-        if (weight.name, weight.nbytes) != (known.name, known.nbytes):
-            _broken("planned", f"{weight.name} stands where the model has {known.name}")
+    weights = {w.name: w for w in problem.weights}
+    for weight in plan.weights:
+        known = weights[weight.name]  # the digest says that they are the same
+        if weight.nbytes != known.nbytes:
+            _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {known.nbytes}")
         if weight.home == "device":
             continue
         if known.keep is not None:

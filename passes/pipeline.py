@@ -97,8 +97,10 @@ def make_cut(traced: Traced, group_bytes: int = DEFAULT_GROUP_BYTES, disabled: C
     return cut(traced, discover(traced), group_bytes, dissolve_views="views" not in disabled)
 
 
-def stages(traced: Traced, settings: Settings, *, verify_each: bool = False) -> Iterator[Stage]:
-    """Runs all passes, in order; yields what each leaves behind as soon as it is there.
+def stages(
+    traced: Traced, settings: Settings, *, verify_each: bool = False, last: StageName = "verified"
+) -> Iterator[Stage]:
+    """Runs the passes in order, up to stage ``last``; yields what each leaves behind as soon as it is there.
 
     ``verify_each``: checks the contract of each stage once it has been taken, so that a stage that breaks it is seen.
     Raises ChunkflowError where a pass refuses or a contract is broken.
@@ -106,16 +108,22 @@ def stages(traced: Traced, settings: Settings, *, verify_each: bool = False) -> 
     yield Stage(name="traced", traced=traced)
     if verify_each:
         check_traced(traced)
+    if last == "traced":
+        return
     pieces = make_cut(traced, settings.group_bytes, settings.disabled)
     yield Stage(name="regions", traced=traced, cut=pieces)
     if verify_each:
         check_cut(pieces)
+    if last == "regions":
+        return
     plan = make_plan(pieces.problem, settings)
     yield Stage(name="planned", traced=traced, cut=pieces, plan=plan)
     if verify_each:
         check_plan(plan, pieces.problem, settings.memory)
+    if last == "planned":
+        return
     program = rewrite(pieces, plan, share="sharing" not in settings.disabled)
     yield Stage(name="rewritten", traced=traced, cut=pieces, plan=plan, program=program)
-    if "verify" not in settings.disabled:
+    if last == "verified" and "verify" not in settings.disabled:
         proof = verify(program)
         yield Stage(name="verified", traced=traced, cut=pieces, plan=plan, program=program, proof=proof)

@@ -97,10 +97,16 @@ class RegionLabel(NamedTuple):
     what: str
 
 
-class Span(NamedTuple):
-    """Work on a lane of the predicted timeline, in seconds from the start of the step; a copy may start before it."""
+Lane = Literal["compute", "collective", "copy", "stall", "barrier"]
 
-    lane: Literal["compute", "collective", "copy"]
+
+class Span(NamedTuple):
+    """Work on a lane of the predicted timeline, in seconds from the start of the step; a copy may start before it.
+
+    ``stall`` and ``barrier``: compute waits for the weight ``name``, before its reader or before a collective.
+    """
+
+    lane: Lane
     name: str
     start: float
     end: float

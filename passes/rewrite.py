@@ -16,6 +16,7 @@ Contract
 
 from __future__ import annotations
 
+import keyword
 import operator
 import re
 from collections.abc import Mapping
@@ -134,7 +135,8 @@ class _Writer:
 
 
 def _identifier(name: str) -> str:
-    return re.sub(r"\W|^(?=\d)", "_", name)
+    found = re.sub(r"\W|^(?=\d)", "_", name)
+    return f"{found}_" if keyword.iskeyword(found) else found
 
 
 def program_items(program: Program) -> list[tuple[Node, Item | None]]:

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from .hardware import Hardware
 from .ops import Prefetch
-from .plan import Span
+from .plan import Lane, Span
 from .problem import Problem
 from .schedule import Await, Collect, Compute, Item, Wait
 
@@ -79,7 +78,7 @@ class _Step:
     copy: float = 0.0
     peak: int = 0
     slack: dict[str, float] = field(default_factory=dict)
-    spans: list[tuple[Literal["compute", "collective", "copy"], str, float, float]] = field(default_factory=list)
+    spans: list[tuple[Lane, str, float, float]] = field(default_factory=list)
 
 
 class _Run:
@@ -116,7 +115,7 @@ class _Run:
         for item in self.items:
             if isinstance(item, Prefetch) and item.next_step:
                 self._issue(item)
-        previous = -1.0
+        previous: tuple[float, ...] = ()
         for _ in range(MOST_STEPS):
             self.step = _Step(self.now)
             self.step.peak = self.live
@@ -126,9 +125,11 @@ class _Run:
             if self.copies and self.copy_left <= _SETTLED * self.copies[0][1]:
                 self._end_copy()
             length = self.now - self.step.start
-            if abs(length - previous) <= _SETTLED * length:
+            # The length alone may settle while copies still catch up, where collectives decide it.
+            state = (length, self.step.exposed, self.step.copy, self.step.inflation, self.copy_left, len(self.copies))
+            if previous and all(abs(a - b) <= _SETTLED * length for a, b in zip(state, previous, strict=True)):
                 break
-            previous = length
+            previous = state
         return self._timeline(length)
 
     def _run(self, item: Item) -> None:
@@ -142,6 +143,8 @@ class _Run:
                 self._advance(None)
             waited = self.now - reached
             step.exposed += waited
+            if waited and self.spans:
+                step.spans.append(("barrier" if item.barrier else "stall", item.weight, reached, self.now))
             if not item.barrier:
                 step.slack[item.weight] = -waited if waited else reached - self.arrival.get(wanted, reached)
         elif isinstance(item, Compute):

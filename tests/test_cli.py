@@ -57,7 +57,7 @@ def test_plan_prints_tables_and_writes_a_plan_that_runs_on_its_model_alone(tmp_p
     plan = Plan.from_json(out.read_text())
     assert plan.device_bytes <= 20 << 20 < plan.moved_bytes and plan.hardware == "cpu"
     assert plan.digest in done.stdout and "Ulysses degree 2 on cpu" in done.stdout
-    assert re.search(r"(?m)^blocks\.0 .. 11 +12\.0 MiB +12\.0 MiB +0\.0 MiB", done.stdout)
+    assert re.search(r"(?m)^blocks\.0 .. 11 +12\.0 MiB +12\.0 MiB +30\.0 KiB", done.stdout)
     assert re.search(r"(?m)^blocks\.3\.mlp\.0\.weight +4\.0 MiB +host +hidden: copied from window", done.stdout)
     again = tmp_path / "again.json"
     assert chunkflow("plan", OWN, *goal[:-1], str(again)).returncode == 0

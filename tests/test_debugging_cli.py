@@ -92,7 +92,35 @@ wait('blocks.0.out.weight')                                                     
 region_4 = lowered_4(wait_tensor_3, blocks_0_out_weight, arg0_1)                                #     1.000 ms  window 4                            8.19 kFLOP
 add: float32[4, 32] = region_4[0]
 evict('blocks.0.out.weight')                                                                    #                           at 0.0 MiB              free
-# blocks.1: as blocks.0, 28 lines folded: 5.000 ms of compute each; 16.0 KiB copied in each; least slack 0.383 ms in blocks.1
+# blocks.1: regions 5 to 9
+wait('blocks.1.qkv.weight')                                                                     #                           at 4.0 KiB              slack 0.383 ms
+region_5 = lowered_0(add, blocks_1_qkv_weight)                                                  #     1.000 ms  window 5                            24.6 kFLOP
+getitem_6: float32[4, 32] = region_5[0]
+getitem_7: float32[4, 32] = region_5[1]
+clone_4: float32[2, 4, 2, 8] = region_5[2]
+evict('blocks.1.qkv.weight')                                                                    #                           at 4.0 KiB              free
+all_to_all_single_4: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_4, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_4: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_4)
+region_6 = lowered_1(wait_tensor_4, getitem_6)                                                  #     1.000 ms  window 6
+transpose_4: float32[2, 8, 8] = region_6[0]
+clone_5: float32[2, 4, 2, 8] = region_6[1]
+all_to_all_single_5: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_5, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_5: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_5)
+region_7 = lowered_2(wait_tensor_5, getitem_7)                                                  #     1.000 ms  window 7
+transpose_5: float32[2, 8, 8] = region_7[0]
+clone_6: float32[2, 4, 2, 8] = region_7[1]
+all_to_all_single_6: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_6, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_6: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_6)
+prefetch('blocks.1.out.weight', chunks[0:1], window=8)                                          #     0.206 ms  window 8    at 0.0 MiB     4.0 KiB  slack 0.894 ms
+region_8 = lowered_3(wait_tensor_6, transpose_4, transpose_5)                                   #     1.000 ms  window 8                            4.1 kFLOP
+view_14: float32[2, 4, 2, 8] = region_8[0]
+all_to_all_single_7: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_14, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_7: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_7)
+prefetch('blocks.0.qkv.weight', chunks[0:3], window=9, next_step=True)                          #     0.617 ms  window 9    at 4.0 KiB    12.0 KiB  slack 0.383 ms
+wait('blocks.1.out.weight')                                                                     #                           at 0.0 MiB              slack 0.894 ms
+region_9 = lowered_4(wait_tensor_7, blocks_1_out_weight, add)                                   #     1.000 ms  window 9                            8.19 kFLOP
+add_1: float32[4, 32] = region_9[0]
+evict('blocks.1.out.weight')                                                                    #                           at 0.0 MiB              free
 return (add_1,)
 """,
         )
@@ -121,7 +149,14 @@ gelu: float32[4, 64] = aten.gelu(mm)
 t_2: float32[64, 32] = aten.t(arg4_1)
 mm_1: float32[4, 32] = aten.mm(gelu, t_2)
 add: float32[4, 32] = aten.add.Tensor(addmm, mm_1)
-# blocks.1: as blocks.0, 7 lines folded
+# blocks.1: region 2
+# region_2(add, arg5_1, arg6_1): blocks.1, 4 ops, key ...
+t_3: float32[32, 64] = aten.t(arg5_1)
+mm_2: float32[4, 64] = aten.mm(add, t_3)
+gelu_1: float32[4, 64] = aten.gelu(mm_2)
+t_4: float32[64, 32] = aten.t(arg6_1)
+mm_3: float32[4, 32] = aten.mm(gelu_1, t_4)
+add_1: float32[4, 32] = aten.add.Tensor(add, mm_3)
 # outside blocks: region 3
 # region_3(arg8_1, add_1, arg7_1): outside blocks, 1 ops, key ...
 t_5: float32[32, 8] = aten.t(arg7_1)
@@ -216,7 +251,7 @@ read by     region_9 (blocks.1: out)
 slot        0.0 MiB to 4.0 KiB of the arena
 slack       there 0.894 ms before its first reader
 why         hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
-limited by  nothing: it costs the step no time
+limited by  nothing: it costs the call no time
 
 chunks    bytes    window    opens at    copied from    to
 --------  -------  --------  ----------  -------------  --------

@@ -217,11 +217,10 @@ return (addmm_1,)
             body(cut_of(Tied(), torch.randn(4, 8))),
             """\
 # blocks.0.weight: slot 0, 1 chunks
-#   hidden: copied from window 0, 1 window ahead of region 1, there 0.794 ms before it is read
+#   hidden: copied from window 2, 3 windows ahead of region 1, there 2.794 ms before it is read
 # blocks.1.weight: slot 4096, 1 chunks
 #   hidden: copied from window 1, 1 window ahead of region 2, there 0.794 ms before it is read
 # embed.weight: resident (tied: also head.weight)
-prefetch('blocks.0.weight', chunks[0:1], window=0)
 region_0 = lowered_0(embed_weight, arg1_1)
 mm: float32[4, 32] = region_0[0]
 prefetch('blocks.1.weight', chunks[0:1], window=1)
@@ -229,6 +228,7 @@ wait('blocks.0.weight')
 region_1 = lowered_1(mm, blocks_0_weight)
 mm_1: float32[4, 32] = region_1[0]
 evict('blocks.0.weight')
+prefetch('blocks.0.weight', chunks[0:1], window=2, next_step=True)
 wait('blocks.1.weight')
 region_2 = lowered_1(mm_1, blocks_1_weight)
 mm_2: float32[4, 32] = region_2[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from conftest import OPTIONS
 from helpers import Block, Stack, UlyssesStack
 from problems import CHUNK, blocks_problem
 from problems import MACHINE as NUMBERS
+from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chunkflow_compile
@@ -114,19 +114,63 @@ def test_every_stage_of_a_real_model_parses_as_python(family: str, no_grad: None
             assert counts["prefetch"] == len(stage.program.module.graph.find_nodes(op="call_function", target=PREFETCH))
 
 
-def test_folding_hides_only_blocks_of_equal_structure(no_grad: None) -> None:
+def folded(model: nn.Module, stage: int = -1) -> list[str]:
+    """The parts that a listing of ``model`` does not show."""
+    text = render(stage_lines(all_stages(trace(model, {"x": torch.randn(4, 8)}, 0), group_bytes=1)[stage]), full=False)
+    return [line.partition(",")[0] for line in text.splitlines() if ": as " in line]
+
+
+def test_folding_hides_blocks_of_equal_structure(no_grad: None) -> None:
+    assert "# blocks.2 .. blocks.5: as blocks.1" in folded(Stack(6)), "the first block reads something else"
     model = Stack(6)
     model.blocks[2] = Block(32, hidden=48)
-    stage = all_stages(trace(model, {"x": torch.randn(4, 8)}, 0))[-1]
-    text = render(stage_lines(stage), full=False)
-    folded = [line.partition(",")[0] for line in text.splitlines() if ": as " in line]
-    assert folded == [
+    assert folded(model) == [
         "# inputs of blocks.1: as inputs of blocks.0",
         "# inputs of blocks.4 .. inputs of blocks.5: as inputs of blocks.3",
-        "# blocks.1: as blocks.0",
         "# blocks.4 .. blocks.5: as blocks.3",
     ]
-    assert "blocks_2_up_weight: float32[48, 32]" in text
+
+
+class Scaled(Stack):
+    """A constant of its own in each block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            block.scale = 1.5 + i
+            x = block(x)
+        return self.head(x)
+
+
+class ScaledBlock(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale  # type: ignore[operator]
+
+
+class WiredBlock(Block):
+    def forward(self, x: torch.Tensor, first: torch.Tensor, turned: bool) -> torch.Tensor:
+        a, b = (first, x) if turned else (x, first)
+        return super().forward(a - b)
+
+
+class Wired(Stack):
+    """Blocks of the same ops on operands that change places."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.embed(x)
+        for i, block in enumerate(self.blocks):
+            x = block(x, first, i % 2 == 1)
+        return self.head(x)
+
+
+@pytest.mark.parametrize(("model", "block"), [(Scaled, ScaledBlock), (Wired, WiredBlock)])
+@pytest.mark.parametrize("stage", [0, 1, -1])
+def test_folding_shows_blocks_that_differ_in_constants_or_wiring(
+    model: type[Stack], block: type[Block], stage: int, no_grad: None
+) -> None:
+    made = model(4)
+    made.blocks = nn.ModuleList([block(32) for _ in range(4)])
+    assert not [line for line in folded(made, stage) if line.startswith("# blocks")]
 
 
 def test_the_contracts_find_what_is_broken(two_ranks: None, no_grad: None) -> None:
@@ -143,8 +187,13 @@ def test_the_contracts_find_what_is_broken(two_ranks: None, no_grad: None) -> No
     swapped = [*sequence[:first], sequence[first + 2], sequence[first + 1], sequence[first], *sequence[first + 3 :]]
     with pytest.raises(FindingError, match=r"stage regions is broken: .* comes only after it"):
         check_cut(replace(cut, sequence=tuple(swapped)))
-    with pytest.raises(FindingError, match="stage regions is broken: "):
-        check_cut(replace(cut, sequence=tuple(sequence[:first])))
+    region = cut.regions[0]
+    for wrong in (sequence[:first], [*sequence, region]):
+        with pytest.raises(
+            FindingError, match=r"stage regions is broken: .* is computed \d+ times, \d+ in the traced graph"
+        ):
+            check_cut(replace(cut, sequence=tuple(wrong)))
+    check_plan(replace(plan, weights=plan.weights[::-1]), cut.problem, None)
     weights = plan.weights
     for broken, sentence in (
         (replace(plan, arena_bytes=plan.arena_bytes - 256), "is not aligned or leaves the arena"),
@@ -202,10 +251,10 @@ def test_a_run_leaves_its_stages_and_what_it_measured(tmp_path: Path, no_grad: N
     assert late.steps == 5 and late.plan == program.plan.digest
     figures = {f.name: f for f in explained.figures}
     assert figures["copied"].measured == figures["copied"].predicted == program.plan.moved_bytes > 0
-    assert figures["step"].measured == late.step_s > late.compute_s > 0 and late.copy_s > 0
+    assert figures["a call of the model"].measured == late.step_s > late.compute_s > 0 and late.copy_s > 0
     assert sum(w.compute_s[0] for w in explained.windows) == pytest.approx(figures["compute"].predicted)
     assert sum(w.exposed_s[0] for w in explained.windows) == pytest.approx(
-        figures["waited for weights"].predicted, abs=1e-7
+        figures["waiting for weights"].predicted, abs=1e-7
     )
     assert len(explained.windows) == len(program.plan.regions) == len(late.windows.compute_s)
     assert json.loads(explained.to_json())["plan"] == program.plan.digest
@@ -241,6 +290,26 @@ def test_a_wait_is_measured_in_the_window_that_waits(no_grad: None) -> None:
 
 
 def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
+    done = run_script(tmp_path, TORCH_LOGS="chunkflow_compile")
+    assert "[__chunkflow] rewritten:" in done.stderr and "prefetch('blocks.0.up.weight'" in done.stderr
+    trace_log = "".join(p.read_text() for p in tmp_path.glob("*.log"))
+    for i, name in enumerate(STAGES):
+        assert f'"name": "chunkflow_{i:02}_{name}"' in trace_log
+    assert '"name": "chunkflow_plan"' in trace_log and "prefetch('blocks.1.up.weight'" in trace_log
+
+
+def test_the_artefact_has_a_name_in_set_logs(tmp_path: Path) -> None:
+    again = (
+        "    torch._logging.set_logs(modules={'chunkflow': True})\n"
+        "    torch._dynamo.reset()\n"
+        "    torch.compile(Stack(2).eval(), backend='chunkflow', options=options)(x)\n"
+    )
+    done = run_script(tmp_path, again)
+    assert "[__chunkflow] rewritten:" in done.stderr
+
+
+def run_script(folder: Path, more: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
+    """Compiles a small model in a process of its own, torch's trace in ``folder``."""
     script = (
         "import sys, torch\n"
         f"sys.path.insert(0, {str(HERE)!r})\n"
@@ -251,31 +320,14 @@ def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
         "    torch.compile(model, backend='chunkflow', options=options)(x)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", script + more],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "TORCH_TRACE": str(tmp_path), "TORCH_LOGS": "chunkflow_compile"},
+        env={**os.environ, "TORCH_TRACE": str(folder), **environment},
     )
     assert done.returncode == 0, done.stderr
-    assert "[__chunkflow] rewritten:" in done.stderr and "prefetch('blocks.0.up.weight'" in done.stderr
-    trace_log = "".join(p.read_text() for p in tmp_path.glob("*.log"))
-    for i, name in enumerate(STAGES):
-        assert f'"name": "chunkflow_{i:02}_{name}"' in trace_log
-    assert '"name": "chunkflow_plan"' in trace_log and "prefetch('blocks.1.up.weight'" in trace_log
-
-
-def test_the_artefact_has_a_name_in_set_logs(no_grad: None, caplog: pytest.LogCaptureFixture) -> None:
-    from chunkflow_compile.report.logs import logged
-
-    traced = trace(Stack(2), {"x": torch.randn(4, 8)}, 0)
-    [*logged(stages(traced, SETTINGS), MACHINE)]  # registers it
-    torch._logging.set_logs(modules={"chunkflow": True})
-    try:
-        log = logging.getLogger("chunkflow_compile.__chunkflow")
-        assert log.isEnabledFor(logging.INFO)
-    finally:
-        torch._logging.set_logs()
+    return done
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tabulate import tabulate
 from chunkflow_compile.cli import target
 from chunkflow_compile.cli.output import Progress, add_json, check_json, say, write_json
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Stage, stages
+from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Stage, StageName, stages
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.logs import logged
@@ -47,19 +47,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    last = _stage(arguments.stage)
+    last = _last(arguments)
     check_json(arguments)
     writer = None
     if arguments.out:  # an unwritable folder is found before the tracing
         hardware = target.options_of(arguments).profile()
         writer = StageWriter(Path(arguments.out), hardware, annotate=arguments.annotate)
-    progress = Progress(1 + last + 1)  # the tracing and each stage
+    progress = Progress(1 + STAGES.index(last) + 1)  # the tracing and each stage
     found = target.load(arguments, progress)
-    coming = logged(stages(found.traced, found.settings, verify_each=arguments.verify_each), found.hardware)
+    run_to_last = stages(found.traced, found.settings, verify_each=arguments.verify_each, last=last)
+    coming = logged(run_to_last, found.hardware)
     made: list[Stage] = []
     try:
-        while len(made) <= last:
-            with progress.phase(STAGES[len(made)]):
+        for name in (*STAGES[: STAGES.index(last) + 1], "checking"):
+            with progress.phase(name):
                 stage = next(coming, None)
                 if stage is None:
                     break
@@ -67,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
                 if writer is not None:
                     writer.add(stage)
         if arguments.verify_each:
-            next(coming, None)  # the contract of a stage is checked when the next one is asked for
             print(f"checked, and all hold: {', '.join(s.name for s in made)}", file=sys.stderr)
     finally:
         if made:
@@ -94,10 +94,13 @@ def _show(arguments: argparse.Namespace, found: target.Target, made: list[Stage]
     write_json(arguments, json.dumps({"model": found.heading, "ops": counts}, indent=1) + "\n")
 
 
-def _stage(name: str | None) -> int:
-    if name is None:
-        return len(STAGES) - 1
-    if name not in STAGES:
-        close = difflib.get_close_matches(name, STAGES, n=1, cutoff=0.0)[0]
-        raise ChunkflowError(f"There is no stage {name!r}; did you mean {close!r}? There are {', '.join(STAGES)}.")
-    return STAGES.index(name)  # type: ignore[arg-type]
+def _last(arguments: argparse.Namespace) -> StageName:
+    """The stage to stop behind.  Raises ChunkflowError if there is none of that name, or not with what is disabled."""
+    name = arguments.stage or STAGES[-1]
+    for stage in STAGES:
+        if stage == name:
+            if arguments.stage and stage == "verified" and "verify" in (arguments.disable_pass or ()):
+                raise ChunkflowError("--stage verified: there is none with --disable-pass verify.")
+            return stage
+    close = difflib.get_close_matches(name, STAGES, n=1, cutoff=0.0)[0]
+    raise ChunkflowError(f"There is no stage {name!r}; did you mean {close!r}? There are {', '.join(STAGES)}.")

@@ -38,9 +38,10 @@ def run(arguments: argparse.Namespace) -> int:
     folder = _program(Path(arguments.folder))
     try:
         text = (folder / MEASURED_FILE).read_text()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        cause = getattr(error, "strerror", None) or error
         raise ChunkflowError(
-            f"{folder} holds no measurement ({error.strerror}): compile with options={{'dump': DIR}} and call the model."
+            f"{folder} holds no measurement ({cause}): compile with options={{'dump': DIR}} and call the model."
         ) from error
     explanation = explain_plan(read_plan(folder / PLAN_FILE), Measured.from_json(text))
     say(arguments, f"{folder}\n\n{explanation.report(arguments.windows)}")

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from chunkflow_compile.cli import calibrate, demo, diff, doctor, dump, explain, plan, simulate, timeline, why
+from chunkflow_compile.cli.output import first_line, save_traceback
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 
 COMMANDS = (demo, plan, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
@@ -42,18 +43,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command.  Returns 0 if all is well, 1 on a finding, 2 on bad use."""
     arguments = _parser().parse_args(argv)
     try:
-        return int(arguments.run(arguments))
-    except ChunkflowError as error:
-        if arguments.debug:
-            raise
-        print(f"chunkflow: {error}", file=sys.stderr)
-        return 1 if isinstance(error, FindingError) else 2
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
     except BrokenPipeError:  # who reads has seen enough: chunkflow dump ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
         print("chunkflow: interrupted", file=sys.stderr)
         return 130
+    except Exception as error:
+        if arguments.debug:
+            raise
+        if isinstance(error, ChunkflowError):
+            print(f"chunkflow: {error}", file=sys.stderr)
+            return 1 if isinstance(error, FindingError) else 2
+        print(f"chunkflow: {first_line(error)} (not foreseen; all of it: {save_traceback()})", file=sys.stderr)
+        return 2
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import tempfile
 import threading
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 from tqdm import tqdm
 
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.record import check_writable
 
 STDOUT = "-"
@@ -37,7 +40,23 @@ def write_json(arguments: argparse.Namespace, body: str) -> None:
     if arguments.json == STDOUT:
         print(body, end="")
     elif arguments.json:
-        Path(arguments.json).write_text(body)
+        try:
+            Path(arguments.json).write_text(body)
+        except OSError as error:
+            raise ChunkflowError(f"{arguments.json} cannot be written: {error.strerror}.") from error
+
+
+def first_line(error: BaseException) -> str:
+    """What kind of error it is, and the first line of what it says."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+    return f"{type(error).__name__}: {said}"
+
+
+def save_traceback() -> str:
+    """Writes the traceback of the error being handled to a file of its own; returns its path."""
+    with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:
+        file.write(traceback.format_exc())
+    return file.name
 
 
 class Progress:

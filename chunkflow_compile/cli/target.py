@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
-import tempfile
-import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from chunkflow_compile.cli.output import Progress
+from chunkflow_compile.cli.output import Progress, first_line, save_traceback
 from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.models.presets import PRESETS, preset
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
@@ -136,7 +135,8 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
             raise ChunkflowError(
                 f"--{next(iter(given))} is a size of a preset; your own function makes its own inputs."
             )
-        build = load_build(arguments.model)
+        with contextlib.redirect_stdout(sys.stderr):
+            build = load_build(arguments.model)
         with progress.phase(f"tracing {arguments.model}"):
             traced = _trace(arguments, lambda: trace_without_weights(build, arguments.ulysses, options.min_bytes))
         return _target(arguments.model, traced, arguments, options, 1)
@@ -195,28 +195,31 @@ def _number(text: str) -> int | str:
 
 
 def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
-    """Traces; what torch says of a failure in a hundred lines goes into a file, its cause into a sentence."""
+    """Traces; what torch says of a failure in a hundred lines goes into a file, its cause into a sentence.
+
+    What the model prints goes to stderr: stdout is for tables, or for JSON alone.
+    """
     import diffusers
 
     diffusers.utils.logging.set_verbosity_error()  # remarks about missing GPUs do not belong into a table
-    with warnings.catch_warnings():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         try:
             return work()
         except ChunkflowError:
             raise
         except Exception as error:
-            with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:
-                file.write(traceback.format_exc())
-            raise ChunkflowError(
-                f"{arguments.model} cannot be traced: {type(error).__name__}: {_cause(error)} (all of it: {file.name})"
-            ) from error
+            file = save_traceback()
+            raise ChunkflowError(f"{arguments.model} cannot be traced: {_cause(error)} (all of it: {file})") from error
 
 
 def _cause(error: Exception) -> str:
-    """The line that tells most: Dynamo's reason, or the first one."""
+    """The line that tells most: Dynamo's reason, or the first one of what was raised inside the model."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for start in ("got ", "Explanation: "):
         if found := next((line for line in lines if line.startswith(start)), None):
-            return found.removeprefix(start)
-    return lines[0] if lines else "no reason given"
+            return f"{type(error).__name__}: {found.removeprefix(start)}"
+    inside: BaseException = error
+    while (below := inside.__cause__ or inside.__context__) is not None:
+        inside = below
+    return first_line(inside)

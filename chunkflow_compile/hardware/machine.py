@@ -80,11 +80,13 @@ def look() -> Machine:
 
 
 def _gpus() -> list[Gpu]:
-    links = _nvidia(_QUERY)
+    links = {row[0].upper(): row for row in _nvidia(_QUERY)}
     found = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
-        row = links[i] if i < len(links) else None
+        # torch may number the GPUs otherwise than nvidia-smi, or see fewer of them.
+        bus = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+        row = links.get("{:08X}:{:02X}:{:02X}.0".format(*bus))
         found.append(
             Gpu(
                 name=properties.name,

@@ -53,7 +53,8 @@ def load_build(name: str) -> Build:
     if not path or not Path(path).is_file():
         raise ChunkflowError(f"There is no file {path or name!r}: give a model as file.py:function.")
     spec = importlib.util.spec_from_file_location(f"chunkflow_model_{Path(path).stem}", path)
-    assert spec is not None and spec.loader is not None
+    if spec is None or spec.loader is None:
+        raise ChunkflowError(f"{path} is no Python file: give a model as file.py:function.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look it up
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -69,7 +70,12 @@ def load_build(name: str) -> Build:
 
     def checked() -> tuple[nn.Module, Mapping[str, Any]]:
         made = build()
-        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module)):
+        if not (
+            isinstance(made, tuple)
+            and len(made) == 2
+            and isinstance(made[0], nn.Module)
+            and isinstance(made[1], Mapping)
+        ):
             raise ChunkflowError(f"{name} returned {type(made).__name__}: it should return (model, keyword arguments).")
         return made[0].eval(), made[1]
 

@@ -71,6 +71,9 @@ class Annotator(FlopNotes):
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         spans = plan.predicted.spans if plan is not None and plan.predicted is not None else ()
         self.took = {s.name: s.end - s.start for s in spans if s.lane == "collective"}
+        # What the plan was made with, which need not be this machine; copies and collectives with what slows them.
+        self.planned = {s.name: s.end - s.start for s in spans if s.lane in ("compute", "copy")}
+        self.same = plan is None or plan.hardware == hardware.name
         self.starts = [s.start for s in spans if s.lane == "compute"]
         self.waits: dict[int, float] = {}
         for weight in self.weights.values():
@@ -83,13 +86,14 @@ class Annotator(FlopNotes):
         item = line.item
         if isinstance(item, Compute):
             cost = self.problem.regions[item.region].cost
-            seconds = self.simulator.compute_s[item.region]
+            region = self.problem.regions[item.region].name
+            seconds = self.planned.get(region, self.simulator.compute_s[item.region])
             return Note(cost_s=seconds, window=item.region, said=_flops(cost.flops))
         if isinstance(item, Collect):
             collective = self.problem.collectives[item.collective]
             seconds = self.took.get(collective.name, self.simulator.collective_s[item.collective])
             more = seconds - self.simulator.collective_s[item.collective]
-            said = f"{more * 1e3:.3f} ms of it by copies" if more > 1e-8 else ""
+            said = f"{more * 1e3:.3f} ms of it by copies" if more > 1e-8 and self.same else ""
             return Note(cost_s=seconds, nbytes=collective.nbytes, said=said)
         if isinstance(item, (Prefetch, Wait, Evict)):
             return self._transfer(item)
@@ -108,7 +112,7 @@ class Annotator(FlopNotes):
             return Note(slot=weight.offset, slack_s=None if item.barrier else weight.slack_s, said=said)
         begin, end = self.plan.span(weight, item.first, item.end)
         return Note(
-            cost_s=self.simulator.copy_seconds(item.weight, item.first, item.end),
+            cost_s=self.planned.get(_copied(item), self.simulator.copy_seconds(item.weight, item.first, item.end)),
             window=item.window,
             slot=weight.offset + begin,
             nbytes=end - begin,
@@ -118,7 +122,7 @@ class Annotator(FlopNotes):
 
     def _slack(self, item: Prefetch, reader: int) -> float | None:
         """Seconds from the arrival of a copy to when compute is ready for its reader, which may be in the next step."""
-        arrival = self.arrival.get(f"{item.weight}[{item.first}:{item.end}]")
+        arrival = self.arrival.get(_copied(item))
         if arrival is None or self.plan is None or self.plan.predicted is None:
             return None
         later = item.next_step and arrival >= self.starts[item.window]  # else it arrives in the step that reads it
@@ -132,6 +136,11 @@ class Annotator(FlopNotes):
         return Note(
             slot=weight.offset, nbytes=weight.nbytes, said=said if len(said) <= _SAID else f"{said[: _SAID - 4]} ..."
         )
+
+
+def _copied(item: Prefetch) -> str:
+    """The name of a copy among the spans of a plan."""
+    return f"{item.weight}[{item.first}:{item.end}]"
 
 
 def _flops(flops: int) -> str:

@@ -14,8 +14,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import Measured
 
-from .lanes import lanes_of
-from .record import seconds, size
+from .lanes import HELD, lanes_of
+from .record import fine, seconds, size
 
 # How many stalls and windows are told of: what a person reads before acting.
 SHOWN = 5
@@ -83,6 +83,10 @@ class Explanation:
     limit: str
     advice: str
 
+    @property
+    def waited_s(self) -> float:
+        return sum(w.exposed_s[1] for w in self.windows)
+
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1) + "\n"
 
@@ -98,6 +102,8 @@ class Explanation:
             parts.append(fill(self.advice, _TEXT))
         if self.stalls:
             parts.append(f"worst stalls:\n\n{_stalls(self.stalls)}")
+        elif self.waited_s > _SHORT:
+            parts.append(f"compute waited {fine(self.waited_s)} for weights, nowhere longer than {fine(_SHORT)}")
         else:
             parts.append("compute waited for no weight")
         if every_window:
@@ -112,6 +118,10 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
     """Puts a measurement beside its plan.  Raises ChunkflowError if it is of another plan."""
     if measured.plan != plan.digest:
         raise ChunkflowError(f"The measurement is of plan {measured.plan}, this plan is {plan.digest}: take its own.")
+    if any(len(column) != len(plan.regions) for column in measured.windows):
+        raise ChunkflowError(
+            "The measurement has other windows than its plan: it was edited or cut off; measure again."
+        )
     predicted = plan.predicted
     if predicted is None:
         raise ChunkflowError("The plan predicts nothing to compare with: make it with chunkflow plan.")
@@ -171,27 +181,44 @@ def _compare(plan: Plan, measured: Measured) -> Iterator[Window]:
 
 
 def _worst(plan: Plan, windows: Sequence[Window]) -> Iterator[WorstStall]:
-    """The longest measured waits, as far as they are worth a word."""
+    """The longest measured waits, as far as a table shows them."""
     arrivals: dict[int, list[tuple[float, str, str]]] = {}
     for weight in plan.streamed:
         slack = weight.slack_s if weight.slack_s is not None else 0.0
         arrivals.setdefault(weight.first_use, []).append((slack, weight.name, weight.why))
+    held = _held(plan)
     for window in sorted(windows, key=lambda w: -w.exposed_s[1])[:SHOWN]:
-        if window.exposed_s[1] < _SHORT or not arrivals.get(window.index):
+        weights = sorted(arrivals.get(window.index, ()))
+        if window.exposed_s[1] < _SHORT:
             continue
-        weights = sorted(arrivals[window.index])
-        slack, _, why = weights[0]
-        if slack >= 0:
-            why = f"planned with {seconds(slack)} to spare; the copies or what they wait for came later than predicted"
+        names, why = tuple(name for _, name, _ in weights), weights[0][2] if weights else ""
+        if (not weights or weights[0][0] >= 0) and window.index in held:
+            names, why = held[window.index], f"a collective is {HELD}"
+        elif weights and weights[0][0] >= 0:
+            spare = seconds(weights[0][0])
+            why = f"planned with {spare} to spare; the copies or what they wait for came later than predicted"
         yield WorstStall(
             window=window.index,
             block=window.block,
             what=window.what,
             predicted_s=window.exposed_s[0],
             measured_s=window.exposed_s[1],
-            weights=tuple(name for _, name, _ in weights),
+            weights=names,
             why=why,
         )
+
+
+def _held(plan: Plan) -> dict[int, tuple[str, ...]]:
+    """Window -> the weights that barriers before its collectives wait for."""
+    lanes = lanes_of(plan)
+    starts = [b.start for b in lanes.lane("compute")]
+    barriers = {b.collective: b.weights for b in plan.barriers}
+    found: dict[int, tuple[str, ...]] = {}
+    for bar in lanes.lane("collective"):
+        if bar.name in barriers:
+            index = min(bisect_left(starts, bar.start), len(starts) - 1)
+            found[index] = (*found.get(index, ()), *barriers[bar.name])
+    return found
 
 
 def _limit(measured: Measured) -> str:
@@ -256,7 +283,7 @@ def _stalls(stalls: Sequence[WorstStall]) -> str:
 
 
 def _first(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+    return "".join(names) if len(names) < 2 else f"{names[0]} and {len(names) - 1} more"
 
 
 def _windows(windows: Sequence[Window]) -> str:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.labels import weight_label
-from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, WeightPlan, runs
+from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, runs
 
 from .record import size
 
 LaneName = Literal["compute", "collective", "copy"]
+HELD = "held back until the copies are there, so that none runs beside it"
 # Sums of a thousand spans differ by this much; nothing that happens is as short.
 _INSTANT = 1e-8
 
@@ -79,7 +81,8 @@ class Lanes:
         changes: list[tuple[float, int]] = []
         for slot in self.slots:
             for start, end in around(slot.start, slot.end, self.step_s):
-                changes += [(start, slot.stop - slot.begin), (end, slot.begin - slot.stop)]
+                # Rounded, so that who leaves at an instant makes room for who comes then.
+                changes += [(round(start, 12), slot.stop - slot.begin), (round(end, 12), slot.begin - slot.stop)]
         points, level = [(0.0, 0)], 0
         for time, change in sorted(changes):
             level += change
@@ -132,42 +135,42 @@ def _bars(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Bar]:
     for span in spans:
         if span.lane == "compute":
             region: RegionLabel = next(regions)
-            yield _bar(span, region.what, region.block, f"{region.block or 'outside blocks'}: {region.what}")
+            yield _bar(span, "compute", region.what, region.block, f"{region.block or 'outside blocks'}: {region.what}")
         elif span.lane == "collective":
             kind = span.name.rstrip("0123456789").rstrip("_").replace("_single", "").replace("_into_tensor", "")
-            yield _bar(span, kind.replace("_", "-"), "", span.name)
-        else:
+            yield _bar(span, "collective", kind.replace("_", "-"), "", span.name)
+        elif span.lane == "copy":
             name, _, chunks = span.name.rpartition("[")
             first, _, end = chunks.removesuffix("]").partition(":")
             begin, stop = plan.span(sizes[name], int(first), int(end))
             label = weight_label(name, block_of[name])
-            yield _bar(span, label, block_of[name], f"chunks {first} to {int(end) - 1}, {size(stop - begin)}")
+            yield _bar(span, "copy", label, block_of[name], f"chunks {first} to {int(end) - 1}, {size(stop - begin)}")
 
 
-def _bar(span: Span, label: str, block: str, detail: str) -> Bar:
-    return Bar(lane=span.lane, name=span.name, label=label, block=block, start=span.start, end=span.end, detail=detail)
+def _bar(span: Span, lane: LaneName, label: str, block: str, detail: str) -> Bar:
+    return Bar(lane=lane, name=span.name, label=label, block=block, start=span.start, end=span.end, detail=detail)
 
 
 def _stalls(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
+    """Waits in a row before one region, or one collective, are one stall."""
+    weights = {w.name: w for w in plan.weights}
     compute = [s for s in spans if s.lane == "compute"]
-    readers: dict[int, list[WeightPlan]] = {}
-    for weight in plan.streamed:
-        if weight.slack_s is not None and weight.slack_s < -_INSTANT:
-            readers.setdefault(weight.first_use, []).append(weight)
-    for region, weights in readers.items():
-        # The waits stand one behind the other, directly in front of the region.
-        waited = -sum(w.slack_s or 0.0 for w in weights)
-        worst = min(weights, key=lambda w: w.slack_s or 0.0)
-        names, start = tuple(w.name for w in weights), compute[region].start
-        yield Stall(before=compute[region].name, weights=names, start=start - waited, end=start, why=worst.why)
-    held = {b.collective: b.weights for b in plan.barriers}
-    ends = sorted(s.end for s in spans if s.lane != "copy")
+    for first, waits in groupby((s for s in spans if s.lane == "stall"), key=lambda s: weights[s.name].first_use):
+        found = list(waits)
+        worst = weights[max(found, key=lambda s: s.end - s.start).name]
+        names = tuple(s.name for s in found)
+        yield Stall(before=compute[first].name, weights=names, start=found[0].start, end=found[-1].end, why=worst.why)
     for span in spans:
-        if span.lane == "collective" and span.name in held:
-            before = max((e for e in ends if e <= span.start + _INSTANT), default=0.0)
-            if span.start - before > _INSTANT:
-                why = "held back until the copies are there, so that none runs beside it"
-                yield Stall(before=span.name, weights=held[span.name], start=before, end=span.start, why=why)
+        if span.lane == "barrier":
+            before = _held(plan, spans, span)
+            yield Stall(before=before, weights=(span.name,), start=span.start, end=span.end, why=HELD)
+
+
+def _held(plan: Plan, spans: tuple[Span, ...], wait: Span) -> str:
+    """The collective that a barrier's wait holds back: the next one with a barrier for that weight."""
+    names = {b.collective for b in plan.barriers if wait.name in b.weights}
+    later = (s for s in spans if s.lane == "collective" and s.name in names and s.start >= wait.end - _INSTANT)
+    return min(later, key=lambda s: s.start).name
 
 
 def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:

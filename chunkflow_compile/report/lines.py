@@ -7,10 +7,11 @@ Every stage is one op a line and parses as Python.  ``traced`` is the ATen graph
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch.fx import Node
+from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.listing import node_text, prefetch_text, target_name
 from chunkflow_compile.passes.ops import Prefetch
@@ -25,13 +26,16 @@ INPUTS = "inputs"
 @dataclass(frozen=True, kw_only=True)
 class Line:
     """``op``: what it calls, empty for comments.  ``part``: :data:`INPUTS`, or the name of the block, empty outside
-    blocks.  ``like``: what tells parts of equal structure; transfers and comments have none.  ``weight``: of an input.
+    blocks.  ``like``: the line without its names, which with the wiring of ``defines`` and ``uses`` tells parts of equal
+    structure; transfers and comments have none.  ``weight``: of an input.
     """
 
     text: str
     op: str = ""
     part: str = ""
     like: str = ""
+    defines: str = ""
+    uses: tuple[str, ...] = ()
     item: Item | None = None
     node: Node | None = None
     weight: str = ""
@@ -115,7 +119,8 @@ def _region(region: CutRegion, ops: Transfers | None) -> Iterator[Line]:
     names = {inside: outside.name for inside, outside in taken}
     for node in region.module.graph.nodes:
         if node.op not in ("placeholder", "output"):
-            yield Line(text=node_text(node, names), op=target_name(node), part=info.block, node=node)
+            line = _line(node, info.block)
+            yield replace(line, text=node_text(node, names), uses=_uses(node, names))
     if ops is not None:
         yield from (_transfer(Evict(w), info.block) for w in ops.evicts.get(index, ()))
 
@@ -140,7 +145,8 @@ def _program(stage: Stage) -> Iterator[Line]:
         if isinstance(item, (Prefetch, Wait, Evict)):
             yield _transfer(item, part)
         elif isinstance(item, Compute):
-            yield Line(text=node_text(node), op="region", part=part, like=regions[at].key, item=item, node=node)
+            line = _line(node, part, item)
+            yield replace(line, op="region", like=regions[at].key)
         else:
             yield _line(node, part, item)
 
@@ -155,9 +161,28 @@ def _input(node: Node, weight: str, block: str, named: bool = False) -> Iterator
 
 def _line(node: Node, part: str, item: Item | None = None) -> Line:
     op = "" if node.op in ("placeholder", "get_attr", "output") else target_name(node)
-    text = node_text(node)
-    shape = text.partition(":")[2].partition(" = ")[0]
-    return Line(text=text, op=op, part=part, like=f"{op}{shape}", item=item, node=node)
+    return Line(
+        text=node_text(node),
+        op=op,
+        part=part,
+        like=_like(node),
+        defines=node.name,
+        uses=_uses(node),
+        item=item,
+        node=node,
+    )
+
+
+def _like(node: Node) -> str:
+    """A node's line without any name: its shape, op and constants."""
+    return node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name)
+
+
+def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...]:
+    """Its operands in order, each as often as it stands there."""
+    found: list[str] = []
+    map_arg((node.args, node.kwargs), lambda n: found.append((names or {}).get(n, n.name)))
+    return tuple(found)
 
 
 def _transfer(op: Prefetch | Wait | Evict, part: str) -> Line:

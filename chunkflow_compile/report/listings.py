@@ -10,7 +10,7 @@ from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.schedule import Compute
 
 from .annotate import HEADER, FlopNotes, Note
-from .lines import Line
+from .lines import INPUTS, Line
 from .record import size
 
 # Wide enough for a region's call with its first inputs; with the notes a line is 160, which a wide terminal shows.
@@ -19,14 +19,11 @@ COLUMN = 96
 
 @dataclass(frozen=True)
 class _Part:
-    """Neighbouring lines of one part of a listing."""
+    """Neighbouring lines of one part of a listing.  ``shape``: equal for parts of equal structure, wiring included."""
 
     name: str
     lines: tuple[Line, ...]
-
-    @property
-    def shape(self) -> tuple[str, ...]:
-        return tuple(line.like for line in self.lines if line.like)
+    shape: tuple[tuple[str, ...], ...]
 
 
 def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: bool = True) -> str:
@@ -35,7 +32,7 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
     if full:
         text += [_text(line, annotator, False) for line in lines]
         return "\n".join(text) + "\n"
-    parts = [_Part(name, tuple(group)) for name, group in groupby(lines, key=lambda line: line.part)]
+    parts = _parts(lines)
     for _, group in groupby(enumerate(parts), key=_equal(parts)):
         first, *others = (part for _, part in group)
         text += _heading(first)
@@ -43,6 +40,27 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
         if others:
             text.append(_folded(first, others, annotator))
     return "\n".join(text) + "\n"
+
+
+def _parts(lines: Sequence[Line]) -> list[_Part]:
+    """The parts, with their wiring by place: an operand is of the part itself, of the part before it, of the inputs of
+    its block, each by its number there, or it is one and the same for all, by its name."""
+    found: list[_Part] = []
+    place: dict[str, tuple[str, int]] = {}
+    before = ""
+    for name, group in groupby(lines, key=lambda line: line.part):
+        members = tuple(group)
+        for number, line in enumerate(line for line in members if line.defines):
+            place[line.defines] = name, number
+        near = {name: "own", before: "before", f"{INPUTS} of {name}": "inputs"}
+
+        def wire(operand: str, near: dict[str, str] = near) -> str:
+            part, number = place.get(operand, ("", -1))
+            return f"{near[part]} {number}" if part and part in near else operand
+
+        found.append(_Part(name, members, tuple((line.like, *map(wire, line.uses)) for line in members if line.like)))
+        before = name
+    return found
 
 
 def _equal(parts: Sequence[_Part]) -> Callable[[tuple[int, _Part]], int]:

@@ -19,6 +19,7 @@ from .listings import render
 from .stages import annotator
 
 ARTEFACT = "chunkflow"
+PACKAGE = "chunkflow_compile"
 
 
 def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
@@ -46,4 +47,6 @@ def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
 def _logger() -> logging.Logger:
     if ARTEFACT not in _internal.log_registry.artifact_names:
         _internal.register_artifact(ARTEFACT, "Stages of ChunkFlow's compilation, annotated.", visible=True)
-    return _internal.getArtifactLogger("chunkflow_compile", ARTEFACT)
+    if not _internal.log_registry.is_log(PACKAGE):
+        _internal.log_registry.register_log(PACKAGE, PACKAGE)  # set_logs gives handlers to registered logs alone
+    return _internal.getArtifactLogger(PACKAGE, ARTEFACT)

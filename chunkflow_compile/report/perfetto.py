@@ -22,9 +22,9 @@ def trace_events(lanes: Lanes, title: str) -> str:
 
 
 def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
-    whole = STEPS * lanes.step_s
+    whole = STEPS * round(lanes.step_s * 1e9) / 1e9
     for step in range(STEPS):
-        offset = step * lanes.step_s
+        offset = step * round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds: where calls meet nothing overlaps
         for bar in lanes.bars:
             start, end = max(0.0, bar.start + offset), min(whole, bar.end + offset)
             if end > start:
@@ -64,4 +64,5 @@ def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
 
 
 def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 3)
+    """Microseconds to the nanosecond, none before the first call."""
+    return max(0, round(seconds * 1e9)) / 1e3

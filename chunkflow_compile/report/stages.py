@@ -17,7 +17,7 @@ from tabulate import tabulate
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import STAGES, Stage
+from chunkflow_compile.passes.pipeline import STAGES, Stage, StageName
 
 from .annotate import Annotator, FlopNotes
 from .lines import op_counts, stage_lines
@@ -54,12 +54,14 @@ class StageWriter:
         self._newest: Stage | None = None
         with _refused(folder):
             folder.mkdir(parents=True, exist_ok=True)
+            for name in (*(f"{_numbered(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
+                (folder / name).unlink(missing_ok=True)  # of an earlier run: the last file must be this one's
 
     def add(self, stage: Stage) -> Written:
         """Writes one stage."""
         lines = stage_lines(stage)
         plain = [line.text for line in lines]
-        name = f"{STAGES.index(stage.name):02}_{stage.name}"
+        name = _numbered(stage.name)
         path = self.folder / f"{name}.py"
         ops, change = op_counts(lines), None
         with _refused(self.folder):
@@ -124,6 +126,10 @@ def counts_table(written: Iterable[Written]) -> str:
 def changed_counts(before: Counter[str], after: Counter[str]) -> list[str]:
     """``op: n -> m`` for every op whose number changed."""
     return [f"{op}: {before[op]} -> {after[op]}" for op in sorted(before | after) if before[op] != after[op]]
+
+
+def _numbered(name: StageName) -> str:
+    return f"{STAGES.index(name):02}_{name}"
 
 
 def _difference(before: Written, old: list[str], name: str, new: list[str]) -> Iterable[str]:

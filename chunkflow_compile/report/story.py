@@ -15,7 +15,7 @@ from chunkflow_compile.passes.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs
 from chunkflow_compile.passes.problem import Problem
 
-from .lanes import Slot, lanes_of
+from .lanes import Lanes, around, lanes_of
 from .record import fine, seconds, size
 
 # Names that an ambiguous one lists: a screen holds them.
@@ -125,7 +125,6 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
     lanes = lanes_of(plan)
     compute = lanes.lane("compute")
     uses = known.uses
-    slots = [s for s in lanes.slots if s.weight == name]
     return Story(
         name=name,
         shape=known.shape,
@@ -135,12 +134,12 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
         chunks=chunk_count(weight.nbytes, plan.chunk_bytes),
         streamed_chunks=weight.streamed_chunks,
         slot=None if weight.offset is None else (weight.offset, weight.offset + weight.nbytes),
-        copies=tuple(_copies(plan, weight, slots)),
+        copies=tuple(_copies(plan, weight, lanes)),
         readers={k: _called(plan, k) for k in uses},
         reads_s=(compute[uses[0]].start, compute[uses[-1]].end) if uses else None,
         slack_s=weight.slack_s,
         why=weight.why,
-        limit=_limit(plan, weight, known.keep),
+        limit=_limit(plan, weight, known.keep, lanes),
         changes=tuple(changes),
     )
 
@@ -151,13 +150,15 @@ def find_weight(problem: Problem, part: str) -> str:
     aliases = {alias: w.name for w in problem.weights for alias in w.names}
     if part in aliases:
         return aliases[part]
-    found = [n for n in names if part in n]
+    found = list(dict.fromkeys(name for alias, name in aliases.items() if part in alias))
     if len(found) == 1:
         return found[0]
     if found:
         shown = "\n".join(f"  {n}" for n in found[:_CANDIDATES])
         more = f"\n  and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
         raise ChunkflowError(f"{part!r} is part of {len(found)} names; give more of one:\n{shown}{more}")
+    if not names:
+        raise ChunkflowError("The model has no weights that a call of it reads.")
     close = difflib.get_close_matches(part, names, n=3, cutoff=0.0)
     raise ChunkflowError(f"No weight has {part!r} in its name; near are {', '.join(close)}.")
 
@@ -210,15 +211,30 @@ def _home(weight: WeightPlan) -> str:
     return f"host, streamed in every call in {len(weight.windows)} chunk{'s' * (len(weight.windows) != 1)}"
 
 
-def _limit(plan: Plan, weight: WeightPlan, keep: str | None) -> str:
+def _limit(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> str:
     if keep is not None or not weight.nbytes or weight.first_use < 0:
         small = (keep or "").startswith("small")
         return "min_bytes, which says what is small" if small else "what it is: no plan moves it"
     if weight.slack_s is not None and weight.slack_s < 0:
         return "memory" if weight.ahead(len(plan.regions)) <= 1 else "the link"
     if weight.streamed_chunks < chunk_count(weight.nbytes, plan.chunk_bytes):
-        return "the link: streaming more of it would make the step longer than was asked for"
-    return "nothing: it costs the step no time"
+        return "the goal: streaming more of it would save no memory, or take longer than was asked for"
+    if held := [b.collective for b in plan.barriers if weight.name in b.weights]:
+        return f"its barrier: {', '.join(held)} waits for it, so that no copy runs beside it"
+    if beside := _beside(weight, lanes):
+        return f"the link: its copy runs beside {', '.join(beside)}, and each slows the other where they share it"
+    return "nothing: it costs the call no time"
+
+
+def _beside(weight: WeightPlan, lanes: Lanes) -> list[str]:
+    """The collectives that run while the weight is copied."""
+    copies = [b for b in lanes.lane("copy") if b.name.rpartition("[")[0] == weight.name]
+    times = [t for b in copies for t in around(b.start, b.end, lanes.step_s)]
+    return [
+        c.name
+        for c in lanes.lane("collective")
+        if any(min(end, c.end) - max(start, c.start) > 1e-9 for start, end in times)
+    ]
 
 
 def _called(plan: Plan, region: int) -> str:
@@ -226,12 +242,12 @@ def _called(plan: Plan, region: int) -> str:
     return f"{label.block}: {label.what}" if label.block else label.what
 
 
-def _copies(plan: Plan, weight: WeightPlan, slots: list[Slot]) -> Iterator[Copy]:
+def _copies(plan: Plan, weight: WeightPlan, lanes: Lanes) -> Iterator[Copy]:
     predicted = plan.predicted
     assert predicted is not None
-    compute = [s for s in predicted.spans if s.lane == "compute"]
+    compute, waited = lanes.lane("compute"), {s.before: s.end - s.start for s in lanes.stalls}
     spans = {s.name: s for s in predicted.spans if s.lane == "copy"}
-    starts = {slot.begin: slot.start for slot in slots}
+    starts = {slot.begin: slot.start for slot in lanes.slots if slot.weight == weight.name}
     for run in runs(weight.windows):
         if run.window is None:
             continue
@@ -244,7 +260,8 @@ def _copies(plan: Plan, weight: WeightPlan, slots: list[Slot]) -> Iterator[Copy]
             end=run.end,
             nbytes=stop - begin,
             window=run.window,
-            opens_s=compute[run.window].start - before,
+            # The window opens before the waits of its region.
+            opens_s=compute[run.window].start - waited.get(compute[run.window].name, 0.0) - before,
             starts_s=start,
             arrives_s=start + (span.end - span.start if span is not None else 0.0),
         )

@@ -21,6 +21,8 @@ _COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
 _CHARACTER, _LINE = 0.068, 0.125
 _SIZE, _SMALLEST = 8.0, 3.5
 _LEGIBLE = 0.55
+# Shorter than anything on a machine; an axis needs some length.
+_INSTANT = 1e-12
 
 
 def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = None, blocks: int = 1) -> None:
@@ -30,7 +32,7 @@ def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = N
     begin, end = _window(lanes, shown)
     with _text_in_svg():
         figure, (top, middle, bottom) = new_figure(WIDTH, HEIGHT, _HEIGHTS)
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=11, parse_math=False)
         _overview(top, lanes, begin, end)
         colours = _Colours(lanes)
         _detail(middle, lanes, begin, end, colours, shown)
@@ -51,12 +53,12 @@ def _shown(lanes: Lanes, block: str | None, blocks: int) -> list[str]:
 
 def _window(lanes: Lanes, shown: list[str]) -> tuple[float, float]:
     if not shown:
-        return 0.0, lanes.step_s
+        return 0.0, max(lanes.step_s, _INSTANT)
     start, end = lanes.blocks[shown[0]][0], lanes.blocks[shown[-1]][1]
     waits = [s.start for s in lanes.stalls if s.end == start]
     start = min([start, *waits])
     margin = 0.02 * (end - start)
-    return max(0.0, start - margin), min(lanes.step_s, end + margin)
+    return max(0.0, start - margin), max(min(lanes.step_s, end + margin), start + _INSTANT)
 
 
 class _Colours:

@@ -94,8 +94,11 @@ class Session:
     def _save(self) -> None:
         """Into the folder of the dump, if there is one; a full disk must not end a step."""
         if self._folder is not None and self.measurements:
+            path = self._folder / MEASURED_FILE
             with contextlib.suppress(OSError):
-                (self._folder / MEASURED_FILE).write_text(measured(self.plan.digest, self.measurements).to_json())
+                part = path.with_suffix(".part")  # never half a file, for who reads meanwhile
+                part.write_text(measured(self.plan.digest, self.measurements).to_json())
+                part.replace(path)
 
     def _bind(self, device: torch.device) -> Binding:
         arena = allocate_arena(self.plan, device)
