@@ -67,3 +67,12 @@ def on_ranks(tmp_path: Path) -> Callable[..., None]:
         torch.multiprocessing.spawn(_enter, (world, str(tmp_path), work, args), nprocs=world)
 
     return start
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """What tests counted, as they asked with ``record_property("counts", ...)``."""
+    said = [v for r in terminalreporter.getreports("passed") for k, v in r.user_properties if k == "counts"]
+    if said:
+        terminalreporter.section("counts")
+        for line in sorted(said):
+            terminalreporter.line(line)

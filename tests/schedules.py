@@ -21,8 +21,8 @@ from chunkflow_compile.passes.plan import Plan, runs
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.regions import Cut
 from chunkflow_compile.passes.rewrite import Program, rewrite
-from chunkflow_compile.passes.search import Planner, barriers
 from chunkflow_compile.passes.schedule import transfers
+from chunkflow_compile.passes.search import Planner, barriers
 from chunkflow_compile.passes.timeline import Simulator
 from chunkflow_compile.passes.windows import as_windows
 from chunkflow_compile.runtime.arena import as_weight, flat_bytes, slot_bytes
@@ -161,7 +161,9 @@ def schedules(seed: int) -> dict[str, Callable[[], ThreadsDevice]]:
     }
 
 
-def run_ahead(bench: Bench, program: Program, device: ThreadsDevice, inputs: Sequence[torch.Tensor]) -> list[Any]:
+def run_ahead(
+    bench: Bench, program: Program, device: ThreadsDevice, inputs: Sequence[torch.Tensor], exact: bool = True
+) -> list[Any]:
     """The outputs of several steps, all enqueued before any of them has run."""
     executor = bench.executor(program, device)
     try:
@@ -169,10 +171,8 @@ def run_ahead(bench: Bench, program: Program, device: ThreadsDevice, inputs: Seq
         steps = [executor.enqueue(bench.arguments(program, x)) for x in inputs]
         device.deliver()
         device.copy.synchronize()
-        due = program.plan.moved_bytes * len(inputs) + sum(
-            s.primed for s in steps
-        )
-        assert executor.copied_bytes == due, "every byte of the plan was copied, and no other"
+        due = program.plan.moved_bytes * len(inputs) + sum(s.primed for s in steps)
+        assert not exact or executor.copied_bytes == due, "every byte of the plan was copied, and no other"
         return [step.outputs[0] for step in steps]
     finally:
         executor.forget()
