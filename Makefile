@@ -23,7 +23,7 @@ types: $(VENV)/ready
 	cd build/types && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p chunkflow_compile
 
 unit: $(VENV)/ready
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
 
 # The pictures of the README.
 docs: $(VENV)/ready
