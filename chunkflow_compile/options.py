@@ -96,7 +96,9 @@ class Options:
         check_disabled(self.disable)
         for name in self.debugging():
             if name not in DEBUG:
-                raise ChunkflowError(f"Option debug={self.debug!r} is unknown; use {' or '.join(DEBUG)}, or a list of both.")
+                raise ChunkflowError(
+                    f"Option debug={self.debug!r} is unknown; use {' or '.join(DEBUG)}, or a list of both."
+                )
         self._check_goal()
 
     def _check_goal(self) -> None:
