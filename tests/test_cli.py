@@ -14,7 +14,7 @@ import torch
 from helpers import Stack
 
 from chunkflow_compile import offload, programs
-from chunkflow_compile.cli.main import main
+from chunkflow_compile.cli.main import COMMANDS, main
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.plan import Plan
 
@@ -148,9 +148,16 @@ def test_bad_use_is_one_sentence_and_exit_code_2(
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("demo", "plan", "simulate", "calibrate"):
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    page = capsys.readouterr().out
+    assert "exit codes:" in page
+    for command in (c.__name__.rpartition(".")[2] for c in COMMANDS):
+        assert f"\n  {command}" in page or f"\n    {command}" in page
         with pytest.raises(SystemExit, match="0"):
             main([command, "--help"])
-        assert f"example: chunkflow {command}" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert re.search(rf"examples?:\s+(chunkflow \w+ .*\s+)*chunkflow {command}", shown), command
+        assert "--debug" in shown
     with pytest.raises(SystemExit, match="2"):
         main([])
