@@ -45,7 +45,7 @@ class _Line:
 def calibrate(device: torch.device, name: str) -> Hardware:
     """The profile of ``device`` under ``name``, with a progress bar.  Raises ChunkflowError if a rank fails."""
     link = RANKS if device.type == "cpu" or torch.cuda.device_count() >= RANKS else 1
-    with tqdm(total=6 if link > 1 else 5, unit="stage", disable=None) as progress:
+    with tqdm(total=6 if link > 1 else 5, unit="stage") as progress:
 
         def stage(text: str) -> None:
             progress.set_description(text)
