@@ -90,8 +90,9 @@ def _show(arguments: argparse.Namespace, found: target.Target, made: list[Stage]
         say(arguments, f"{found.heading}\n")
         say(arguments, tabulate(rows, headers=("stage", "file", "lines", "added", "removed"), tablefmt="simple"))
         say(arguments, f"\nread first: {report}")
-    counts = {s.name: dict(sorted(op_counts(stage_lines(s)).items())) for s in made}
-    write_json(arguments, json.dumps({"model": found.heading, "ops": counts}, indent=1) + "\n")
+    if arguments.json:
+        counts = {s.name: dict(sorted(op_counts(stage_lines(s)).items())) for s in made}
+        write_json(arguments, json.dumps({"model": found.heading, "ops": counts}, indent=1) + "\n")
 
 
 def _last(arguments: argparse.Namespace) -> StageName:
