@@ -14,7 +14,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import Measured
 
-from .lanes import HELD, lanes_of
+from .lanes import HELD, Lanes, lanes_of
 from .record import fine, seconds, size
 
 # How many stalls and windows are told of: what a person reads before acting.
@@ -125,7 +125,8 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
     predicted = plan.predicted
     if predicted is None:
         raise ChunkflowError("The plan predicts nothing to compare with: make it with chunkflow plan.")
-    windows = tuple(_compare(plan, measured))
+    lanes = lanes_of(plan)
+    windows = tuple(_compare(plan, lanes, measured))
     rate = plan.moved_bytes / predicted.copy_s if predicted.copy_s else None
     figures = (
         Figure(name="a call of the model", predicted=predicted.step_s, measured=measured.step_s),
@@ -149,7 +150,7 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
         steps=measured.steps,
         figures=figures,
         windows=windows,
-        stalls=tuple(_worst(plan, windows)),
+        stalls=tuple(_worst(plan, lanes, windows)),
         limit=_limit(measured),
         advice=_advice(figures, plan.hardware),
     )
@@ -160,8 +161,7 @@ def _rest(measured: Measured) -> float:
     return max(0.0, measured.step_s - measured.compute_s - measured.exposed_s - measured.collective_s)
 
 
-def _compare(plan: Plan, measured: Measured) -> Iterator[Window]:
-    lanes = lanes_of(plan)
+def _compare(plan: Plan, lanes: Lanes, measured: Measured) -> Iterator[Window]:
     compute = lanes.lane("compute")
     starts = [b.start for b in compute]
     exposed, collective = [0.0] * len(compute), [0.0] * len(compute)
@@ -180,13 +180,13 @@ def _compare(plan: Plan, measured: Measured) -> Iterator[Window]:
         )
 
 
-def _worst(plan: Plan, windows: Sequence[Window]) -> Iterator[WorstStall]:
+def _worst(plan: Plan, lanes: Lanes, windows: Sequence[Window]) -> Iterator[WorstStall]:
     """The longest measured waits, as far as a table shows them."""
     arrivals: dict[int, list[tuple[float, str, str]]] = {}
     for weight in plan.streamed:
         slack = weight.slack_s if weight.slack_s is not None else 0.0
         arrivals.setdefault(weight.first_use, []).append((slack, weight.name, weight.why))
-    held = _held(plan)
+    held = _held(plan, lanes)
     for window in sorted(windows, key=lambda w: -w.exposed_s[1])[:SHOWN]:
         weights = sorted(arrivals.get(window.index, ()))
         if window.exposed_s[1] < _SHORT:
@@ -208,9 +208,8 @@ def _worst(plan: Plan, windows: Sequence[Window]) -> Iterator[WorstStall]:
         )
 
 
-def _held(plan: Plan) -> dict[int, tuple[str, ...]]:
+def _held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
     """Window -> the weights that barriers before its collectives wait for."""
-    lanes = lanes_of(plan)
     starts = [b.start for b in lanes.lane("compute")]
     barriers = {b.collective: b.weights for b in plan.barriers}
     found: dict[int, tuple[str, ...]] = {}
