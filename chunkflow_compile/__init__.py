@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from chunkflow_compile.explaining import explain
     from chunkflow_compile.passes.errors import ChunkflowError
     from chunkflow_compile.placing import offload, programs, restore
+    from chunkflow_compile.runtime.arena import Arena
 
-__all__ = ["ChunkflowError", "__version__", "explain", "offload", "programs", "restore"]
+__all__ = ["Arena", "ChunkflowError", "__version__", "explain", "offload", "programs", "restore"]
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Arena": "chunkflow_compile.runtime.arena",
     "ChunkflowError": "chunkflow_compile.passes.errors",
     "explain": "chunkflow_compile.explaining",
     "offload": "chunkflow_compile.placing",

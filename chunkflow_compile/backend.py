@@ -21,14 +21,16 @@ from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import stages
+from chunkflow_compile.passes.place import least_memory
 from chunkflow_compile.passes.rewrite import Program
 from chunkflow_compile.passes.traced import Traced
-from chunkflow_compile.placing import Placement, placement_of, placements_around
+from chunkflow_compile.placing import Placement, placements_around
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
+from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.runtime.host_store import home_of
-from chunkflow_compile.runtime.runner import Runner, Session
+from chunkflow_compile.runtime.runner import Code, Runner, Session
 from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten
 
 
@@ -54,14 +56,23 @@ def chunkflow(
             home.check(parameter)
     device = _device(found, example_inputs)
     check_device(device)
+    if chosen.arena is not None and chosen.arena.device.type != device.type:
+        raise ChunkflowError(f"The weights are on {device}, but the arena given is on {chosen.arena.device}.")
     index, placed = _index(list(found.values()))
     warm_up(chosen.lowering, device)
     parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
         program, folder = run_passes(describe_graph(aten, parameters, index.blocks), chosen)
-        regions = lower_regions(program, chosen.lowering, chosen.inductor)
-        return Runner(program, regions, device, partial(_place, device), folder, chosen.debugging())
+        code = Code(
+            program=program,
+            regions=lower_regions(program, chosen.lowering, chosen.inductor),
+            folder=folder,
+            debug=chosen.debugging(),
+            verified="verify" not in chosen.disable,
+            advice=partial(_advice, program, chosen),
+        )
+        return Runner(code, partial(_place, device, "threads" in code.debug), chosen.arena)
 
     return lower_to_aten(graph, example_inputs, compile_inference)
 
@@ -91,24 +102,34 @@ def _index(parameters: Sequence[nn.Parameter]) -> tuple[ModelIndex, bool]:
 
 
 def _place(
-    device: torch.device, parameters: Mapping[str, nn.Parameter], missing: Sequence[str], start: Callable[[], Session]
+    device: torch.device,
+    threads: bool,
+    parameters: Mapping[str, nn.Parameter],
+    missing: Sequence[str],
+    start: Callable[[Arena], Session],
 ) -> Session:
     """Moves what is missing into the store of the model around it; the session ends with the first of its placements."""
-    if missing or not placements_around(parameters.values()):
+    around = placements_around(parameters.values())
+    if missing or not around:
         index = ModelIndex.around(list(parameters.values()))
         if index.root is None:  # no module to tie it to: it ends with the parameter
-            session = start()
+            session = start(Arena(device))
             next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
             return session
-        placement = placement_of(index.root) or Placement(index.root, device)
+        placement = Placement.on(index.root, device)
         placement.move((index.names[id(parameters[n])], parameters[n]) for n in missing)
-        touched = {placement: None}
-    else:
-        touched = {}
-    session = start()
-    for placement in {**touched, **dict.fromkeys(placements_around(parameters.values()))}:
+        around = list(dict.fromkeys([placement, *placements_around(parameters.values())]))
+    session = start(around[0].arena(threads))
+    for placement in around:
         placement.attach(session)
     return session
+
+
+def _advice(program: Program, chosen: Options) -> str:
+    """What would fit, where the arena did not."""
+    least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes)
+    budget = "No budget was given" if chosen.memory is None else f"The budget was memory={chosen.memory_bytes()}"
+    return f"{budget}, and the least that this model runs in is memory={least}. "
 
 
 def _refuse_gradients(inputs: Sequence[Any]) -> None:

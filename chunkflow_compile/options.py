@@ -18,6 +18,7 @@ from chunkflow_compile.passes.pipeline import Settings, check_disabled
 from chunkflow_compile.passes.place import POLICIES, Policy
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
+from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.units import parse_bytes
 
 # Below 1 MiB a copy costs more to start than to carry (5 to 10 us against 33 us at 30 GB/s), and the biases, norms and
@@ -45,6 +46,10 @@ class Options:
     policy: Policy = "chunkflow"
     """"chunkflow" places by the cost model.  To compare with, on the same regions and executor: "layerwise" fetches the
     whole next block, "layerwise-barrier" moreover waits for it before the collectives, "resident" streams nothing."""
+
+    arena: Arena | None = None
+    """Device memory to share with other models, which take turns in it: chunkflow_compile.Arena(device).  The programs of
+    one model share theirs anyway."""
 
     min_bytes: int = DEFAULT_MIN_BYTES
     """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value given there."""
@@ -94,6 +99,8 @@ class Options:
         ):
             raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, as ["barriers"].')
         check_disabled(self.disable)
+        if not isinstance(self.arena, (Arena, type(None))):
+            raise ChunkflowError(f"Option arena={self.arena!r} must be a chunkflow_compile.Arena(device).")
         for name in self.debugging():
             if name not in DEBUG:
                 raise ChunkflowError(

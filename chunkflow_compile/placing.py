@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -14,7 +16,7 @@ from chunkflow_compile.guards import Guards
 from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.runtime.arena import is_dense
+from chunkflow_compile.runtime.arena import Arena, is_dense
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.runtime.host_store import Home, HostStore, home_of
 
@@ -33,30 +35,57 @@ class Placement:
         self.store = HostStore(root, device)
         self.guards = Guards(root, device)
         self.sessions: list[Session] = []
-        root.__dict__[_PLACEMENT] = self
+        self.lock = threading.RLock()
+        self._arenas: dict[bool, Arena] = {}
+
+    @staticmethod
+    def on(root: nn.Module, device: torch.device) -> Placement:
+        """The placement of a model, made if there is none; of two threads that ask at once both get the same."""
+        found: Placement = root.__dict__.setdefault(_PLACEMENT, Placement(root, device))
+        return found
+
+    def arena(self, threads: bool) -> Arena:
+        """What the model's programs share; those that run on host threads have another."""
+        return self._arenas.setdefault(threads, Arena(self.store.device))
 
     def attach(self, session: Session) -> None:
         """Makes a session end with this placement."""
         self.sessions = [s for s in self.sessions if not s.closed] + [session]
 
     def move(self, weights: Iterable[tuple[tuple[str, ...], nn.Parameter]]) -> None:
-        """Moves parameters into the store; all or, on an error, none."""
+        """Moves parameters into the store; all or, on an error, none.
+
+        Waits for the steps of other threads: until now their programs may have read the parameters where they are.
+        """
         moved: list[Home] = []
-        try:
-            moved.extend(self.store.add(names, p) for names, p in weights if home_of(p) is None)
-            self.guards.add(moved)
-        except BaseException:
-            self.undo()
-            raise
+        with self.lock, contextlib.ExitStack() as steps:
+            for arena in sorted({s.arena for s in self.sessions}, key=id):
+                steps.enter_context(arena.lock)
+            try:
+                moved.extend(self.store.add(names, p) for names, p in weights if home_of(p) is None)
+                self.guards.add(moved)
+            except BaseException:
+                self.undo()
+                raise
 
     def undo(self) -> None:
         """Gives every parameter its bytes back and forgets the model."""
-        for session in self.sessions:
-            session.close()
-        self.sessions.clear()
-        self.guards.remove()
-        self.store.release()
-        self.root.__dict__.pop(_PLACEMENT, None)
+        with self.lock:
+            for session in self.sessions:
+                session.close()
+            self.sessions.clear()
+            self.guards.remove()
+            self.store.release()
+            self.root.__dict__.pop(_PLACEMENT, None)
+
+    def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
+        """A copy of a model whose weights are where they were is a model that is not placed.  Raises ChunkflowError."""
+        if self.store.homes:
+            raise ChunkflowError(
+                f"{type(self.root).__name__} is offloaded ({self.store.homes[0].name} lives in ChunkFlow's host store) and "
+                "cannot be copied or pickled: use its state_dict(), or call chunkflow_compile.restore(model) first."
+            )
+        return type(None), ()
 
 
 def offload(
@@ -81,13 +110,17 @@ def offload(
     check_device(target)
     index = ModelIndex.of(root)
     weights = [(index.names[id(p)], p) for p in parameters if _bytes(p) >= min_bytes and why_not(p) is None]
-    placement = Placement(root, target)
+    placement = Placement.on(root, target)
     placement.guards.watch_calls(lambda: placement.store.homes)
     placement.move(weights)
-    with torch.no_grad():
-        for tensor in (*root.parameters(), *root.buffers()):
-            if home_of(tensor) is None:
-                tensor.data = tensor.data.to(target)
+    try:
+        with torch.no_grad():
+            for tensor in (*root.parameters(), *root.buffers()):
+                if home_of(tensor) is None:
+                    tensor.data = tensor.data.to(target)
+    except BaseException:
+        placement.undo()
+        raise
     return model
 
 

@@ -1,13 +1,14 @@
-"""Happens-before: which operations of a program are ordered on the device, whatever the speed of its streams.
+"""Happens-before: which operations of programs are ordered on the device, whatever the speed of its streams.
 
-The program is unrolled over a priming and two steps, as the host issues it.  There are two streams, each in order:
-*compute* (regions, collectives, waits, evicts, window openings) and *copy* (chunks).  Two kinds of events cross between
-them: the opening of a window lets its chunks start, and the arrival of a weight's newest issued chunk ends a wait.
+Programs that share an arena are unrolled turn by turn, each from a cold start over some steps, as the host issues them.
+There are two streams, each in order: *compute* (regions, collectives, waits, evicts, handovers, window openings) and
+*copy* (chunks).  Three kinds of events cross between them: the handover lets the first copies of a turn start, the
+opening of a window its chunks, and the arrival of a weight's newest issued chunk ends a wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -23,47 +24,54 @@ PRIMING = -1
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of the unrolled program.  ``step``: -1 for the priming.  ``label`` reads like the listing.
+    """One operation of the unrolled programs.  ``step``: -1 for the priming.  ``label`` reads like the listing.
 
-    ``serves``: the step whose readers a chunk is copied for.
+    ``serves``: the step whose readers a chunk is copied for; None for one that stays, and serves all steps of its turn.
     """
 
+    turn: int
     step: int
     position: int
     stream: StreamName
-    kind: Literal["open", "chunk", "wait", "evict", "region", "other"]
+    kind: Literal["handover", "open", "chunk", "wait", "evict", "region", "other"]
     label: str
     weight: str = ""
     chunk: int = -1
-    serves: int = PRIMING
+    serves: int | None = PRIMING
     reads: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.label} (step {self.step})" if self.step >= 0 else f"{self.label} (priming)"
+        turn = f"turn {self.turn}, " if self.turn else ""
+        return f"{self.label} ({turn}{f'step {self.step}' if self.step >= 0 else 'priming'})"
 
 
 class HappensBefore:
-    """The order of an unrolled program.  ``ops`` are in host order; ``graph`` is a DAG over their indices."""
+    """The order of unrolled programs.  ``ops`` are in host order; ``graph`` is a DAG over their indices.
 
-    def __init__(self, program: Program, steps: int = 2) -> None:
-        self.ops: list[Op] = list(_unroll(program, steps))
+    ``turns``: the programs that hold the arena one after the other; each runs ``steps`` steps.
+    """
+
+    def __init__(self, turns: Sequence[Program], steps: int) -> None:
+        self.turns = tuple(turns)
+        self.steps = steps
+        self.ops: list[Op] = [op for turn, program in enumerate(turns) for op in _unroll(program, turn, steps)]
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(range(len(self.ops)))
         newest: dict[str, int] = {}
-        arrival: dict[str, int] = {}
-        opening = -1
+        arrival: dict[tuple[int, str], int] = {}
+        awaited: int | None = None  # what the copy stream was last told to wait for
         for i, op in enumerate(self.ops):
             if op.stream in newest:
                 self.graph.add_edge(newest[op.stream], i)
             newest[op.stream] = i
-            if op.kind == "open":
-                opening = i
+            if op.kind in ("open", "handover"):
+                awaited = i
             elif op.kind == "chunk":
-                if op.step != PRIMING:
-                    self.graph.add_edge(opening, i, event="window")
-                arrival[op.weight] = i
-            elif op.kind == "wait" and op.weight in arrival:
-                self.graph.add_edge(arrival[op.weight], i, event="arrival")
+                if awaited is not None:
+                    self.graph.add_edge(awaited, i, event=self.ops[awaited].kind)
+                arrival[op.turn, op.weight] = i
+            elif op.kind == "wait" and (op.turn, op.weight) in arrival:
+                self.graph.add_edge(arrival[op.turn, op.weight], i, event="arrival")
         self._clocks = self._count()
 
     def ordered(self, first: int, then: int) -> bool:
@@ -79,35 +87,42 @@ class HappensBefore:
         return clocks
 
 
-def _unroll(program: Program, steps: int) -> Iterator[Op]:
+def _unroll(program: Program, turn: int, steps: int) -> Iterator[Op]:
     nodes = list(program.module.graph.nodes)
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
+    yield Op(turn, PRIMING, 0, "compute", "handover", "handover")
+    for weight in program.plan.streamed:
+        for chunk in (i for i, window in enumerate(weight.windows) if window is None):
+            label = f"keep({weight.name!r}, chunk {chunk})"
+            yield Op(turn, PRIMING, 0, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None)
     for node in nodes:  # the executor primes a cold start with what the step before would have prefetched
         if (prefetch := prefetch_of(node)) is not None and prefetch.next_step:
-            yield from _chunks(prefetch, 0, PRIMING)
+            yield from _chunks(prefetch, 0, turn, PRIMING)
     for step in range(steps):
         opened: int | None = None
         for position, node in enumerate(nodes):
             if (prefetch := prefetch_of(node)) is not None:
                 if prefetch.window != opened:
                     opened = prefetch.window
-                    yield Op(step, position, "compute", "open", f"opening of window {opened}")
-                yield from _chunks(prefetch, position, step)
+                    yield Op(turn, step, position, "compute", "open", f"opening of window {opened}")
+                yield from _chunks(prefetch, position, turn, step)
             elif node.op not in ("placeholder", "get_attr", "output"):
-                yield _compute(weights, node, position, step)
+                yield _compute(weights, node, position, turn, step)
 
 
-def _chunks(prefetch: Prefetch, position: int, step: int) -> Iterator[Op]:
+def _chunks(prefetch: Prefetch, position: int, turn: int, step: int) -> Iterator[Op]:
     weight = prefetch.weight
     for chunk in range(prefetch.first, prefetch.end):
         label = f"prefetch({weight!r}, chunk {chunk}, window={prefetch.window})"
         serves = step + 1 if prefetch.next_step else step
-        yield Op(step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
+        yield Op(turn, step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
 
 
-def _compute(weights: Mapping[str, str], node: Node, position: int, step: int) -> Op:
+def _compute(weights: Mapping[str, str], node: Node, position: int, turn: int, step: int) -> Op:
     if node.target is WAIT or node.target is EVICT:
         kind: Literal["wait", "evict"] = "wait" if node.target is WAIT else "evict"
-        return Op(step, position, "compute", kind, f"{kind}({node.args[0]!r})", weight=str(node.args[0]))
+        return Op(turn, step, position, "compute", kind, f"{kind}({node.args[0]!r})", weight=str(node.args[0]))
     reads = tuple(weights[a.name] for a in node.all_input_nodes if a.op == "placeholder" and a.name in weights)
-    return Op(step, position, "compute", "region" if node.op == "call_module" else "other", node.name, reads=reads)
+    return Op(
+        turn, step, position, "compute", "region" if node.op == "call_module" else "other", node.name, reads=reads
+    )

@@ -71,6 +71,13 @@ def place(
     return plan
 
 
+def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int) -> int:
+    """Bytes of weights on the device below which there is no plan."""
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
+    barely = planner.play([c.first for c in planner.chunks])
+    return Builder(planner, hardware, "chunkflow").floor(barely)
+
+
 def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
     if policy == "resident":
         return {}, ()
@@ -89,7 +96,7 @@ def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: fl
 
 def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) -> Plan:
     barely = planner.play([c.first for c in planner.chunks])
-    floor = min(builder.slots(barely), planner.problem.total_bytes)
+    floor = builder.floor(barely)
     if memory < floor:
         raise ChunkflowError(
             f"memory={memory} bytes is too little: {planner.kept_bytes} bytes of small and tied weights stay on the device, "
@@ -138,6 +145,10 @@ class Builder:
         streamed = self._streamed(windows)
         _, arena = self._arena(windows, streamed, quick)
         return arena + self._outside(streamed)
+
+    def floor(self, barely: Candidate) -> int:
+        """The least that any plan takes, given the one that starts every copy in the last window that it may."""
+        return min(self.slots(barely), self.problem.total_bytes)
 
     def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...]) -> Plan:
         streamed = self._streamed(windows)

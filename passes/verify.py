@@ -1,25 +1,28 @@
 """Verify: proves of a program, before it runs, that no reader sees bytes that are not its weight's.
 
-Checked, over a priming and two consecutive steps (which is every pair of neighbouring steps, the program being the
+Checked, over a cold start and two consecutive steps (which is every pair of neighbouring steps, the program being the
 same each time):
 
 * slots lie inside the arena, are aligned, and are as large as their weights;
-* each streamed chunk is copied exactly once for each step, and no other chunk is;
+* each streamed chunk is copied exactly once for each step, each chunk that stays once for all of them, and no other is;
 * each reader of a weight comes behind a wait that covers all chunks of it;
 * each weight is evicted once a step, behind its last reader;
 * two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
-  other, wrap-around included; over a chunk that stays nothing is ever copied;
+  other, wrap-around included;
 * regions and collectives are those of the traced graph, in its order, on the values that they have there.
 
+Of programs that share an arena, moreover: whatever the one left there or has under way, the other's readers see their
+own bytes (:func:`verify_together`).
+
 Contract
-    Reads the program and its plan, nothing else: it does not trust the passes that made them.
+    Reads programs and their plans, nothing else: it does not trust the passes that made them.
 """
 
 from __future__ import annotations
 
 import operator
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from torch.fx import Node
@@ -34,12 +37,15 @@ from .regions import flow_line, structural_key
 from .rewrite import SOURCE, Program
 
 STEPS = 2
+# Of what is checked, so that a proof says by which rules it was made: 2 has handovers, chunks that stay, several programs.
+VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
     """What was looked at: operations of the unrolled program, and edges that order them on the device."""
 
+    version: int
     steps: int
     ops: int
     edges: int
@@ -47,38 +53,60 @@ class Proof:
 
 def verify(program: Program) -> Proof:
     """Raises FindingError naming the weight, the two ops and the missing edge of every violation found."""
-    order = HappensBefore(program, STEPS)
-    violations = list(check(program, order))
+    order = HappensBefore((program,), STEPS)
+    _refuse("The program is not safe to run", check(program, order))
+    return Proof(version=VERSION, steps=STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
+
+
+def verify_together(*programs: Program) -> None:
+    """Raises FindingError if programs that are safe alone are not when they take turns in one arena."""
+    order = HappensBefore((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
+    _refuse("The programs are not safe in one arena", check_turns(order))
+
+
+def _refuse(what: str, found: Iterable[str]) -> None:
+    violations = list(found)
     if violations:
         shown = "\n".join(f"  {v}" for v in violations[:10])
         more = f"\n  and {len(violations) - 10} more" if len(violations) > 10 else ""
-        raise FindingError(f"The program is not safe to run:\n{shown}{more}")
-    return Proof(steps=STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
+        raise FindingError(f"{what}:\n{shown}{more}")
 
 
 def check(program: Program, order: HappensBefore | None = None) -> Iterator[str]:
-    """The violations of a program, as sentences.  ``order``: that of the program, if it is known already."""
+    """The violations of a program, as sentences.  ``order``: that of the program alone, if it is known already."""
     yield from _check_slots(program)
     yield from _check_order(program)
     yield from _check_readers(program)
     yield from _check_data_flow(program)
-    order = order or HappensBefore(program, STEPS)
-    lives = _lives(program, order)
+    yield from check_turns(order or HappensBefore((program,), STEPS))
+
+
+def check_turns(order: HappensBefore) -> Iterator[str]:
+    """The conflicts between what programs do in their slots, as sentences."""
+    lives = _lives(order)
     for life in lives.values():
-        yield from _check_life(program, order, life)
-    yield from _check_overlaps(program, order, lives)
+        yield from _check_life(order, life)
+    yield from _check_overlaps(order, lives)
 
 
 @dataclass
 class _Life:
-    """What one step does with one streamed weight, as indices of ops; ``chunks``: those of each chunk."""
+    """What one step does with one streamed weight, as indices of ops; ``chunks``: those of each chunk.
+
+    ``kept``: the ops that fetch, once a turn, what stays.
+    """
 
     plan: WeightPlan
     step: int
     chunks: dict[int, list[int]] = field(default_factory=dict)
+    kept: dict[int, list[int]] = field(default_factory=dict)
     waits: list[int] = field(default_factory=list)
     reads: list[int] = field(default_factory=list)
     evicts: list[int] = field(default_factory=list)
+
+
+# By turn, weight and step.
+_Lives = dict[tuple[int, str, int], _Life]
 
 
 def _check_slots(program: Program) -> Iterator[str]:
@@ -185,24 +213,28 @@ def _first_difference(what: str, expected: list[str], found: list[str]) -> str:
     return f"the program has {len(found)} {what}s, the traced graph has {len(expected)}"
 
 
-def _lives(program: Program, order: HappensBefore) -> dict[tuple[str, int], _Life]:
-    lives = {(w.name, s): _Life(w, s) for w in program.plan.streamed for s in range(STEPS + 1)}
+def _lives(order: HappensBefore) -> _Lives:
+    steps = range(order.steps + 1)
+    lives = {(t, w.name, s): _Life(w, s) for t, p in enumerate(order.turns) for w in p.plan.streamed for s in steps}
     for i, op in enumerate(order.ops):
-        if op.kind == "chunk":
-            if (op.weight, op.serves) in lives:
-                lives[op.weight, op.serves].chunks.setdefault(op.chunk, []).append(i)
-        elif op.kind == "wait" and (op.weight, op.step) in lives:
-            lives[op.weight, op.step].waits.append(i)
-        elif op.kind == "evict" and (op.weight, op.step) in lives:
-            lives[op.weight, op.step].evicts.append(i)
+        if op.kind == "chunk" and op.serves is None:
+            for step in steps:
+                lives[op.turn, op.weight, step].kept.setdefault(op.chunk, []).append(i)
+        elif op.kind == "chunk":
+            if life := lives.get((op.turn, op.weight, op.serves or 0)):
+                life.chunks.setdefault(op.chunk, []).append(i)
+        elif op.kind == "wait" and (life := lives.get((op.turn, op.weight, op.step))):
+            life.waits.append(i)
+        elif op.kind == "evict" and (life := lives.get((op.turn, op.weight, op.step))):
+            life.evicts.append(i)
         for weight in op.reads:
-            if (weight, op.step) in lives:
-                lives[weight, op.step].reads.append(i)
+            if life := lives.get((op.turn, weight, op.step)):
+                life.reads.append(i)
     return lives
 
 
-def _check_life(program: Program, order: HappensBefore, life: _Life) -> Iterator[str]:
-    if life.step >= STEPS:  # the step after the last: only its wrap-around chunks are in sight
+def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
+    if life.step >= order.steps:  # the step after the last: only its wrap-around chunks are in sight
         return
     name, ops = life.plan.name, order.ops
     for chunk, window in enumerate(life.plan.windows):
@@ -212,9 +244,10 @@ def _check_life(program: Program, order: HappensBefore, life: _Life) -> Iterator
             yield f"{name}: chunk {chunk} is prefetched {times} times for step {life.step}, {wanted}"
     if surplus := [c for c in sorted(life.chunks) if c not in range(len(life.plan.windows))]:
         yield f"{name}: chunks {surplus} are prefetched, but it has {len(life.plan.windows)}"
+    copies = [i for found in (*life.kept.values(), *life.chunks.values()) for i in found]
     for read in life.reads:
         waits = [w for w in life.waits if order.ordered(w, read)]
-        for chunk in (i for copies in life.chunks.values() for i in copies):
+        for chunk in copies:
             if not any(order.ordered(chunk, w) for w in waits):
                 yield (
                     f"{name}: {ops[read]} may read before {ops[chunk]} has arrived; missing edge: "
@@ -234,62 +267,58 @@ def _check_life(program: Program, order: HappensBefore, life: _Life) -> Iterator
 
 @dataclass(frozen=True, order=True)
 class _Stay:
-    """A chunk in its bytes, from its copy (index ``start`` of an op) to the last op of ``life`` that uses them."""
+    """A chunk in its bytes: from its copy (index ``start`` of an op) to the last op that uses them.
+
+    ``step``: the step that it serves; None for all steps of the turn.
+    """
 
     start: int
     chunk: int
     name: str
-    step: int
+    turn: int
+    step: int | None = field(compare=False)
 
 
-def _check_overlaps(program: Program, order: HappensBefore, lives: dict[tuple[str, int], _Life]) -> Iterator[str]:
+def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     """By a sweep over the arena's bytes: of the chunks in one byte, each must be over before the next is copied.
 
     Copies are in one stream, so that this holds of every pair if it holds of neighbours.
     """
-    edges: list[tuple[int, bool, WeightPlan, int]] = []
-    for weight in program.plan.streamed:
-        for chunk in range(len(weight.windows)):
-            begin, end = program.plan.span(weight, chunk, chunk + 1)
-            offset = weight.offset or 0
-            edges += [(offset + begin, True, weight, chunk), (offset + end, False, weight, chunk)]
+    edges: list[tuple[int, bool, _Stay]] = []
+    for turn, program in enumerate(order.turns):
+        for weight in program.plan.streamed:
+            for chunk in range(len(weight.windows)):
+                begin, end = ((weight.offset or 0) + b for b in program.plan.span(weight, chunk, chunk + 1))
+                for stay in _stays(order, lives, weight, chunk, turn):
+                    edges += [(begin, True, stay), (end, False, stay)]
     present: list[_Stay] = []
-    staying: dict[tuple[str, int], None] = {}
-    seen: set[tuple[_Stay, _Stay]] = set()
-    for byte, enters, weight, chunk in sorted(edges, key=lambda e: (e[0], e[1], e[2].name, e[3])):
-        if weight.windows[chunk] is None:
-            if enters:
-                staying[weight.name, chunk] = None
-            else:
-                del staying[weight.name, chunk]
-        for stay in _stays(weight, chunk, lives) if weight.windows[chunk] is not None else ():
-            at = bisect_left(present, stay)
-            if enters:
-                insort(present, stay)
-                pairs = list(zip(present[max(at - 1, 0) : at + 1], present[max(at, 1) : at + 2], strict=False))
-            else:
-                del present[at]
-                pairs = [(present[at - 1], present[at])] if 0 < at < len(present) else []
-            for pair in pairs:
-                if pair not in seen:
-                    seen.add(pair)
-                    yield from _check_pair(order, lives, byte, *pair)
-        if enters and staying and (len(staying) > 1 or present):
-            others = ", ".join(sorted({name for name, _ in staying} | {p.name for p in present}))
-            yield f"byte {byte} of the arena is taken by a chunk that stays on the device and by others: {others}"
+    seen: set[tuple[int, int]] = set()
+    for byte, enters, stay in sorted(edges):
+        at = bisect_left(present, stay)
+        if enters:
+            insort(present, stay)
+            pairs = list(zip(present[max(at - 1, 0) : at + 1], present[max(at, 1) : at + 2], strict=False))
+        else:
+            del present[at]
+            pairs = [(present[at - 1], present[at])] if 0 < at < len(present) else []
+        for first, then in pairs:
+            if (first.start, then.start) not in seen:
+                seen.add((first.start, then.start))
+                yield from _check_pair(order, lives, byte, first, then)
 
 
-def _stays(weight: WeightPlan, chunk: int, lives: dict[tuple[str, int], _Life]) -> Iterator[_Stay]:
-    for step in range(STEPS + 1):
-        for start in lives[weight.name, step].chunks.get(chunk, ())[:1]:
-            yield _Stay(start, chunk, weight.name, step)
+def _stays(order: HappensBefore, lives: _Lives, weight: WeightPlan, chunk: int, turn: int) -> Iterator[_Stay]:
+    for start in lives[turn, weight.name, 0].kept.get(chunk, ())[:1]:
+        yield _Stay(start, chunk, weight.name, turn, None)
+    for step in range(order.steps + 1):
+        for start in lives[turn, weight.name, step].chunks.get(chunk, ())[:1]:
+            yield _Stay(start, chunk, weight.name, turn, step)
 
 
-def _check_pair(
-    order: HappensBefore, lives: dict[tuple[str, int], _Life], byte: int, first: _Stay, then: _Stay
-) -> Iterator[str]:
-    life, ops = lives[first.name, first.step], order.ops
-    for end in (*life.reads, *life.evicts, first.start):
+def _check_pair(order: HappensBefore, lives: _Lives, byte: int, first: _Stay, then: _Stay) -> Iterator[str]:
+    ops, steps = order.ops, range(order.steps) if first.step is None else (first.step,)
+    ends = [end for s in steps for life in (lives[first.turn, first.name, s],) for end in (*life.reads, *life.evicts)]
+    for end in (*ends, first.start):
         if not order.ordered(end, then.start):
             yield (
                 f"{then.name}: {ops[then.start]} overwrites the slot of {first.name} at byte {byte} while {ops[end]} may "

@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.place import Builder
-from chunkflow_compile.passes.plan import Plan, runs
+from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.regions import Cut
 from chunkflow_compile.passes.rewrite import Program, rewrite
@@ -25,7 +26,7 @@ from chunkflow_compile.passes.schedule import transfers
 from chunkflow_compile.passes.search import Planner, barriers
 from chunkflow_compile.passes.timeline import Simulator
 from chunkflow_compile.passes.windows import as_windows
-from chunkflow_compile.runtime.arena import as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.runtime.arena import Arena, as_weight, flat_bytes, slot_bytes
 from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.executor import Binding, Executor
 from chunkflow_compile.tracing import trace
@@ -63,6 +64,16 @@ class RandomModel(nn.Module):
         return self.head(x)
 
 
+@dataclass(frozen=True)
+class Tenant:
+    """What an arena asks of a program that lives as long as the arena."""
+
+    plan: Plan
+
+    def close(self) -> None:
+        raise AssertionError("the arena was made large enough")
+
+
 class Bench:
     """A traced model with the values of its weights: programs of any plan run on it."""
 
@@ -79,25 +90,22 @@ class Bench:
     def program(self, plan: Plan) -> Program:
         return rewrite(self.cut, plan)
 
-    def executor(self, program: Program, device: Any, poison: bool = True) -> Executor:
-        """Bound to memory of its own: slots full of NaN, weights where the plan has them."""
+    def executor(self, program: Program, arena: Arena, poison: bool = True) -> Executor:
+        """In an arena that is full of NaN."""
         plan = program.plan
-        arena = torch.full((plan.arena_bytes + 256,), 255, dtype=torch.uint8)
-        arena = arena[-arena.data_ptr() % 256 :][: plan.arena_bytes]
+        memory = arena.join(Tenant(plan))
+        if arena.holder is None:
+            memory.fill_(255)
         values, slots, hosts = {}, {}, {}
         for weight in plan.weights:
             host = self.weights[weight.name]
             if weight.offset is None:
                 values[weight.name] = host
                 continue
-            slots[weight.name] = slot = slot_bytes(arena, weight.offset, weight.nbytes)
+            slots[weight.name] = slot = slot_bytes(memory, weight.offset, weight.nbytes)
             hosts[weight.name] = flat_bytes(host)
             values[weight.name] = as_weight(slot, host)
-            for run in runs(weight.windows):
-                if run.window is None:
-                    begin, end = plan.span(weight, run.first, run.end)
-                    slot[begin:end].copy_(hosts[weight.name][begin:end])
-        return Executor(program, lower_regions(program, "eager", {}), device, Binding(values, slots, hosts), poison)
+        return Executor(program, lower_regions(program, "eager", {}), Binding(arena, values, slots, hosts), poison)
 
     def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
         """The inputs of the traced graph: the activation, and a placeholder for each weight."""
@@ -165,7 +173,8 @@ def run_ahead(
     bench: Bench, program: Program, device: ThreadsDevice, inputs: Sequence[torch.Tensor], exact: bool = True
 ) -> list[Any]:
     """The outputs of several steps, all enqueued before any of them has run."""
-    executor = bench.executor(program, device)
+    arena = Arena(make=lambda *_, **__: device)
+    executor = bench.executor(program, arena)
     try:
         device.engine.pause()
         steps = [executor.enqueue(bench.arguments(program, x)) for x in inputs]

@@ -57,7 +57,7 @@ class TestDebuggingCli(TestCase):
             cli("dump", *self.target(), "--annotate"),
             """\
 #                                                                                               #         cost    window          slot       bytes  slack or work
-# proved: no weight is read before it is there, or overwritten before its last reader (2 steps, 131 ops, 153 edges)
+# proved: no weight is read before it is there, or overwritten before its last reader (2 steps, 132 ops, 157 edges)
 arg0_1: float32[4, 32]
 blocks_0_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
 blocks_0_out_weight: float32[32, 32]                                                            #                           at 0.0 MiB     4.0 KiB  host, 1 chunks

@@ -20,6 +20,7 @@ from schedules import Bench, RandomModel, expected, random_plan, run_ahead, sche
 from chunkflow_compile import programs, restore
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.verify import check, verify
+from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.executor import Executor
 
@@ -184,7 +185,7 @@ def test_a_compiled_model_runs_on_threads(debug: str | list[str]) -> None:
 def test_an_error_on_a_stream_reaches_the_caller_and_the_next_step_is_right() -> None:
     found = bench(2)
     program, device = found.program(random_plan(found.problem, 1)), ThreadsDevice()
-    executor = found.executor(program, device)
+    executor = found.executor(program, Arena(make=lambda *_, **__: device))
     given = inputs(found)
     copy, failing = device.copy_bytes, iter([True])
 

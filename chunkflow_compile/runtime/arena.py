@@ -1,24 +1,115 @@
-"""The device arena: one allocation, slots at fixed offsets, each seen as the tensor of the weight it holds."""
+"""The device arena: one allocation and the streams over it, which programs share, one step at a time."""
 
 from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, Protocol
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan
 
+from .device import Device, check_device, make_device
 
-def allocate_arena(plan: Plan, device: torch.device) -> torch.Tensor:
-    """``plan.arena_bytes`` of uint8 on ``device``, starting at a multiple of 256 bytes.  Raises ChunkflowError."""
+
+class Tenant(Protocol):
+    """A program in an arena."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    def close(self) -> None:
+        """Leaves the arena; whoever calls the program again makes it anew."""
+
+
+class Arena:
+    """Device memory and streams that programs share: as large as the largest of their plans, not as all together.
+
+    The programs of one model share an arena by themselves.  Hand one to several models, as
+    ``options={"arena": arena}``, where they take turns: the two transformers of Wan 2.2, a text encoder and a
+    transformer.  Each change from one program to another is a cold start.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", *, make: Callable[..., Device] = make_device) -> None:
+        """``make``: makes the streams, given the device and ``threads=``.  Raises ChunkflowError for unknown devices."""
+        self.device = torch.device(device)
+        check_device(self.device)
+        self.lock = threading.RLock()  # held for a step
+        self.holder: object = None  # the executor whose chunks lie in the memory
+        self._make = make
+        self._threads = False
+        self._streams: Device | None = None
+        self._memory: torch.Tensor | None = None
+        self._tenants: list[weakref.ref[Any]] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are allocated now."""
+        return 0 if self._memory is None else self._memory.numel()
+
+    @property
+    def streams(self) -> Device:
+        if self._streams is None:
+            raise ChunkflowError("Nothing runs in this arena: call the compiled model again.")
+        return self._streams
+
+    @property
+    def tenants(self) -> Sequence[Any]:
+        """The programs that are bound to the memory, oldest first."""
+        return [t for ref in self._tenants if (t := ref()) is not None]
+
+    def join(self, tenant: Tenant, *, threads: bool = False, advice: Callable[[], str] = str) -> torch.Tensor:
+        """The memory, uint8, of at least the tenant's ``plan.arena_bytes``, from a multiple of 256 bytes on.
+
+        Where it was smaller before, the other tenants are closed and it is allocated anew.  Raises ChunkflowError if
+        there is no room, with ``advice`` on what would fit, and for other ``threads`` than the other tenants have.
+        """
+        with self.lock:
+            if self._streams is None:
+                self._streams, self._threads = self._make(self.device, threads=threads), threads
+            elif threads != self._threads:
+                raise ChunkflowError(
+                    'Programs that share an arena run on the same streams: give all of them debug="threads", or none.'
+                )
+            nbytes = tenant.plan.arena_bytes
+            self._tenants.append(weakref.ref(tenant))
+            try:
+                if self._memory is None or self.nbytes < nbytes:
+                    for other in self.tenants:
+                        if other is not tenant:
+                            other.close()
+                    self._memory = self.holder = None
+                    self._memory = _allocate(nbytes, self.device, advice)
+            except BaseException:
+                self.leave(tenant)
+                raise
+            return self._memory
+
+    def leave(self, tenant: Tenant) -> None:
+        """Forgets a tenant; with the last one the memory is freed and the streams end."""
+        with self.lock:
+            self._tenants = [ref for ref in self._tenants if ref() not in (tenant, None)]
+            if not self._tenants and self._streams is not None:
+                streams, self._streams, self._memory, self.holder = self._streams, None, None, None
+                streams.close()
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise ChunkflowError("An arena is memory of this process's device and cannot be copied or pickled.")
+
+
+def _allocate(nbytes: int, device: torch.device, advice: Callable[[], str]) -> torch.Tensor:
     try:
-        raw = torch.empty(plan.arena_bytes + ALIGNMENT, dtype=torch.uint8, device=device)
+        raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise ChunkflowError(
-            f"The device {device} has no room for an arena of {plan.arena_bytes} bytes ({error}). Free memory, or "
-            "give less as memory=."
+            f"The device {device} has no room for an arena of {nbytes} bytes ({str(error).splitlines()[0]}). "
+            f"{advice()}Free memory on the device, or give less as memory=."
         ) from error
     start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + plan.arena_bytes]
+    return raw[start : start + nbytes]
 
 
 def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream, close_with
+from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream, end_with
 
 
 class Stream(Protocol):
@@ -51,6 +51,9 @@ class Device(Protocol):
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies ``source`` over ``target`` (uint8, equal sizes) on the copy stream's engine."""
 
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        """Lets the copy engine read a host tensor by itself; returns what undoes it.  Raises OSError if it cannot."""
+
     def deliver(self) -> None:
         """Returns when the values of all work enqueued are objects that the caller can take; raises if there are none.
 
@@ -66,7 +69,7 @@ class _HostDevice:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
-        self._close = close_with(self, engine)
+        end_with(self, engine)
 
     def event(self) -> HostEvent:
         return HostEvent(self.engine.changed)
@@ -74,8 +77,12 @@ class _HostDevice:
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copy_host_bytes(target, source)
 
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        """Threads read any memory."""
+        return lambda: None
+
     def close(self) -> None:
-        self._close()
+        self.engine.close()
 
 
 class CpuDevice(_HostDevice):

@@ -5,6 +5,8 @@ What orders the streams, and nothing else does:
 * a chunk waits for the opening of its window, an event on the compute stream behind the last reader of whatever its
   slot held before (``verify`` proves that);
 * a reader waits for the arrival of its weight, an event on the copy stream behind the newest chunk issued for it;
+* the first copies of a cold start wait for the handover, an event on the compute stream behind whatever ran in the
+  arena before;
 * where collectives have a stream of their own, each waits for its start, an event on the compute stream, and compute
   waits for its end where the program awaits it.
 """
@@ -29,7 +31,7 @@ from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.rewrite import SOURCE, Program
 
-from .device import Device
+from .arena import Arena
 from .measurement import StepMeasurement, WindowSeconds, no_seconds
 
 # A step every second for an hour; old measurements make room for new ones.
@@ -40,11 +42,13 @@ KEPT_MEASUREMENTS = 3600
 class Binding:
     """The memory that a program runs on.
 
+    ``arena``: where its slots lie, and the streams over it.
     ``values``: offloaded weight -> the tensor that its readers see, a slot or a resident copy.  Weights that were not
     offloaded are read where they are: the parameters come with every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device and on the host, uint8.
     """
 
+    arena: Arena
     values: Mapping[str, torch.Tensor]
     slots: Mapping[str, torch.Tensor]
     hosts: Mapping[str, torch.Tensor]
@@ -78,27 +82,27 @@ class Executor:
         self,
         program: Program,
         regions: Mapping[str, Callable[..., Sequence[Any]]],
-        device: Device,
         binding: Binding,
         poison: bool = False,
     ) -> None:
         """``poison``: whether the bytes of an evicted weight are overwritten, so that who reads them sees NaN."""
         self.program = program
         self._poison = poison
-        self.device = device
+        self.device = device = binding.arena.streams
         self.binding = binding
         self.measurements: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self.copied_bytes, self.copied_s = 0, 0.0  # counted by the copy stream, behind each copy
         self._regions = regions
-        self._opening, self._started, self._ended = device.event(), device.event(), device.event()
+        self._handover, self._opening = device.event(), device.event()
+        self._started, self._ended = device.event(), device.event()
         self._arrival = {w.name: device.event() for w in program.plan.streamed}
         self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
         self._writes: dict[Prefetch, None] = {}  # in the order in which they were issued last
-        self._primed = False
         self._windows = len(program.problem.regions)
         self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
+        self._keeping = list(self._kept())
         self._priming: list[_Issue] = []
         self._instructions = list(self._prepare(program.module))
 
@@ -121,7 +125,7 @@ class Executor:
         inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
         step = Step(inputs + [None] * (len(self._number) - len(inputs)), no_seconds(self._windows))
         step.start, step.copied_s = time.perf_counter(), self.copied_s
-        step.primed = 0 if self._primed else self._prime()
+        step.primed = 0 if self.binding.arena.holder is self else self._prime()
         for issue in self._instructions:
             issue(step)
         self.device.compute.run(partial(self._finish, step))
@@ -143,11 +147,18 @@ class Executor:
 
     def forget(self) -> None:
         """Waits for work in flight and drops what the copies brought: the next step starts cold."""
-        self._primed = False
+        if self.binding.arena.holder is self:
+            self.binding.arena.holder = None
         self._writes.clear()
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # who waited for what failed has raised it already
                 stream.synchronize()
+
+    def vacate(self) -> None:
+        """Waits for work in flight and lets go of the memory: nothing runs any more."""
+        self.forget()
+        self._instructions, self._priming, self._keeping = [], [], []
+        self.binding = Binding(self.binding.arena, {}, {}, {})
 
     def intact_slots(self) -> dict[str, torch.Tensor]:
         """Streamed weights whose bytes are whole in their slots now: weight -> slot, uint8.
@@ -159,6 +170,8 @@ class Executor:
         except ChunkflowError:
             self.forget()
             raise
+        if self.binding.arena.holder is not self:
+            return {}
         plan = self.program.plan
         plans = {w.name: w for w in plan.streamed}
         broken = {op.weight for op in self._prefetches if op not in self._writes}
@@ -171,11 +184,28 @@ class Executor:
         return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
 
     def _prime(self) -> int:
+        """Takes the arena over: fetches what stays in the slots, and what the step before would have fetched."""
+        compute, copy = self.device.compute, self.device.copy
         step = Step([], no_seconds(self._windows))
+        self._writes.clear()
+        compute.record(self._handover)
+        copy.wait(self._handover)
+        for target, source in self._keeping:
+            copy.run(partial(self._copy, target, source))
+            step.moved += source.numel()
         for issue in self._priming:
             issue(step)
-        self._primed = True
+        self.binding.arena.holder = self
         return step.moved
+
+    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Slot and host bytes of the chunks that stay: nothing else lies in their bytes until the arena changes hands."""
+        plan = self.program.plan
+        for weight in plan.streamed:
+            for run in runs(weight.windows):
+                if run.window is None:
+                    begin, end = plan.span(weight, run.first, run.end)
+                    yield self.binding.slots[weight.name][begin:end], self.binding.hosts[weight.name][begin:end]
 
     def _prepare(self, module: GraphModule) -> Iterator[_Issue]:
         """The nodes made ready; behind each, the values are dropped that nobody needs any more."""

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
+
+from .device import Device
 
 # Attribute of an offloaded parameter that leads to its home: identity, where a name could be wrong.
 HOME = "_chunkflow_home"
@@ -21,6 +26,8 @@ class Home:
     parameter: nn.Parameter
     host: torch.Tensor
     store: HostStore
+    _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
+    _unpin: Callable[[], None] | None = None
 
     @property
     def name(self) -> str:
@@ -29,6 +36,30 @@ class Home:
     @property
     def nbytes(self) -> int:
         return self.host.numel() * self.host.element_size()
+
+    def resident(self) -> torch.Tensor:
+        """A copy of the values on the store's device, which the programs that are alive at the same time share."""
+        if self._resident is not None:
+            version, ref = self._resident
+            found = ref()
+            if found is not None and version == self.host._version:
+                return found
+        made = self.host.to(self.store.device, copy=True)
+        self._resident = self.host._version, weakref.ref(made)
+        return made
+
+    def pin(self, device: Device) -> None:
+        """Lets the device copy from the host memory by itself, once; where it cannot be pinned, the store warns."""
+        if self._unpin is None and self.store.pins:
+            try:
+                self._unpin = device.pin(self.host)
+            except OSError as error:
+                self.store.pageable(self, error)
+
+    def unpin(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
 
     def check(self, parameter: torch.Tensor) -> None:
         """Raises ChunkflowError if the parameter is no longer the empty one that offload left."""
@@ -48,11 +79,15 @@ class Home:
 
 @dataclass(eq=False)
 class HostStore:
-    """The offloaded parameters of the model ``root``, whose programs run on ``device``."""
+    """The offloaded parameters of the model ``root``, whose programs run on ``device``.
+
+    ``pins``: whether host memory is pinned; False once it could not be.
+    """
 
     root: nn.Module
     device: torch.device
     homes: list[Home] = field(default_factory=list)
+    pins: bool = True
 
     def add(self, names: tuple[str, ...], parameter: nn.Parameter) -> Home:
         """Moves one parameter's bytes into the store and leaves it 0 bytes of storage on the store's device.
@@ -66,9 +101,9 @@ class HostStore:
             home = Home(names, parameter, values if values.device.type == "cpu" else values.to("cpu"), self)
             empty = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=self.device)
             empty.untyped_storage().resize_(0)
+            self.homes.append(home)  # before the parameter is emptied: an interrupt here loses nothing
+            setattr(parameter, HOME, home)
             parameter.data = empty
-        setattr(parameter, HOME, home)
-        self.homes.append(home)
         return home
 
     def release(self) -> None:
@@ -76,9 +111,21 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad():
             while self.homes:
                 home = self.homes[-1]
+                home.unpin()
                 home.parameter.data = home.host.to(self.device)
-                delattr(home.parameter, HOME)
+                home.parameter.__dict__.pop(HOME, None)
                 self.homes.pop()
+
+    def pageable(self, home: Home, error: OSError) -> None:
+        """Goes on without pinned memory, and says so once."""
+        self.pins = False
+        pinned = sum(h.nbytes for h in self.homes if h._unpin is not None)
+        warnings.warn(
+            f"The host memory of {home.name} ({home.nbytes} bytes) could not be pinned, behind {pinned} bytes that were "
+            f"({error}): it and the weights behind it are copied from pageable memory, which is slower. "
+            "Raise the limit of locked memory (ulimit -l), or give the process more memory.",
+            stacklevel=2,
+        )
 
 
 def home_of(parameter: object) -> Home | None:

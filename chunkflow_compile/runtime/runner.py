@@ -11,45 +11,65 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from chunkflow_compile.passes.plan import Plan, runs
+from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.rewrite import Program
+from chunkflow_compile.passes.verify import verify_together
 
-from .arena import allocate_arena, as_weight, flat_bytes, slot_bytes
-from .device import make_device
+from .arena import Arena, as_weight, flat_bytes, slot_bytes
 from .executor import Binding, Executor
 from .host_store import Home, home_of
 from .measurement import MEASURED_FILE, StepMeasurement, measured
 
 
-class Session:
-    """A program with the memory that it runs on: arena, resident copies, streams."""
+@dataclass(frozen=True, kw_only=True)
+class Code:
+    """What compilation made.  ``regions``: name of a submodule of the program -> its lowered code.
 
-    def __init__(
-        self,
-        program: Program,
-        regions: Mapping[str, Callable[..., Sequence[Any]]],
-        device: torch.device,
-        parameters: Mapping[str, nn.Parameter],
-        folder: Path | None = None,
-        debug: Collection[str] = (),
-    ) -> None:
-        self.program = program
-        self._folder = folder
+    ``folder``: gets what was measured.  ``debug``: "poison", "threads".  ``verified``: whether the program was, and is to be
+    with others in its arena.  ``advice``: a sentence on what would fit, for when the arena does not.
+    """
+
+    program: Program
+    regions: Mapping[str, Callable[..., Sequence[Any]]]
+    folder: Path | None = None
+    debug: Collection[str] = ()
+    verified: bool = True
+    advice: Callable[[], str] = str
+
+
+class Session:
+    """A program with the memory that it runs on: its place in an arena, resident copies."""
+
+    def __init__(self, code: Code, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raises ChunkflowError if the arena has no room, or if two programs in it could touch the same bytes at once."""
+        self.program = code.program
+        self.arena = arena
+        self._folder = code.folder
         self._steps = 0
         self.started = time.monotonic()
-        self._lock = threading.Lock()
+        self.closed = False
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
         self._versions = _versions(self._homes.values())
-        chosen = make_device(device, threads="threads" in debug)
-        self.executor = Executor(program, regions, chosen, self._bind(device), poison="poison" in debug)
-        self.closed = False
+        with arena.lock:
+            if code.verified:
+                for other in arena.tenants:
+                    verify_together(other.program, self.program)
+            memory = arena.join(self, threads="threads" in code.debug, advice=code.advice)
+            try:
+                binding = self._bind(memory)
+                self.executor = Executor(code.program, code.regions, binding, poison="poison" in code.debug)
+            except BaseException:
+                arena.leave(self)
+                raise
 
     @property
     def plan(self) -> Plan:
@@ -65,31 +85,34 @@ class Session:
 
         Raises ChunkflowError if an offloaded weight was changed behind the host store's back.
         """
+        if self.closed:
+            return False
         for name, home in self._homes.items():
+            if home_of(home.parameter) is not home:  # another thread restored the model
+                return False
             home.check(parameters[name])
         for name, parameter in self._in_place.items():
             if parameters[name] is not parameter or home_of(parameter) is not None:
                 return False
         # load_state_dict wrote new values: what was fetched is old
-        return not self.closed and self._versions == _versions(self._homes.values())
+        return self._versions == _versions(self._homes.values())
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """One step; a second thread waits for the first to end its step."""
-        with self._lock:
-            outputs = self.executor.run(inputs)
-            self._steps += 1
-            if not self._steps & (self._steps - 1):  # behind steps 1, 2, 4, 8: a killed run leaves its figures too
-                self._save()
-            return outputs
+        """One step; its caller holds the lock of the arena."""
+        outputs = self.executor.run(inputs)
+        self._steps += 1
+        if not self._steps & (self._steps - 1):  # behind steps 1, 2, 4, 8: a killed run leaves its figures too
+            self._save()
+        return outputs
 
     def close(self) -> None:
-        """Waits for the step and the copies in flight, and frees arena and streams."""
-        with self._lock:
+        """Waits for the step and the copies in flight, and leaves the arena."""
+        with self.arena.lock:
             if not self.closed:
                 self.closed = True
                 self._save()
-                self.executor.forget()
-                self.executor.device.close()
+                self.executor.vacate()
+                self.arena.leave(self)
 
     def _save(self) -> None:
         """Into the folder of the dump, if there is one; a full disk must not end a step."""
@@ -100,8 +123,7 @@ class Session:
                 part.write_text(measured(self.plan.digest, self.measurements).to_json())
                 part.replace(path)
 
-    def _bind(self, device: torch.device) -> Binding:
-        arena = allocate_arena(self.plan, device)
+    def _bind(self, memory: torch.Tensor) -> Binding:
         values: dict[str, torch.Tensor] = {}
         slots: dict[str, torch.Tensor] = {}
         for weight in self.plan.weights:
@@ -109,20 +131,18 @@ class Session:
             if home is None:
                 continue
             home.check(home.parameter)
-            if weight.offset is not None:
-                slots[weight.name] = slot_bytes(arena, weight.offset, weight.nbytes)
-                values[weight.name] = as_weight(slots[weight.name], home.host)
-                for run in runs(weight.windows):
-                    if run.window is None:  # these chunks stay: nothing else ever lies in their bytes
-                        begin, end = self.plan.span(weight, run.first, run.end)
-                        slots[weight.name][begin:end].copy_(flat_bytes(home.host)[begin:end])
-            else:
-                values[weight.name] = home.host.to(device, copy=True)
-        return Binding(values, slots, {name: flat_bytes(self._homes[name].host) for name in slots})
+            if weight.offset is None:
+                values[weight.name] = home.resident()
+                continue
+            home.pin(self.arena.streams)
+            slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
+            values[weight.name] = as_weight(slots[weight.name], home.host)
+        return Binding(self.arena, values, slots, {name: flat_bytes(self._homes[name].host) for name in slots})
 
 
-# Moves the weights named into the host store and ties the session that ``start`` makes to the model's placement.
-Place = Callable[[Mapping[str, nn.Parameter], Sequence[str], Callable[[], Session]], Session]
+# Moves the weights named into the host store and ties the session that ``start`` makes, in the arena that it is given,
+# to the model's placement.
+Place = Callable[[Mapping[str, nn.Parameter], Sequence[str], Callable[[Arena], Session]], Session]
 
 
 class Runner:
@@ -130,59 +150,63 @@ class Runner:
 
     _boxed_call = True
 
-    def __init__(
-        self,
-        program: Program,
-        regions: Mapping[str, Callable[..., Sequence[Any]]],
-        device: torch.device,
-        place: Place,
-        folder: Path | None = None,
-        debug: Collection[str] = (),
-    ) -> None:
-        self.program = program
-        self._folder = folder
-        self._debug = debug
-        self._regions = regions
-        self._device = device
+    def __init__(self, code: Code, place: Place, arena: Arena | None = None) -> None:
+        """``arena``: what the user gave; each model's own if None."""
+        self.code = code
         self._place = place
+        self._arena = arena
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
         self._lock = threading.Lock()
-        weakref.finalize(self, _close_all, self._sessions)
+        # At exit the process takes everything with it, and threads cannot be started any more.
+        weakref.finalize(self, _close_aside, self._sessions).atexit = False
+        program = code.program
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
 
     def __call__(self, args: list[Any]) -> Any:
+        """One step; a second thread waits for the first to end its own."""
         inputs = list(args)
         args.clear()
         parameters = {name: inputs[position] for name, position in self._position.items()}
-        with self._lock:
-            session = self._session(parameters)
-        return session.run(inputs)
+        key = id(next(iter(parameters.values())))  # the first parameter tells which model it is
+        while True:
+            session = self._sessions.get(key)
+            if session is not None:
+                with session.arena.lock:
+                    if session.fits(parameters):
+                        return session.run(inputs)
+            with self._lock:
+                if self._sessions.get(key) is session:  # no other thread has made one meanwhile
+                    self._renew(key, session, parameters)
 
-    def _session(self, parameters: Mapping[str, nn.Parameter]) -> Session:
-        """The session of the model that ``parameters`` belong to: its first parameter tells which one."""
-        key = id(next(iter(parameters.values())))
-        session = self._sessions.get(key)
-        if session is not None and not session.closed:
-            if session.fits(parameters):
-                return session
-            session.close()
-        missing = [w.name for w in self.program.plan.streamed if home_of(parameters[w.name]) is None]
-        fresh = self._place(parameters, missing, lambda: self._start(parameters))
-        if session is not None:
-            fresh.executor.measurements.extend(session.measurements)
+    def _renew(self, key: int, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        if stale is not None:
+            stale.close()
+        missing = [w.name for w in self.code.program.plan.streamed if home_of(parameters[w.name]) is None]
+        start = partial(self._start, parameters)
+        fresh = self._place(parameters, missing, start)
+        if stale is not None:
+            fresh.executor.measurements.extend(stale.executor.measurements)
         self._sessions[key] = fresh
-        return fresh
 
-    def _start(self, parameters: Mapping[str, nn.Parameter]) -> Session:
-        return Session(self.program, self._regions, self._device, parameters, self._folder, self._debug)
+    def _start(self, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
+        return Session(self.code, self._arena or arena, parameters)
 
 
-def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
-    """The compiled code is gone (torch._dynamo.reset): nothing can run these sessions again."""
-    for session in list(sessions.values()):
-        session.close()
+def _close_aside(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
+    """The compiled code is gone (torch._dynamo.reset): nothing can run these sessions again.
+
+    On a thread of its own, because closing waits for streams: the collector may have come at any point, under their lock.
+    """
+    left = list(sessions.values())
+
+    def close() -> None:
+        for session in left:
+            session.close()
+
+    if left:
+        threading.Thread(target=close, name="chunkflow-close", daemon=True).start()
 
 
 def _versions(homes: Iterable[Home]) -> tuple[int, ...]:

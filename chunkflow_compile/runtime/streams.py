@@ -7,6 +7,7 @@ error, so that no one waits for ever; ``synchronize`` raises the error once and 
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import weakref
@@ -69,29 +70,30 @@ class _Item:
 class _Queue:
     items: deque[_Item] = field(default_factory=deque)
     failure: BaseException | None = None
-    busy: bool = False
 
 
 class Engine:
-    """The queues of a device's threads, under one lock.
+    """The queues of a device's streams, under one lock, and the threads that work them off.
 
-    ``choose``: where several streams could go on, one at a time does, the one that it names; without it each goes on
-    as soon as it can.  ``pause`` holds all of them, so that the host runs as far ahead as it likes.  ``before``: called
-    on a stream's thread in front of each piece of work, with the stream's name.
+    Each stream has a thread; with ``choose`` one thread does the work of all, in turns, the next that of the stream that
+    ``choose`` names among those that could go on, so that a schedule can be had again.  ``pause`` holds them, so that the
+    host runs as far ahead as it likes.  ``before``: called in front of each piece of work, with the stream's name.
     """
 
     def __init__(
         self, names: Sequence[str], choose: Choose | None = None, before: Callable[[str], None] | None = None
     ) -> None:
         self.changed = threading.Condition()
+        self._process = os.getpid()
         self._queues = {name: _Queue() for name in names}
-        self._choose = choose
+        self._choose: Choose = choose or (lambda able: able[0])
         self._before = before
-        self._chosen: str | None = None
         self._paused = False
         self._closed = False
+        shares = [tuple(names)] if choose else [(name,) for name in names]
         self._threads = [
-            threading.Thread(target=self._drain, args=(name,), name=f"chunkflow-{name}", daemon=True) for name in names
+            threading.Thread(target=self._drain, args=(share,), name=f"chunkflow-{'-'.join(share)}", daemon=True)
+            for share in shares
         ]
         for thread in self._threads:
             thread.start()
@@ -106,6 +108,7 @@ class Engine:
             self.changed.notify_all()
 
     def put(self, name: str, item: _Item) -> None:
+        self._check_process()
         with self.changed:
             if self._closed:
                 raise ChunkflowError(
@@ -120,18 +123,30 @@ class Engine:
             failure, self._queues[name].failure = self._queues[name].failure, None
             return failure
 
-    def close(self) -> None:
-        """Ends the threads once their queues are empty."""
+    def end(self) -> None:
+        """Lets the threads end once their queues are empty.  Waits for nothing: the collector may call it anywhere."""
         with self.changed:
             self._closed, self._paused = True, False
             self.changed.notify_all()
+
+    def close(self) -> None:
+        """Ends the threads once their queues are empty."""
+        self.end()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
 
-    def _drain(self, name: str) -> None:
-        queue = self._queues[name]
-        while (item := self._take(name, queue)) is not None:
+    def _check_process(self) -> None:
+        if os.getpid() != self._process:
+            raise ChunkflowError(
+                "This process was forked from one that runs a ChunkFlow program, and its streams did not come along: call "
+                "chunkflow_compile.restore(model) here and the compiled model again, or start processes by spawn."
+            )
+
+    def _drain(self, share: Sequence[str]) -> None:
+        while (taken := self._take(share)) is not None:
+            name, item = taken
+            queue = self._queues[name]
             try:
                 self._run(name, queue, item)
             except BaseException as error:  # noqa: BLE001  (kept for the thread that waits)
@@ -141,10 +156,7 @@ class Engine:
                     item.event.reach(item.mark, queue.failure)
                 if item.over is not None:
                     item.over.set()
-                del item
-                with self.changed:
-                    queue.busy = False
-                    self.changed.notify_all()
+                del item, taken  # what it holds must not live until the next one comes
 
     def _run(self, name: str, queue: _Queue, item: _Item) -> None:
         if queue.failure is not None:
@@ -156,29 +168,17 @@ class Engine:
         elif item.event is not None and not item.record:
             item.event.check()
 
-    def _take(self, name: str, queue: _Queue) -> _Item | None:
+    def _take(self, share: Sequence[str]) -> tuple[str, _Item] | None:
+        """The next item that a thread may run; None when there will be none."""
         with self.changed:
             while True:
-                if self._closed and not queue.items:
+                if self._closed and not any(self._queues[name].items for name in share):
                     return None
-                if not self._paused and self._may(name, queue):
-                    queue.busy, self._chosen = True, None
-                    return queue.items.popleft()
+                able = [n for n in share if self._queues[n].items and self._queues[n].items[0].ready()]
+                if able and not self._paused:
+                    name = self._choose(able)
+                    return name, self._queues[name].items.popleft()
                 self.changed.wait()
-
-    def _may(self, name: str, queue: _Queue) -> bool:
-        """Whether a stream may take its next item now."""
-        if not (queue.items and queue.items[0].ready()):
-            return False
-        if self._choose is None:
-            return True
-        if any(q.busy for q in self._queues.values()):
-            return False
-        if self._chosen is None:
-            able = [n for n, q in self._queues.items() if q.items and q.items[0].ready()]
-            self._chosen = self._choose(able)
-            self.changed.notify_all()
-        return self._chosen == name
 
 
 class CallingStream:
@@ -237,6 +237,6 @@ def _told(name: str, error: BaseException) -> BaseException:
     return told
 
 
-def close_with(owner: Any, engine: Engine) -> weakref.finalize[[], Any]:
-    """Ends an engine's threads with its owner, or when the result is called."""
-    return weakref.finalize(owner, engine.close)
+def end_with(owner: Any, engine: Engine) -> None:
+    """Ends an engine's threads with its owner."""
+    weakref.finalize(owner, engine.end)
