@@ -7,24 +7,31 @@ and whatever ``verify`` accepts is right on every schedule that was tried.
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation
-from schedules import Bench, RandomModel, expected, random_plan, run_ahead, schedules
+from random_programs import Bench, Choices, Layer, Spec, choices, specs
+from schedules import Turn, equal, run_ahead, schedules
 
 from chunkflow_compile import programs, restore
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.verify import check, verify
+from chunkflow_compile.passes.happens_before import HappensBefore
+from chunkflow_compile.passes.verify import check, check_turns, verify, verify_together
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.executor import Executor
 
-MODELS, PLANS, STEPS = 50, 10, 3
+STEPS = 3
 # Of each kind of mutation that is a race or a wrong byte whatever the schedule; the others are rejected before they are.
 SHOWN = {
     "remove_a_wait",
@@ -53,72 +60,104 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
-def bench(seed: int) -> Bench:
-    torch._dynamo.reset()
-    model = RandomModel(seed)
-    return Bench(model, torch.randn(4, model.width))
+def examples(seed: int, count: int) -> Callable[[Any], Any]:
+    """The same ``count`` examples every time; hypothesis shrinks what fails."""
+
+    def decorate(test: Any) -> Any:
+        phases = (Phase.generate, Phase.shrink)
+        quiet = settings(
+            max_examples=count, database=None, deadline=None, phases=phases, suppress_health_check=HealthCheck
+        )
+        return hypothesis.seed(seed)(quiet(test))
+
+    return decorate
 
 
-def inputs(found: Bench) -> list[torch.Tensor]:
-    return [torch.randn_like(found.x) for _ in range(STEPS)]
+def matches(found: Bench, turns: list[Turn], seed: int) -> int:
+    """On how many schedules the steps give the model's numbers, which is all."""
+    want = found.expected([x for _, x in turns])
+    for name, device in schedules(seed).items():
+        assert equal(run_ahead(found, turns, device()), want), name
+    return len(schedules(seed))
 
 
-@pytest.mark.parametrize("first", range(0, MODELS, 5))
+def goes_wrong(found: Bench, turns: list[Turn], seed: int) -> bool:
+    """Whether one of the schedules that are the same every time shows a wrong number, or an error."""
+    want = found.expected([x for _, x in turns])
+    for device in list(schedules(seed).values())[:4]:
+        try:
+            if not equal(run_ahead(found, turns, device(), exact=False), want):
+                return True
+        except (ChunkflowError, RuntimeError):
+            return True
+    return False
+
+
+@pytest.mark.parametrize("part", range(4))
 def test_random_programs_give_the_model_s_numbers_on_every_schedule(
-    first: int, record_property: Callable[[str, object], None]
+    part: int, record_property: Callable[[str, object], None]
 ) -> None:
-    runs = copied = 0
-    for seed in range(first, first + 5):
-        found = bench(seed)
-        for number in range(PLANS):
-            program = found.program(random_plan(found.problem, seed * PLANS + number))
+    count: Counter[str] = Counter()
+
+    @examples(part, 13)
+    @given(specs, st.lists(choices, min_size=10, max_size=10))
+    def check_all(spec: Spec, plans: list[Choices]) -> None:
+        found = Bench(spec)
+        for chosen in plans:
+            program = found.program(chosen)
             verify(program)
-            given = inputs(found)
-            want = expected(found, given)
-            for name, device in schedules(number).items():
-                got = run_ahead(found, program, device(), given)
-                runs += 1
-                copied += program.plan.moved_bytes
-                assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True)), (seed, number, name)
-    assert copied > 0
-    record_property("counts", f"{5 * PLANS} random programs from seed {first}, {runs} runs, 0 mismatches")
+            runs = matches(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
+            count.update(programs=1, runs=runs, copied=program.plan.moved_bytes * runs)
+
+    check_all()
+    assert count["programs"] >= 125 and count["copied"] > 0
+    record_property("counts", f"{count['programs']} random programs, part {part}: {count['runs']} runs, 0 mismatches")
+
+
+def test_programs_that_take_turns_in_one_arena_give_the_model_s_numbers_on_every_schedule(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Two programs on the same weights, in every order of two steps."""
+    count: Counter[str] = Counter()
+
+    @examples(0, 20)
+    @given(specs, choices, choices)
+    def check_all(spec: Spec, one: Choices, other: Choices) -> None:
+        found = Bench(spec)
+        a, b = found.program(one), found.program(other)
+        verify_together(a, b)
+        order = [a, b, b, a, a, b]
+        count.update(pairs=1, runs=matches(found, list(zip(order, found.inputs(len(order)), strict=True)), one.seed))
+
+    check_all()
+    record_property("counts", f"{count['pairs']} pairs of programs in one arena: {count['runs']} runs, 0 mismatches")
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
 def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
     mutation: Mutation, record_property: Callable[[str, object], None]
 ) -> None:
-    tried = rejected = shown = 0
-    for seed in range(8):
-        found = bench(seed)
-        for number in range(3):
-            program = mutation(
-                found.program(random_plan(found.problem, seed * PLANS + number)), random.Random(100 * seed + number)
-            )
+    count: Counter[str] = Counter()
+
+    @examples(1, 10)
+    @given(specs, st.lists(choices, min_size=3, max_size=3), st.integers(0, 2**16))
+    def check_all(spec: Spec, plans: list[Choices], seed: int) -> None:
+        found = Bench(spec)
+        for chosen in plans:
+            program = mutation(found.program(chosen), random.Random(seed))
             if program is None:
                 continue
             program.module.recompile()
-            refused, wrong = bool(list(check(program))), goes_wrong(found, program, number)
-            assert refused or not wrong, (mutation.__name__, seed, number)
-            tried, rejected, shown = tried + 1, rejected + refused, shown + wrong
-    assert tried >= 3 and rejected > 0
-    assert shown > 0 or mutation.__name__ not in SHOWN
-    said = f"{mutation.__name__}: {tried} programs, {rejected} rejected, {shown} with wrong numbers on a schedule"
-    record_property("counts", said)
+            refused = bool(list(check(program)))
+            wrong = goes_wrong(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
+            assert refused or not wrong
+            count.update(tried=1, rejected=refused, shown=wrong)
 
-
-def goes_wrong(found: Bench, program: Any, seed: int) -> bool:
-    """Whether one of the schedules that are the same every time shows a wrong number, or an error."""
-    given = inputs(found)
-    want = expected(found, given)
-    for device in list(schedules(seed).values())[:4]:
-        try:
-            got = run_ahead(found, program, device(), given, exact=False)
-        except (ChunkflowError, RuntimeError):
-            return True
-        if not all(torch.equal(a, b) for a, b in zip(got, want, strict=True)):
-            return True
-    return False
+    check_all()
+    assert count["tried"] >= 3 and count["rejected"] > 0
+    assert count["shown"] > 0 or mutation.__name__ not in SHOWN
+    said = f"{count['tried']} programs, {count['rejected']} rejected, {count['shown']} with wrong numbers on a schedule"
+    record_property("counts", f"{mutation.__name__}: {said}")
 
 
 def without_openings(executor: Executor) -> None:
@@ -140,11 +179,21 @@ def without_ends_of_collectives(executor: Executor) -> None:
     executor.device.compute.wait = lambda event: 0.0 if event is executor._ended else kept(event)
 
 
-@pytest.mark.parametrize(
-    "remove",
-    [without_openings, without_arrivals, without_starts_of_collectives, without_ends_of_collectives],
-    ids=lambda r: r.__name__,
+def without_handovers(executor: Executor) -> None:
+    kept = executor.device.copy.wait
+    executor.device.copy.wait = lambda event: 0.0 if event is executor._handover else kept(event)
+
+
+EVENTS = (
+    without_openings,
+    without_arrivals,
+    without_starts_of_collectives,
+    without_ends_of_collectives,
+    without_handovers,
 )
+
+
+@pytest.mark.parametrize("remove", EVENTS, ids=lambda r: r.__name__)
 def test_each_event_of_the_executor_is_needed(
     remove: Callable[[Executor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -156,11 +205,39 @@ def test_each_event_of_the_executor_is_needed(
         return prepare(self, module)
 
     monkeypatch.setattr(Executor, "_prepare", broken)
-    shown = 0
-    for seed in range(8):
-        found = bench(seed)
-        shown += sum(goes_wrong(found, found.program(random_plan(found.problem, n)), n) for n in range(2))
-    assert shown > 0
+    shown: list[bool] = []
+
+    @examples(2, 12)
+    @given(specs, choices, choices)
+    def look(spec: Spec, one: Choices, other: Choices) -> None:
+        found = Bench(spec)
+        a, b = found.program(one), found.program(other)
+        order = [a, a, b, b, a, a]
+        shown.append(goes_wrong(found, list(zip(order, found.inputs(len(order)), strict=True)), one.seed))
+
+    look()
+    assert any(shown)
+
+
+def test_verify_names_the_conflict_of_two_programs_without_a_handover() -> None:
+    """The verifier can fail: with the event taken out of what orders them, two programs in one arena conflict."""
+    shown: list[str] = []
+
+    @examples(3, 6)
+    @given(specs, choices, choices)
+    def look(spec: Spec, one: Choices, other: Choices) -> None:
+        found = Bench(spec)
+        order = HappensBefore((found.program(one), found.program(other)), 1)
+        assert not list(check_turns(order))
+        events = [(u, v) for u, v, kind in order.graph.edges(data="event") if kind == "handover" and order.ops[u].turn]
+        order.graph.remove_edges_from(events)
+        order._clocks = order._count()
+        shown.extend(check_turns(order))
+
+    look()
+    assert any(
+        re.search(r"\(turn 1, priming\) overwrites the slot of .* missing edge: (region|evict)", v) for v in shown
+    )
 
 
 @pytest.mark.parametrize("debug", ["threads", ["poison", "threads"], "poison"])
@@ -169,24 +246,24 @@ def test_a_compiled_model_runs_on_threads(debug: str | list[str]) -> None:
     from helpers import Stack
 
     model = Stack(4).eval()
-    given = [torch.randn(4, 8) for _ in range(4)]
-    want = [model(x) for x in given]
+    inputs = [torch.randn(4, 8) for _ in range(4)]
+    want = [model(x) for x in inputs]
     options = {**OPTIONS, "group_bytes": 1, "debug": debug, "lowering": "eager"}
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    for x, right in zip(given, want, strict=True):
+    for x, right in zip(inputs, want, strict=True):
         assert torch.equal(run(x), right)
     (session,) = programs(model)
     assert (session.executor.device.name == "threads") == ("threads" in debug)
     assert session.measurements[-1].moved_bytes == session.plan.moved_bytes > 0
     restore(model)
-    assert torch.equal(model(given[0]), want[0])
+    assert torch.equal(model(inputs[0]), want[0])
 
 
 def test_an_error_on_a_stream_reaches_the_caller_and_the_next_step_is_right() -> None:
-    found = bench(2)
-    program, device = found.program(random_plan(found.problem, 1)), ThreadsDevice()
+    found = Bench(Spec(16, (Layer(36, False, True), Layer(200, True, False)), twice=True, tied=False, seed=2))
+    program, device = found.program(Choices(0.1, 1, False, 1)), ThreadsDevice()
     executor = found.executor(program, Arena(make=lambda *_, **__: device))
-    given = inputs(found)
+    inputs = found.inputs(STEPS)
     copy, failing = device.copy_bytes, iter([True])
 
     def fail_once(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -196,8 +273,8 @@ def test_an_error_on_a_stream_reaches_the_caller_and_the_next_step_is_right() ->
 
     device.copy_bytes = fail_once  # type: ignore[method-assign]
     with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
-        for x in given:  # a copy for the next step is first waited for there
+        for x in inputs:  # a copy for the next step is first waited for there
             executor.run(found.arguments(program, x))
-    for x, right in zip(given, expected(found, given), strict=True):
+    for x, right in zip(inputs, found.expected(inputs), strict=True):
         assert torch.equal(executor.run(found.arguments(program, x))[0], right)
     device.close()

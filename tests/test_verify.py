@@ -187,7 +187,10 @@ def test_rejects_a_copy_of_a_chunk_that_stays_and_one_over_it() -> None:
     other = next(w for w in program.plan.streamed if w.name != partly.name)
     moved = tuple(replace(w, offset=partly.offset) if w is other else w for w in program.plan.weights)
     violations = list(check(replace(program, plan=replace(program.plan, weights=moved))))
-    assert any(re.search(rf"overwrites the slot of {partly.name} at byte \d+ while region_\d+ .* may still use it", v) for v in violations), violations
+    assert any(
+        re.search(rf"overwrites the slot of {partly.name} at byte \d+ while region_\d+ .* may still use it", v)
+        for v in violations
+    ), violations
 
 
 def test_rejects_a_swapped_pair_of_collectives() -> None:

@@ -1,0 +1,172 @@
+"""Random models and random plans, legal by construction, as hypothesis draws and shrinks them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers import gather_heads, scatter_heads
+from hypothesis import strategies as st
+from torch import nn
+
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.place import Builder
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.regions import Cut
+from chunkflow_compile.passes.rewrite import Program, rewrite
+from chunkflow_compile.passes.schedule import transfers
+from chunkflow_compile.passes.search import Planner, barriers
+from chunkflow_compile.passes.timeline import Simulator
+from chunkflow_compile.passes.windows import as_windows
+from chunkflow_compile.runtime.arena import Arena, as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.runtime.executor import Binding, Executor
+from chunkflow_compile.tracing import trace
+
+CHUNK = 512
+MACHINE = load_profile(Path(__file__).parent / "slow_compute.json")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``exchange``: whether an all-to-all follows."""
+
+    hidden: int
+    bias: bool
+    exchange: bool
+
+
+@dataclass(frozen=True)
+class Spec:
+    """``twice``: the first layer is read again at the end.  ``tied``: the head is the first layer's weight."""
+
+    width: int
+    layers: tuple[Layer, ...]
+    twice: bool
+    tied: bool
+    seed: int
+
+
+@dataclass(frozen=True)
+class Choices:
+    """``stay``: the part of chunks that stay; ``reach``: most windows that a chunk comes ahead, 0 for any."""
+
+    stay: float
+    reach: int
+    hard: bool
+    seed: int
+
+
+layers = st.builds(Layer, st.sampled_from([8, 20, 36, 200]), st.booleans(), st.booleans())
+specs = st.builds(
+    Spec,
+    st.sampled_from([8, 16, 24]),
+    st.lists(layers, min_size=1, max_size=4).map(tuple),
+    st.booleans(),
+    st.booleans(),
+    st.integers(0, 2**16),
+)
+choices = st.builds(
+    Choices, st.sampled_from([0.0, 0.1, 0.5]), st.sampled_from([1, 2, 0]), st.booleans(), st.integers(0, 2**16)
+)
+
+
+class RandomModel(nn.Module):
+    """Layers of odd widths, some read twice, some with a collective, one tied to the first, one larger than the rest."""
+
+    def __init__(self, spec: Spec) -> None:
+        super().__init__()
+        torch.manual_seed(spec.seed)
+        self.spec = spec
+        self.up = nn.ModuleList([nn.Linear(spec.width, layer.hidden, bias=layer.bias) for layer in spec.layers])
+        self.down = nn.ModuleList([nn.Linear(layer.hidden, spec.width, bias=False) for layer in spec.layers])
+        self.head = nn.Linear(spec.width, spec.layers[0].hidden if spec.tied else 12, bias=False)
+        if spec.tied:
+            self.head.weight = self.up[0].weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for up, down, layer in zip(self.up, self.down, self.spec.layers, strict=True):
+            x = x + torch.tanh(down(torch.nn.functional.gelu(up(x))))
+            if layer.exchange:
+                x = x + gather_heads(scatter_heads(x, 4)).reshape(x.shape)
+        if self.spec.twice:
+            x = x + self.down[0](self.up[0](x))
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Tenant:
+    """What an arena asks of a program."""
+
+    plan: Plan
+
+    def close(self) -> None:
+        raise AssertionError("the arena was made large enough")
+
+
+class Bench:
+    """A traced model with the values of its weights: programs of any plan run on it."""
+
+    def __init__(self, spec: Spec) -> None:
+        torch._dynamo.reset()
+        self.model = RandomModel(spec).eval()
+        self.x = torch.randn(4, spec.width)
+        self.cut: Cut = make_cut(trace(self.model, {"x": self.x}, 0), 1)
+        self.weights = {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
+
+    @property
+    def problem(self) -> Problem:
+        return self.cut.problem
+
+    def program(self, chosen: Choices) -> Program:
+        return rewrite(self.cut, random_plan(self.problem, chosen))
+
+    def inputs(self, steps: int) -> list[torch.Tensor]:
+        return [torch.randn_like(self.x) for _ in range(steps)]
+
+    def expected(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What the model itself says."""
+        return [self.model(x) for x in inputs]
+
+    def executor(self, program: Program, arena: Arena) -> Executor:
+        """Poisons what it evicts; the slots are full of NaN before its first step."""
+        plan = program.plan
+        memory = arena.join(Tenant(plan))
+        if arena.holder is None:
+            memory.fill_(255)
+        values, slots, hosts = {}, {}, {}
+        for weight in plan.weights:
+            host = self.weights[weight.name]
+            if weight.offset is None:
+                values[weight.name] = host
+                continue
+            slots[weight.name] = slot = slot_bytes(memory, weight.offset, weight.nbytes)
+            hosts[weight.name] = flat_bytes(host)
+            values[weight.name] = as_weight(slot, host)
+        binding = Binding(arena, values, slots, hosts)
+        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True)
+
+    def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
+        """The inputs of the traced graph: the activation, and a placeholder for each weight."""
+        names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
+        nodes = program.module.graph.find_nodes(op="placeholder")
+        return [self.weights[names[n.name]] if n.name in names else x for n in nodes]
+
+
+def random_plan(problem: Problem, chosen: Choices) -> Plan:
+    """Any legal plan: for each chunk a window, or none; early, late, wrapping around; sometimes with barriers."""
+    rng = random.Random(chosen.seed)
+    planner = Planner(problem, Simulator(problem, MACHINE, CHUNK))
+    count = planner.count
+    placed: list[int | None] = []
+    for chunk in planner.chunks:
+        earliest = max(chunk.last + 1 - count, chunk.first - (chosen.reach or count))
+        placed.append(None if rng.random() < chosen.stay else rng.randint(earliest, chunk.first))
+    windows = as_windows(planner.chunks, placed, count)
+    hard = barriers(problem, transfers(problem, windows)) if chosen.hard else ()
+    return Builder(planner, MACHINE, "chunkflow").plan(windows, hard)
