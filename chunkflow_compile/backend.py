@@ -7,6 +7,7 @@ that can fail any more.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -105,24 +106,35 @@ def _place(
     device: torch.device,
     threads: bool,
     parameters: Mapping[str, nn.Parameter],
-    missing: Sequence[str],
+    wanted: Sequence[str],
     start: Callable[[Arena], Session],
 ) -> Session:
-    """Moves what is missing into the store of the model around it; the session ends with the first of its placements."""
-    around = placements_around(parameters.values())
-    if missing or not around:
-        index = ModelIndex.around(list(parameters.values()))
-        if index.root is None:  # no module to tie it to: it ends with the parameter
-            session = start(Arena(device))
-            next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
+    """Moves those of the weights ``wanted`` that are not in a store into that of the model around them.
+
+    The session that ``start`` makes ends with the first of the placements that its weights belong to.
+    """
+    while True:
+        around = placements_around(parameters.values())
+        if not around or any(home_of(parameters[name]) is None for name in wanted):
+            index = ModelIndex.around(list(parameters.values()))
+            if index.root is None:  # no module to tie it to: it ends with the parameter
+                session = start(Arena(device))
+                next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
+                return session
+            around = list(dict.fromkeys([Placement.on(index.root, device), *around]))
+            names = index.names
+        with contextlib.ExitStack() as held:
+            for placement in sorted(around, key=id):
+                held.enter_context(placement.lock)
+            if not all(placement.lasts for placement in around):
+                continue  # another thread restored the model meanwhile
+            missing = [parameters[name] for name in wanted if home_of(parameters[name]) is None]
+            if missing:
+                around[0].move((names[id(p)], p) for p in missing)
+            session = start(around[0].arena(threads))
+            for placement in around:
+                placement.attach(session)
             return session
-        placement = Placement.on(index.root, device)
-        placement.move((index.names[id(parameters[n])], parameters[n]) for n in missing)
-        around = list(dict.fromkeys([placement, *placements_around(parameters.values())]))
-    session = start(around[0].arena(threads))
-    for placement in around:
-        placement.attach(session)
-    return session
 
 
 def _advice(program: Program, chosen: Options) -> str:

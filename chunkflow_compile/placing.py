@@ -44,6 +44,11 @@ class Placement:
         found: Placement = root.__dict__.setdefault(_PLACEMENT, Placement(root, device))
         return found
 
+    @property
+    def lasts(self) -> bool:
+        """Whether it is still the placement of its model."""
+        return placement_of(self.root) is self
+
     def arena(self, threads: bool) -> Arena:
         """What the model's programs share; those that run on host threads have another."""
         return self._arenas.setdefault(threads, Arena(self.store.device))

@@ -183,9 +183,8 @@ class Runner:
     def _renew(self, key: int, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
         if stale is not None:
             stale.close()
-        missing = [w.name for w in self.code.program.plan.streamed if home_of(parameters[w.name]) is None]
-        start = partial(self._start, parameters)
-        fresh = self._place(parameters, missing, start)
+        wanted = [w.name for w in self.code.program.plan.streamed]
+        fresh = self._place(parameters, wanted, partial(self._start, parameters))
         if stale is not None:
             fresh.executor.measurements.extend(stale.executor.measurements)
         self._sessions[key] = fresh

@@ -1,0 +1,66 @@
+"""Seconds to verify a Wan of 60 blocks, alone and with a second program in the same arena.
+
+python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.presets import PRESETS
+from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.rewrite import rewrite
+from chunkflow_compile.passes.verify import verify, verify_together
+
+BLOCKS, DEGREE, RUNS = 60, 2, 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    preset = PRESETS["wan2.2-t2v-a14b"]
+    preset = replace(preset, config={**preset.config, "num_layers": BLOCKS})
+    cut = make_cut(preset.trace(DEGREE))
+    machine = load_profile("h100-pcie-x2")
+    smallest, half = (
+        rewrite(cut, place(cut.problem, machine, **goal))
+        for goal in ({"slowdown": 1.02}, {"memory": cut.problem.total_bytes // 2})
+    )
+    proof = verify(smallest)
+    rows = [
+        ("one program", f"{proof.ops}", f"{proof.edges}", *_times(lambda: verify(smallest))),
+        ("two in one arena", "", "", *_times(lambda: verify_together(smallest, half))),
+    ]
+    table = tabulate(rows, headers=("verified", "operations", "edges", "median", "slowest of 5"), disable_numparse=True)
+    chunks = sum(w.streamed_chunks for w in smallest.plan.streamed)
+    arguments.out.write_text(
+        f"# Verifying {BLOCKS} blocks\n\n`{preset.name}` with {BLOCKS} blocks, Ulysses degree {DEGREE}, planned for "
+        f"{machine.name}: {len(cut.problem.regions)} regions, {len(cut.problem.collectives)} collectives, {chunks} chunks a "
+        f"step. torch {torch.__version__}, one core.\n\n```\npython docs/benchmarks/verify.py --out docs/benchmarks/verify.md\n"
+        f"```\n\n```\n{table}\n```\n"
+    )
+
+
+def _times(work: Callable[[], object]) -> tuple[str, str]:
+    """Median and worst of some runs, seconds."""
+    found = []
+    for _ in range(RUNS):
+        start = time.perf_counter()
+        work()
+        found.append(time.perf_counter() - start)
+    return f"{statistics.median(found):.2f} s", f"{max(found):.2f} s"
+
+
+if __name__ == "__main__":
+    main()
