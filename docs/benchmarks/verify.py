@@ -44,12 +44,13 @@ def main() -> None:
     ]
     table = tabulate(rows, headers=("verified", "operations", "edges", "median", "slowest of 5"), disable_numparse=True)
     chunks = sum(w.streamed_chunks for w in smallest.plan.streamed)
-    arguments.out.write_text(
-        f"# Verifying {BLOCKS} blocks\n\n`{preset.name}` with {BLOCKS} blocks, Ulysses degree {DEGREE}, planned for "
-        f"{machine.name}: {len(cut.problem.regions)} regions, {len(cut.problem.collectives)} collectives, {chunks} chunks a "
-        f"step. torch {torch.__version__}, one core.\n\n```\npython docs/benchmarks/verify.py --out docs/benchmarks/verify.md\n"
-        f"```\n\n```\n{table}\n```\n"
+    about = (
+        f"`{preset.name}` with {BLOCKS} blocks, Ulysses degree {DEGREE}, planned for {machine.name}: "
+        f"{len(cut.problem.regions)} regions, {len(cut.problem.collectives)} collectives, {chunks} chunks a step. "
+        f"torch {torch.__version__}, one core."
     )
+    command = "python docs/benchmarks/verify.py --out docs/benchmarks/verify.md"
+    arguments.out.write_text(f"# Verifying {BLOCKS} blocks\n\n{about}\n\n```\n{command}\n```\n\n```\n{table}\n```\n")
 
 
 def _times(work: Callable[[], object]) -> tuple[str, str]:

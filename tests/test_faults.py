@@ -1,0 +1,342 @@
+"""Faults, injected: each is told in words, and the model survives it: saved, restored and compiled again, equal to before."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import OPTIONS
+from helpers import Stack, UlyssesStack
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.runtime import arena
+from chunkflow_compile.runtime.device import CpuDevice
+from chunkflow_compile.runtime.runner import Session
+
+OPTIONS = {**OPTIONS, "lowering": "eager"}
+
+
+def stack(layers: int = 4) -> Stack:
+    torch.manual_seed(0)
+    return Stack(layers).eval()
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+
+
+def assert_survives(model: nn.Module, twin: nn.Module, **options: object) -> None:
+    """Saves the model, restores it, and compiles it again; all of it equal to ``twin``."""
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer)
+    assert list(saved) == list(twin.state_dict())
+    assert all(torch.equal(saved[n], v) for n, v in twin.state_dict().items())
+    restore(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    torch._dynamo.reset()
+    again = compiled(model, **options)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        assert torch.equal(again(x), twin(x))
+    assert programs(model)[-1].measurements[-1].moved_bytes > 0
+    restore(model)
+    assert torch.equal(model(x), twin(x))
+
+
+@pytest.fixture
+def running(no_grad: None) -> Iterator[tuple[Stack, Stack, nn.Module, Session]]:
+    model, twin = stack(), stack()
+    run = compiled(model)
+    run(torch.randn(4, 8))
+    yield model, twin, run, programs(model)[0]
+
+
+def fail_at(function: Callable[..., Any], call: int, error: Exception) -> Callable[..., Any]:
+    """``function``, which raises in its call number ``call``."""
+    calls = 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return function(*args, **kwargs)
+
+    return failing
+
+
+@pytest.mark.parametrize("call", [1, 3, 8])
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+def test_a_copy_that_fails(call: int, debug: tuple[str, ...], no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, debug=debug)
+    run(torch.randn(4, 8))
+    device = programs(model)[0].executor.device
+    device.copy_bytes = fail_at(device.copy_bytes, call, OSError("the link is down"))
+    with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
+        for _ in range(3):  # a copy for the next step is first waited for there
+            run(torch.randn(4, 8))
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x)), "the same program goes on"
+    assert_survives(model, twin)
+
+
+@pytest.mark.parametrize("debug", [(), ("threads",)])
+def test_a_region_that_fails(debug: tuple[str, ...], no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, debug=debug)
+    run(torch.randn(4, 8))
+    executor = programs(model)[0].executor
+    issues = executor._instructions
+    failing = fail_at(lambda: None, 1, RuntimeError("no kernel image"))
+    issues.insert(len(issues) // 2, lambda step: executor.device.compute.run(failing))
+    with pytest.raises((ChunkflowError, RuntimeError), match="no kernel image"):
+        run(torch.randn(4, 8))
+    x = torch.randn(4, 8)
+    assert torch.equal(run(x), twin(x))
+    assert_survives(model, twin)
+
+
+def test_host_memory_that_cannot_be_pinned(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second weight cannot; it and all behind it are copied from pageable memory, with one warning."""
+    unpinned: list[int] = []
+    tried: list[int] = []
+
+    def pin(self: CpuDevice, host: torch.Tensor) -> Callable[[], None]:
+        tried.append(host.data_ptr())
+        if len(tried) == 2:
+            raise OSError("cudaErrorMemoryAllocation")
+        return lambda: unpinned.append(host.data_ptr())
+
+    monkeypatch.setattr(CpuDevice, "pin", pin)
+    model, twin = stack(), stack()
+    run = compiled(model)
+    with pytest.warns(
+        UserWarning, match=r"host memory of blocks\.\d\.\w+\.weight \(8192 bytes\) could not be pinned"
+    ) as told:
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
+    assert len([w for w in told if "pinned" in str(w.message)]) == 1 and len(tried) == 2
+    assert len(programs(model)[0].plan.streamed) > 2
+    restore(model)
+    assert unpinned == tried[:1]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The host memory")
+        assert_survives(model, twin)
+
+
+@pytest.mark.parametrize("memory", [None, 40000])
+def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    options = {} if memory is None else {"memory": memory, "slowdown": None}
+    run = compiled(model, **options)
+    given = "No budget was given" if memory is None else f"The budget was memory={memory}"
+    with monkeypatch.context() as patch:
+        patch.setattr(arena.torch, "empty", fail_at(torch.empty, 1, torch.OutOfMemoryError("out of memory")))
+        with pytest.raises(ChunkflowError, match=rf"no room for an arena of \d+ bytes.*{given}.* memory=\d+") as told:
+            run(x)
+    floor = int(str(told.value).split("runs in is memory=")[1].split(".")[0])
+    with pytest.raises(Exception, match=f"Give memory={floor} "):
+        compiled(stack(), memory=floor - 1, slowdown=None)(x)
+    assert torch.equal(run(x), twin(x)), "there is room again"
+    assert_survives(model, twin, memory=floor, slowdown=None)
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "shards"])
+def test_a_truncated_checkpoint(form: str, tmp_path: Path, running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+    model, twin, _, _ = running
+    torch.manual_seed(1)
+    state, path = Stack(4).state_dict(), tmp_path / "weights"
+    if form == "shards":  # one of them is not there
+        state = {n: v for n, v in state.items() if not n.startswith("blocks.3")}
+    torch.save(state, path) if form == "torch" else save_file(state, path)
+    if form != "shards":
+        path.write_bytes(path.read_bytes()[:-1000])
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+    with pytest.raises(Exception, match=r"Missing key.*blocks.3|archive|[Hh]eader|incomplete"):
+        model.load_state_dict(torch.load(path) if form == "torch" else load_file(path))
+    if form == "shards":  # as with any model: what is in the file is loaded, what is not is named
+        twin.load_state_dict({**before, **state})
+    assert_survives(model, twin)
+
+
+def test_a_checkpoint_that_ends_early_never_becomes_a_model(tmp_path: Path) -> None:
+    model, size = small_model("wan", Size()), Size()
+    model.save_pretrained(tmp_path)
+    (file,) = tmp_path.glob("*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(Exception, match=r"(?i)incomplete|header|safetensors"):
+        type(model).from_pretrained(tmp_path)
+    with torch.no_grad():
+        want = model(**small_inputs("wan", size, 0))[0]
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+        assert torch.equal(run(**small_inputs("wan", size, 0))[0], want)
+
+
+def test_a_weight_changed_under_the_plan(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+    model, twin, run, _ = running
+    changed = model.blocks[1].up.weight
+    kept = changed.data
+    changed.data = torch.zeros(64, 32)
+    with pytest.raises(
+        ChunkflowError, match=r"blocks.1.up.weight was given new storage after offload.*restore\(model\)"
+    ):
+        run(torch.randn(4, 8))
+    changed.data = kept
+    x = torch.randn(4, 8)
+    assert torch.equal(run(x), twin(x))
+    assert_survives(model, twin)
+
+
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None) -> None:
+    """Ctrl-C, at ten moments of a step whose copies are slow."""
+    model, twin = stack(), stack()
+    run = compiled(model, debug=debug)
+    run(torch.randn(4, 8))
+    device = programs(model)[0].executor.device
+    copy = device.copy_bytes
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.005)
+        copy(target, source)
+
+    device.copy_bytes = slow
+    interrupted = 0
+    for moment in range(10):
+        timer = threading.Timer(0.003 * moment, signal.raise_signal, (signal.SIGINT,))
+        try:
+            timer.start()
+            for _ in range(100):
+                run(torch.randn(4, 8))
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
+    assert interrupted == 10
+    assert_survives(model, twin)
+
+
+def test_an_interrupt_while_weights_move(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkflow_compile.runtime.host_store import HostStore
+
+    add = HostStore.add
+    for call in (1, 3):
+        model, twin = stack(), stack()
+        with monkeypatch.context() as patch:
+            patch.setattr(HostStore, "add", fail_at(add, call, KeyboardInterrupt()))  # type: ignore[arg-type]
+            with pytest.raises(KeyboardInterrupt):
+                offload(model, min_bytes=4096)
+        assert torch.equal(model(torch.ones(4, 8)), twin(torch.ones(4, 8)))
+        assert_survives(model, twin)
+
+
+def call_and_restore(model: Stack, run: nn.Module, send: Any) -> None:
+    """In a forked process: what the call says, and whether the model is whole behind it."""
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        try:
+            run(torch.ones(4, 8))
+            said = "nothing"
+        except ChunkflowError as error:
+            said = str(error)
+        restore(model)
+        send.send((said, torch.equal(model(torch.ones(4, 8)), stack()(torch.ones(4, 8)))))
+
+
+def test_a_forked_process(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+    model, twin, run, _ = running
+    receive, send = multiprocessing.Pipe()
+    child = multiprocessing.get_context("fork").Process(target=call_and_restore, args=(model, run, send))
+    child.start()
+    assert receive.poll(60), "the child hangs"
+    said, whole = receive.recv()
+    child.join()
+    assert "process was forked from one that runs a ChunkFlow program" in said and whole
+    x = torch.randn(4, 8)
+    assert torch.equal(run(x), twin(x)), "the parent goes on"
+    assert_survives(model, twin)
+
+
+@pytest.mark.parametrize("write", [pickle.dumps, lambda m: torch.save(m, io.BytesIO())], ids=["pickle", "torch.save"])
+def test_pickling(write: Callable[[object], object], running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+    model, twin, run, session = running
+    for thing in (model, run, model.blocks):
+        with pytest.raises(ChunkflowError, match=r"cannot be copied or pickled.*state_dict"):
+            write(thing)
+    with pytest.raises(ChunkflowError, match="cannot be copied or pickled"):
+        write(session.arena)
+    assert_survives(model, twin)
+
+
+def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -> None:
+    """The last of three ranks dies, or does not arrive, in its second step; the others end with an error and go on as two."""
+    torch.set_num_threads(1)
+    options = {**OPTIONS, "min_bytes": 1024, "debug": debug}
+    timeout = timedelta(seconds=8)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/three", rank=rank, world_size=3, timeout=timeout)
+    torch.manual_seed(0)
+    model, twin = (UlyssesStack(2, 48, 6).eval() for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+        assert torch.equal(run(torch.ones(4, 48)), twin(torch.ones(4, 48)))
+        if rank == 2:
+            session = programs(model)[0]
+            issues = session.executor._instructions
+            fault = (lambda: os.kill(os.getpid(), signal.SIGKILL)) if how == "killed" else (lambda: time.sleep(60))
+            issues.insert(len(issues) // 2, lambda step: session.executor.device.compute.run(fault))
+        start = time.monotonic()
+        with pytest.raises(ChunkflowError, match=r"The collective all_to_all_single\w* failed in step 1: a rank died"):
+            run(torch.ones(4, 48))
+        took = time.monotonic() - start
+        restore(model)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+        dist.init_process_group("gloo", init_method=f"file://{folder}/two", rank=rank, world_size=2, timeout=timeout)
+        again = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+        for _ in range(2):
+            x = torch.randn(4, 48)
+            assert torch.equal(again(x), twin(x))
+        report.put((rank, took))
+
+
+@pytest.mark.parametrize(("how", "debug"), [("killed", ()), ("killed", ("threads",)), ("late", ())])
+def test_a_rank_that_is_killed_or_late_mid_step(how: str, debug: tuple[str, ...], tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    report = context.Queue()
+    ranks = [context.Process(target=die, args=(r, str(tmp_path), how, debug, report)) for r in range(3)]
+    for rank in ranks:
+        rank.start()
+    try:
+        told = [report.get(timeout=120) for _ in range(2)]
+        for rank in ranks[:2]:
+            rank.join(timeout=30)
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert sorted(r for r, _ in told) == [0, 1] and [r.exitcode for r in ranks[:2]] == [0, 0]
+    assert all(took < 8 + 4 for _, took in told), "within the timeout of the process group"
