@@ -8,6 +8,7 @@ that can fail any more.
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -61,6 +62,7 @@ def chunkflow(
         raise ChunkflowError(f"The weights are on {device}, but the arena given is on {chosen.arena.device}.")
     index, placed = _index(list(found.values()))
     warm_up(chosen.lowering, device)
+    seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # not kept alive by compiled code
     parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
@@ -73,7 +75,7 @@ def chunkflow(
             verified="verify" not in chosen.disable,
             advice=partial(_advice, program, chosen),
         )
-        return Runner(code, partial(_place, device, "threads" in code.debug), chosen.arena)
+        return Runner(code, partial(_place, device, "threads" in code.debug, seen), chosen.arena)
 
     return lower_to_aten(graph, example_inputs, compile_inference)
 
@@ -105,18 +107,20 @@ def _index(parameters: Sequence[nn.Parameter]) -> tuple[ModelIndex, bool]:
 def _place(
     device: torch.device,
     threads: bool,
+    seen: Callable[[], nn.Module | None],
     parameters: Mapping[str, nn.Parameter],
     wanted: Sequence[str],
     start: Callable[[Arena], Session],
 ) -> Session:
     """Moves those of the weights ``wanted`` that are not in a store into that of the model around them.
 
+    ``seen``: the model that was compiled; it is searched for again where these are the weights of another.
     The session that ``start`` makes ends with the first of the placements that its weights belong to.
     """
     while True:
         around = placements_around(parameters.values())
         if not around or any(home_of(parameters[name]) is None for name in wanted):
-            index = ModelIndex.around(list(parameters.values()))
+            index = _around(list(parameters.values()), seen())
             if index.root is None:  # no module to tie it to: it ends with the parameter
                 session = start(Arena(device))
                 next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
@@ -135,6 +139,12 @@ def _place(
             for placement in around:
                 placement.attach(session)
             return session
+
+
+def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> ModelIndex:
+    if seen is not None and (index := ModelIndex.of(seen)).covers(parameters):
+        return index
+    return ModelIndex.around(parameters)
 
 
 def _advice(program: Program, chosen: Options) -> str:
