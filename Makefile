@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := chunkflow_compile passes tests examples docs
 
-.PHONY: demo test lint types unit docs bench paper clean
+.PHONY: demo test lint types unit soak docs bench paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -25,12 +25,18 @@ types: $(VENV)/ready
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2
 
+# The race tests on other random programs for ten minutes, or MINUTES=...
+MINUTES ?= 10
+soak: $(VENV)/ready
+	$(BIN)/python tests/soak.py --minutes $(MINUTES)
+
 # The pictures of the README.
 docs: $(VENV)/ready
 	$(BIN)/chunkflow timeline wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --out docs/timeline.png
 
 bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
+	$(BIN)/python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
 
 # Traces twelve full-size configurations: ten minutes on two cores.
 paper: $(VENV)/ready

@@ -50,6 +50,9 @@ class Proof:
     ops: int
     edges: int
 
+    def __str__(self) -> str:
+        return f"{self.steps} steps, {self.ops} ops, {self.edges} edges; rules {self.version}"
+
 
 def verify(program: Program) -> Proof:
     """Raises FindingError naming the weight, the two ops and the missing edge of every violation found."""

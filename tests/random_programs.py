@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import torch
 from helpers import gather_heads, scatter_heads
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -60,6 +63,19 @@ class Choices:
     reach: int
     hard: bool
     seed: int
+
+
+def examples(seed: int, count: int) -> Callable[[Any], Any]:
+    """A test on ``count`` examples, the same every time; hypothesis shrinks what fails."""
+
+    def decorate(test: Any) -> Any:
+        phases = (Phase.generate, Phase.shrink)
+        quiet = settings(
+            max_examples=count, database=None, deadline=None, phases=phases, suppress_health_check=HealthCheck
+        )
+        return hypothesis.seed(seed)(quiet(test))
+
+    return decorate
 
 
 layers = st.builds(Layer, st.sampled_from([8, 20, 36, 200]), st.booleans(), st.booleans())

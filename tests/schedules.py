@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from random_programs import Bench, Tenant
 
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import ThreadsDevice
@@ -83,3 +84,23 @@ def run_ahead(bench: Bench, turns: Sequence[Turn], device: ThreadsDevice, exact:
 def equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     """Bit for bit."""
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def matches(found: Bench, turns: Sequence[Turn], seed: int) -> int:
+    """On how many schedules the steps give the model's numbers, which is all."""
+    want = found.expected([x for _, x in turns])
+    for name, device in schedules(seed).items():
+        assert equal(run_ahead(found, turns, device()), want), name
+    return len(schedules(seed))
+
+
+def goes_wrong(found: Bench, turns: Sequence[Turn], seed: int) -> bool:
+    """Whether one of the schedules that are the same every time shows a wrong number, or an error."""
+    want = found.expected([x for _, x in turns])
+    for device in list(schedules(seed).values())[:4]:
+        try:
+            if not equal(run_ahead(found, turns, device(), exact=False), want):
+                return True
+        except (ChunkflowError, RuntimeError):
+            return True
+    return False

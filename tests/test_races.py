@@ -13,15 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation
-from random_programs import Bench, Choices, Layer, Spec, choices, specs
-from schedules import Turn, equal, run_ahead, schedules
+from random_programs import Bench, Choices, Layer, Spec, choices, examples, specs
+from schedules import goes_wrong, matches
 
 from chunkflow_compile import programs, restore
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -58,39 +57,6 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
         yield
     dist.destroy_process_group()
     torch.set_num_threads(threads)
-
-
-def examples(seed: int, count: int) -> Callable[[Any], Any]:
-    """The same ``count`` examples every time; hypothesis shrinks what fails."""
-
-    def decorate(test: Any) -> Any:
-        phases = (Phase.generate, Phase.shrink)
-        quiet = settings(
-            max_examples=count, database=None, deadline=None, phases=phases, suppress_health_check=HealthCheck
-        )
-        return hypothesis.seed(seed)(quiet(test))
-
-    return decorate
-
-
-def matches(found: Bench, turns: list[Turn], seed: int) -> int:
-    """On how many schedules the steps give the model's numbers, which is all."""
-    want = found.expected([x for _, x in turns])
-    for name, device in schedules(seed).items():
-        assert equal(run_ahead(found, turns, device()), want), name
-    return len(schedules(seed))
-
-
-def goes_wrong(found: Bench, turns: list[Turn], seed: int) -> bool:
-    """Whether one of the schedules that are the same every time shows a wrong number, or an error."""
-    want = found.expected([x for _, x in turns])
-    for device in list(schedules(seed).values())[:4]:
-        try:
-            if not equal(run_ahead(found, turns, device(), exact=False), want):
-                return True
-        except (ChunkflowError, RuntimeError):
-            return True
-    return False
 
 
 @pytest.mark.parametrize("part", range(4))

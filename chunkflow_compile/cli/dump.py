@@ -16,7 +16,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Stage, StageName, stages
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
-from chunkflow_compile.report.logs import logged
+from chunkflow_compile.report.logs import logged, timed
 from chunkflow_compile.report.stages import StageWriter, annotator
 
 
@@ -40,6 +40,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--full", action="store_true", help="fold nothing, shorten nothing")
     parser.add_argument("--out", metavar="DIR", help="write NN_stage.py, NN_stage.diff, plan.json and report.txt there")
     parser.add_argument("--disable-pass", action="append", metavar="NAME", help="leave a pass out; may be given again")
+    parser.add_argument(
+        "--verbose", action="store_true", help="say on stderr what each stage took, and what was proved"
+    )
     parser.add_argument("--verify-each", action="store_true", help="check the contract of every stage")
     add_json(parser, "the op counts of each stage")
     parser.set_defaults(run=run)
@@ -56,19 +59,23 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress(1 + STAGES.index(last) + 1)  # the tracing and each stage
     found = target.load(arguments, progress)
     run_to_last = stages(found.traced, found.settings, verify_each=arguments.verify_each, last=last)
-    coming = logged(run_to_last, found.hardware)
+    coming = timed(logged(run_to_last, found.hardware))
     made: list[Stage] = []
+    took: list[tuple[str, str, str]] = []
     try:
         for name in (*STAGES[: STAGES.index(last) + 1], "checking"):
             with progress.phase(name):
-                stage = next(coming, None)
+                stage, seconds = next(coming, (None, 0.0))
                 if stage is None:
                     break
                 made.append(stage)
+                took.append((stage.name, f"{seconds:.2f} s", "" if stage.proof is None else str(stage.proof)))
                 if writer is not None:
                     writer.add(stage)
         if arguments.verify_each:
             print(f"checked, and all hold: {', '.join(s.name for s in made)}", file=sys.stderr)
+        if arguments.verbose:
+            print(tabulate(took, tablefmt="plain"), file=sys.stderr)
     finally:
         if made:
             _show(arguments, found, made, writer)

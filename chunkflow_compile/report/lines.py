@@ -62,7 +62,7 @@ def op_counts(lines: Sequence[Line]) -> Counter[str]:
 def _proof(stage: Stage) -> Iterator[Line]:
     if (proof := stage.proof) is not None:
         said = "# proved: no weight is read before it is there, or overwritten before its last reader"
-        yield Line(text=f"{said} ({proof.steps} steps, {proof.ops} ops, {proof.edges} edges)", part=INPUTS)
+        yield Line(text=f"{said} ({proof})", part=INPUTS)
 
 
 def _traced(stage: Stage) -> Iterator[Line]:

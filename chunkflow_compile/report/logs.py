@@ -7,6 +7,7 @@ by the name of this package, ``TORCH_LOGS=chunkflow_compile``; ``set_logs`` know
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 
 from torch._logging import _internal
@@ -25,14 +26,30 @@ PACKAGE = "chunkflow_compile"
 def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
     """Passes the stages on, each with its listing in the structured trace and, annotated and folded, in the log."""
     log = _logger()
-    for stage in run:
+    for stage, seconds in timed(run):
         name = f"chunkflow_{STAGES.index(stage.name):02}_{stage.name}"
         _artifact(name, "string", lambda stage=stage: render(stage_lines(stage)))  # type: ignore[misc]
         if stage.name == "planned" and stage.plan is not None:
             _artifact("chunkflow_plan", "json", stage.plan.to_json)
         if log.isEnabledFor(logging.INFO):
-            log.info("%s:\n%s", stage.name, render(stage_lines(stage), annotator(stage, hardware), full=False))
+            log.info(
+                "%s, %.2f s:\n%s",
+                stage.name,
+                seconds,
+                render(stage_lines(stage), annotator(stage, hardware), full=False),
+            )
         yield stage
+
+
+def timed(run: Iterable[Stage]) -> Iterator[tuple[Stage, float]]:
+    """Each stage with the seconds that it took."""
+    coming = iter(run)
+    while True:
+        start = time.perf_counter()
+        stage = next(coming, None)
+        if stage is None:
+            return
+        yield stage, time.perf_counter() - start
 
 
 def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:
