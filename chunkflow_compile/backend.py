@@ -30,7 +30,7 @@ from chunkflow_compile.placing import Placement, placements_around
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.device import check_device
+from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.host_store import home_of
 from chunkflow_compile.runtime.runner import Code, Runner, Session
 from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten
@@ -71,11 +71,12 @@ def chunkflow(
             program=program,
             regions=lower_regions(program, chosen.lowering, chosen.inductor),
             folder=folder,
-            debug=chosen.debugging(),
+            kind=chosen.device_kind(),
+            poison="poison" in chosen.debugging(),
             verified="verify" not in chosen.disable,
             advice=partial(_advice, program, chosen),
         )
-        return Runner(code, partial(_place, device, "threads" in code.debug, seen), chosen.arena)
+        return Runner(code, partial(_place, device, code.kind, seen), chosen.arena)
 
     return lower_to_aten(graph, example_inputs, compile_inference)
 
@@ -106,7 +107,7 @@ def _index(parameters: Sequence[nn.Parameter]) -> tuple[ModelIndex, bool]:
 
 def _place(
     device: torch.device,
-    threads: bool,
+    kind: DeviceKind,
     seen: Callable[[], nn.Module | None],
     parameters: Mapping[str, nn.Parameter],
     wanted: Sequence[str],
@@ -135,7 +136,7 @@ def _place(
             missing = [parameters[name] for name in wanted if home_of(parameters[name]) is None]
             if missing:
                 around[0].move((names[id(p)], p) for p in missing)
-            session = start(around[0].arena(threads))
+            session = start(around[0].arena(kind))
             for placement in around:
                 placement.attach(session)
             return session

@@ -19,6 +19,7 @@ from chunkflow_compile.passes.place import POLICIES, Policy
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
 from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.units import parse_bytes
 
 # Below 1 MiB a copy costs more to start than to carry (5 to 10 us against 33 us at 30 GB/s), and the biases, norms and
@@ -130,6 +131,10 @@ class Options:
     def debugging(self) -> frozenset[str]:
         """The names given as ``debug``."""
         return frozenset([self.debug] if isinstance(self.debug, str) else self.debug)
+
+    def device_kind(self) -> DeviceKind:
+        """The device that programs run on."""
+        return DeviceKind("threads" in self.debugging(), self.profile().link_emulation)
 
     def memory_bytes(self) -> int | None:
         """The byte budget."""

@@ -17,7 +17,7 @@ from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena, is_dense
-from chunkflow_compile.runtime.device import check_device
+from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.host_store import Home, HostStore, home_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class Placement:
         self.guards = Guards(root, device)
         self.sessions: list[Session] = []
         self.lock = threading.RLock()
-        self._arenas: dict[bool, Arena] = {}
+        self._arenas: dict[DeviceKind, Arena] = {}
 
     @staticmethod
     def on(root: nn.Module, device: torch.device) -> Placement:
@@ -49,9 +49,9 @@ class Placement:
         """Whether it is still the placement of its model."""
         return placement_of(self.root) is self
 
-    def arena(self, threads: bool) -> Arena:
-        """What the model's programs share; those that run on host threads have another."""
-        return self._arenas.setdefault(threads, Arena(self.store.device))
+    def arena(self, kind: DeviceKind) -> Arena:
+        """What the model's programs share that run on one kind of device."""
+        return self._arenas.setdefault(kind, Arena(self.store.device))
 
     def attach(self, session: Session) -> None:
         """Makes a session end with this placement."""

@@ -15,6 +15,29 @@ SCHEMA = 1
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkEmulation:
+    """A link that is emulated, for measurements on machines that have none: time passes as on such a link.
+
+    ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its end.  ``quantum``: bytes
+    that one transfer has the link for before it is the other's turn.  ``order``: "fair", in turns, or "fifo".
+    ``shared``: a file by which all ranks of the machine share one port; empty for a port a rank.
+    """
+
+    bandwidth: float
+    latency_s: float = 0.0
+    quantum: int = 256 << 10
+    order: str = "fair"
+    shared: str = ""
+
+    def __post_init__(self) -> None:
+        _check("link_emulation.bandwidth", self.bandwidth, 1e5, 1e13)
+        _check("link_emulation.latency_s", self.latency_s, 0, 1)
+        _check("link_emulation.quantum", self.quantum, 256, 1 << 30)
+        if self.order not in ("fair", "fifo"):
+            raise ChunkflowError(f"Hardware field link_emulation.order must be fair or fifo, not {self.order!r}.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Hardware:
     """All rates are of one rank.  ``sources`` says where each figure comes from, by field."""
 
@@ -44,6 +67,8 @@ class Hardware:
     collective_slowdown: float
     """Factor, at least 1, by which a copy in flight stretches a collective; 1 if the link is not shared."""
     sources: Mapping[str, str] = field(default_factory=dict)
+    link_emulation: LinkEmulation | None = None
+    """A link to emulate while programs run; None for the machine's own."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
@@ -86,9 +111,14 @@ class Hardware:
             if name not in fields:
                 close = difflib.get_close_matches(name, list(fields), n=1, cutoff=0.0)[0]
                 raise ChunkflowError(f"Unknown hardware field {name!r}; did you mean {close!r}?")
-        missing = [n for n in fields if n not in body and n != "sources"]
+        missing = [n for n in fields if n not in body and n not in ("sources", "link_emulation")]
         if missing:
             raise ChunkflowError(f"The hardware profile lacks {', '.join(missing)}.")
+        if body.get("link_emulation") is not None:
+            try:
+                body["link_emulation"] = LinkEmulation(**body["link_emulation"])
+            except TypeError as error:
+                raise ChunkflowError(f"Hardware field link_emulation is none: {error}.") from error
         return Hardware(**body)
 
 

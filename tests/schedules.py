@@ -62,7 +62,7 @@ def schedules(seed: int) -> dict[str, Callable[[], ThreadsDevice]]:
 
 def run_ahead(bench: Bench, turns: Sequence[Turn], device: ThreadsDevice, exact: bool = True) -> list[Any]:
     """The outputs of several steps, of one program or of several in one arena, all enqueued before any has run."""
-    arena = Arena(make=lambda *_, **__: device)
+    arena = Arena(make=lambda *_: device)
     programs = list({id(program): program for program, _ in turns}.values())
     arena.join(Tenant(max((p.plan for p in programs), key=lambda plan: plan.arena_bytes)))
     executors = {id(p): bench.executor(p, arena) for p in programs}

@@ -228,7 +228,7 @@ def test_a_compiled_model_runs_on_threads(debug: str | list[str]) -> None:
 def test_an_error_on_a_stream_reaches_the_caller_and_the_next_step_is_right() -> None:
     found = Bench(Spec(16, (Layer(36, False, True), Layer(200, True, False)), twice=True, tied=False, seed=2))
     program, device = found.program(Choices(0.1, 1, False, 1)), ThreadsDevice()
-    executor = found.executor(program, Arena(make=lambda *_, **__: device))
+    executor = found.executor(program, Arena(make=lambda *_: device))
     inputs = found.inputs(STEPS)
     copy, failing = device.copy_bytes, iter([True])
 

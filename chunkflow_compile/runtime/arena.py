@@ -12,7 +12,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan
 
-from .device import Device, check_device, make_device
+from .device import Device, DeviceKind, check_device, make_device
 
 
 class Tenant(Protocol):
@@ -34,13 +34,13 @@ class Arena:
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Callable[..., Device] = make_device) -> None:
-        """``make``: makes the streams, given the device and ``threads=``.  Raises ChunkflowError for unknown devices."""
+        """``make``: makes the streams, given the device and its kind.  Raises ChunkflowError for unknown devices."""
         self.device = torch.device(device)
         check_device(self.device)
         self.lock = threading.RLock()  # held for a step
         self.holder: object = None  # the executor whose chunks lie in the memory
         self._make = make
-        self._threads = False
+        self._kind = DeviceKind()
         self._streams: Device | None = None
         self._memory: torch.Tensor | None = None
         self._tenants: list[weakref.ref[Any]] = []
@@ -61,18 +61,20 @@ class Arena:
         """The programs that are bound to the memory, oldest first."""
         return [t for ref in self._tenants if (t := ref()) is not None]
 
-    def join(self, tenant: Tenant, *, threads: bool = False, advice: Callable[[], str] = str) -> torch.Tensor:
+    def join(self, tenant: Tenant, *, kind: DeviceKind | None = None, advice: Callable[[], str] = str) -> torch.Tensor:
         """The memory, uint8, of at least the tenant's ``plan.arena_bytes``, from a multiple of 256 bytes on.
 
         Where it was smaller before, the other tenants are closed and it is allocated anew.  Raises ChunkflowError if
-        there is no room, with ``advice`` on what would fit, and for other ``threads`` than the other tenants have.
+        there is no room, with ``advice`` on what would fit, and for another ``kind`` of device than the other tenants have.
         """
+        kind = kind or DeviceKind()
         with self.lock:
             if self._streams is None:
-                self._streams, self._threads = self._make(self.device, threads=threads), threads
-            elif threads != self._threads:
+                self._streams, self._kind = self._make(self.device, kind), kind
+            elif kind != self._kind:
                 raise ChunkflowError(
-                    'Programs that share an arena run on the same streams: give all of them debug="threads", or none.'
+                    'Programs that share an arena run on the same streams: give all of them debug="threads", or none, and '
+                    "the same hardware where it emulates a link."
                 )
             nbytes = tenant.plan.arena_bytes
             self._tenants.append(weakref.ref(tenant))

@@ -2,19 +2,24 @@
 
 Three devices: ``cpu``, the embedded default, computes on the calling thread and copies on one thread that stands for the
 copy engine; ``threads`` has a thread for every stream, compute included, so that the host runs ahead as on a GPU;
-``cuda`` is not there yet.  What the executor does on one of them it does on all.
+``cuda`` is not there yet.  What the executor does on one of them it does on all.  On the first two a link can be emulated.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import LinkEmulation
 
+from .link import Port
 from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream, end_with
 
 
@@ -51,6 +56,9 @@ class Device(Protocol):
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies ``source`` over ``target`` (uint8, equal sizes) on the copy stream's engine."""
 
+    def received(self, nbytes: int) -> None:
+        """Called on the stream of collectives where one has brought ``nbytes`` into this rank."""
+
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Lets the copy engine read a host tensor by itself; returns what undoes it.  Raises OSError if it cannot."""
 
@@ -65,10 +73,12 @@ class Device(Protocol):
 
 
 class _HostDevice:
-    """What devices of host threads have in common."""
+    """What devices of host threads have in common.  ``port``: the emulated link that bytes pass; None for none."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, port: Port | None) -> None:
         self.engine = engine
+        self.copy = ThreadStream(engine, "copy")
+        self.port = port
         end_with(self, engine)
 
     def event(self) -> HostEvent:
@@ -76,6 +86,12 @@ class _HostDevice:
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copy_host_bytes(target, source)
+        if self.port is not None:
+            self.copy.ended(self.port.send("copy", source.numel(), self.copy.since))
+
+    def received(self, nbytes: int) -> None:
+        if self.port is not None:
+            self.port.send("collective", nbytes)
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Threads read any memory."""
@@ -90,10 +106,9 @@ class CpuDevice(_HostDevice):
 
     name = "cpu"
 
-    def __init__(self) -> None:
-        super().__init__(Engine(("copy",)))
+    def __init__(self, port: Port | None = None) -> None:
+        super().__init__(Engine(("copy",)), port)
         self.compute = self.collective = CallingStream()
-        self.copy = ThreadStream(self.engine, "copy")
 
     def deliver(self) -> None:
         return None
@@ -107,11 +122,15 @@ class ThreadsDevice(_HostDevice):
 
     name = "threads"
 
-    def __init__(self, choose: Choose | None = None, before: Callable[[str], None] | None = None) -> None:
-        super().__init__(Engine(("compute", "collective", "copy"), choose, before))
+    def __init__(
+        self,
+        choose: Choose | None = None,
+        before: Callable[[str], None] | None = None,
+        port: Port | None = None,
+    ) -> None:
+        super().__init__(Engine(("compute", "collective", "copy"), choose, before), port)
         self.compute = ThreadStream(self.engine, "compute")
         self.collective = ThreadStream(self.engine, "collective")
-        self.copy = ThreadStream(self.engine, "copy")
 
     def deliver(self) -> None:
         self.engine.resume()
@@ -132,7 +151,22 @@ def check_device(device: torch.device) -> None:
         raise ChunkflowError(f"ChunkFlow does not run on {device.type} yet: place the model on the cpu.")
 
 
-def make_device(device: torch.device, *, threads: bool = False) -> Device:
-    """The device that runs programs whose weights are on ``device``; ``threads``: every stream a thread."""
+@dataclass(frozen=True)
+class DeviceKind:
+    """Which of the devices: ``threads``, every stream a thread; ``link``, to be emulated on it."""
+
+    threads: bool = False
+    link: LinkEmulation | None = None
+
+
+def make_device(device: torch.device, kind: DeviceKind) -> Device:
+    """The device that runs programs whose weights are on ``device``.  Raises ChunkflowError if there is none."""
     check_device(device)
-    return ThreadsDevice() if threads else CpuDevice()
+    port = None if kind.link is None else make_port(kind.link)
+    return ThreadsDevice(port=port) if kind.threads else CpuDevice(port)
+
+
+def make_port(link: LinkEmulation) -> Port:
+    """The port of this rank, by the process group if there is one."""
+    rank = dist.get_rank() if dist.is_initialized() and link.shared else 0
+    return Port(link, Path(link.shared) if link.shared else None, rank)

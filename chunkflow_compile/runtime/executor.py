@@ -17,7 +17,6 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,45 +30,11 @@ from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.rewrite import SOURCE, Program
 
-from .arena import Arena
-from .measurement import StepMeasurement, WindowSeconds, no_seconds
+from .binding import Binding, Step
+from .measurement import StepMeasurement, no_seconds
 
 # A step every second for an hour; old measurements make room for new ones.
 KEPT_MEASUREMENTS = 3600
-
-
-@dataclass(frozen=True)
-class Binding:
-    """The memory that a program runs on.
-
-    ``arena``: where its slots lie, and the streams over it.
-    ``values``: offloaded weight -> the tensor that its readers see, a slot or a resident copy.  Weights that were not
-    offloaded are read where they are: the parameters come with every call.
-    ``slots``, ``hosts``: streamed weight -> its bytes on the device and on the host, uint8.
-    """
-
-    arena: Arena
-    values: Mapping[str, torch.Tensor]
-    slots: Mapping[str, torch.Tensor]
-    hosts: Mapping[str, torch.Tensor]
-
-
-@dataclass
-class Step:
-    """One run: the values of the program's nodes by number, and what it cost so far."""
-
-    env: list[Any]
-    windows: WindowSeconds
-    start: float = 0.0
-    copied_s: float = 0.0
-    primed: int = 0
-    collectives: int = 0
-    moved: int = 0
-
-    @property
-    def outputs(self) -> Any:
-        """What the program returns, once the device has delivered."""
-        return self.env[-1]
 
 
 _Issue = Callable[[Step], None]
@@ -99,6 +64,7 @@ class Executor:
         self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
         self._writes: dict[Prefetch, None] = {}  # in the order in which they were issued last
         self._windows = len(program.problem.regions)
+        self._crossing = {c.name: c.nbytes for c in program.problem.collectives}
         self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
@@ -386,15 +352,20 @@ class Executor:
         return across
 
     def _told(self, node: Node) -> Callable[..., Any]:
-        """The op of a collective, which says what failed and what to do."""
+        """The op of a collective, which says what failed and what to do.  Its last completion has brought its bytes."""
         function: Any = node.target
-        name = str(node.meta.get(SOURCE, node.name))
-        if collective_kind(node) is None:
-            name = str(node.all_input_nodes[0].meta.get(SOURCE, name))
+        collective = node
+        while collective_kind(collective) is None:
+            collective = collective.all_input_nodes[0]
+        name = str(collective.meta.get(SOURCE, collective.name))
+        brought = self._crossing.get(name, 0) if self._over(collective) is node else 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                if brought:
+                    self.device.received(brought)
+                return result
             except RuntimeError as error:
                 raise ChunkflowError(
                     f"The collective {name} failed in step {len(self.measurements)}: a rank died or did not arrive in time "

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,9 @@ from chunkflow_compile.passes.rewrite import Program
 from chunkflow_compile.passes.verify import verify_together
 
 from .arena import Arena, as_weight, flat_bytes, slot_bytes
-from .executor import Binding, Executor
+from .binding import Binding
+from .device import DeviceKind
+from .executor import Executor
 from .host_store import Home, home_of
 from .measurement import MEASURED_FILE, StepMeasurement, measured
 
@@ -33,14 +35,15 @@ from .measurement import MEASURED_FILE, StepMeasurement, measured
 class Code:
     """What compilation made.  ``regions``: name of a submodule of the program -> its lowered code.
 
-    ``folder``: gets what was measured.  ``debug``: "poison", "threads".  ``verified``: whether the program was, and is to be
-    with others in its arena.  ``advice``: a sentence on what would fit, for when the arena does not.
+    ``folder``: gets what was measured.  ``kind``: of device; ``poison``: as the executor's.  ``verified``: whether the
+    program was, and is to be with others in its arena.  ``advice``: a sentence on what would fit, where the arena does not.
     """
 
     program: Program
     regions: Mapping[str, Callable[..., Sequence[Any]]]
     folder: Path | None = None
-    debug: Collection[str] = ()
+    kind: DeviceKind
+    poison: bool = False
     verified: bool = True
     advice: Callable[[], str] = str
 
@@ -63,10 +66,10 @@ class Session:
             if code.verified:
                 for other in arena.tenants:
                     verify_together(other.program, self.program)
-            memory = arena.join(self, threads="threads" in code.debug, advice=code.advice)
+            memory = arena.join(self, kind=code.kind, advice=code.advice)
             try:
                 binding = self._bind(memory)
-                self.executor = Executor(code.program, code.regions, binding, poison="poison" in code.debug)
+                self.executor = Executor(code.program, code.regions, binding, poison=code.poison)
             except BaseException:
                 arena.leave(self)
                 raise

@@ -28,6 +28,7 @@ class HostEvent:
     def __init__(self, changed: threading.Condition) -> None:
         self.made = 0
         self.reached = 0
+        self.reached_at = 0.0  # time.monotonic seconds
         self.error: BaseException | None = None
         self._changed = changed
 
@@ -38,7 +39,7 @@ class HostEvent:
 
     def reach(self, mark: int, error: BaseException | None = None) -> None:
         with self._changed:
-            self.reached, self.error = max(self.reached, mark), error
+            self.reached, self.error, self.reached_at = max(self.reached, mark), error, time.monotonic()
             self._changed.notify_all()
 
     def block(self, mark: int) -> None:
@@ -61,6 +62,7 @@ class _Item:
     mark: int = 0
     record: bool = False
     over: threading.Event | None = None
+    made: float = field(default_factory=time.monotonic)
 
     def ready(self) -> bool:
         return self.event is None or self.record or self.event.reached >= self.mark
@@ -68,8 +70,12 @@ class _Item:
 
 @dataclass
 class _Queue:
+    """``since``: when what runs now could have begun, if its thread had not had to wake up; ``ended``: see ThreadStream."""
+
     items: deque[_Item] = field(default_factory=deque)
     failure: BaseException | None = None
+    since: float = 0.0
+    ended: float | None = None
 
 
 class Engine:
@@ -116,6 +122,9 @@ class Engine:
                 )
             self._queues[name].items.append(item)
             self.changed.notify_all()
+
+    def of(self, name: str) -> _Queue:
+        return self._queues[name]
 
     def take_failure(self, name: str) -> BaseException | None:
         """The error of a stream, which is usable again."""
@@ -164,8 +173,11 @@ class Engine:
         if item.work is not None:
             if self._before is not None:
                 self._before(name)
+            queue.since, queue.ended = max(queue.since, item.made), None
             item.work()
+            queue.since = queue.ended or time.monotonic()
         elif item.event is not None and not item.record:
+            queue.since = max(queue.since, item.event.reached_at)
             item.event.check()
 
     def _take(self, share: Sequence[str]) -> tuple[str, _Item] | None:
@@ -205,6 +217,15 @@ class ThreadStream:
     def __init__(self, engine: Engine, name: str) -> None:
         self._engine = engine
         self._name = name
+
+    @property
+    def since(self) -> float:
+        """When the work that runs now could have begun, ``time.monotonic`` seconds: its thread may have woken up later."""
+        return self._engine.of(self._name).since
+
+    def ended(self, at: float) -> None:
+        """For work that knows better than its thread when it ended."""
+        self._engine.of(self._name).ended = at
 
     def run(self, work: Callable[[], None]) -> None:
         self._engine.put(self._name, _Item(work=work))

@@ -1,0 +1,160 @@
+"""An emulated link: a receive port with a bandwidth, through which copies and the incoming bytes of collectives pass.
+
+Every rank has a port of its own, or all ranks of a machine share one (a root complex), through a file.  The port carries
+one quantum at a time, in turns over the lanes that have bytes to carry, as a bus arbiter does; or whole transfers in the
+order of their arrival.  Time on it is computed: who sends sleeps until the last byte is through, which costs no compute.
+
+It emulates time only.  Bytes are really copied and exchanged, beside it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import fcntl
+import mmap
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import astuple, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from chunkflow_compile.passes.hardware import LinkEmulation
+
+LaneName = Literal["copy", "collective"]
+LANES: tuple[LaneName, ...] = ("copy", "collective")
+# Ranks that can share a port: those of one machine.
+MOST_RANKS = 16
+# Bytes below which a transfer is over: what rounding leaves.
+_NOTHING = 1e-3
+
+
+@dataclass
+class _Lane:
+    """``left``: bytes to carry.  ``arrived``: a number that grows with arrival.  ``over``: seconds, of its last byte."""
+
+    left: float = 0.0
+    arrived: float = 0.0
+    over: float = 0.0
+
+
+@dataclass
+class Wire:
+    """What a port carries at ``now``, seconds: ``turn`` is the lane whose quantum is under way, ``quantum`` its rest.
+
+    ``idle_from`` to ``idle_to``: when it last carried nothing, less what late senders were given of it.
+    """
+
+    emulation: LinkEmulation
+    lanes: list[_Lane]
+    now: float = 0.0
+    turn: int = 0
+    quantum: float = 0.0
+    arrivals: float = 0.0
+    idle_from: float = 0.0
+    idle_to: float = 0.0
+
+    def add(self, lane: int, nbytes: float, late: float) -> None:
+        """A transfer that could have begun ``late`` seconds ago: it is given what the wire was idle since, and of what others
+        carried meanwhile its share, which they carry again."""
+        rate, found = self.emulation.bandwidth, self.lanes[lane]
+        others = [other for other in self.lanes if other.left > 0]
+        begin, needs = max(self.idle_from, self.now - late), nbytes / rate
+        unused = min(max(0.0, self.idle_to - begin), needs)
+        if unused:
+            self.idle_from = begin + unused
+        share = max(0.0, min(late / (len(others) + 1), needs) - unused) if others else 0.0
+        for other in others:
+            other.left += share * rate / len(others)
+        self.arrivals += 1
+        found.left, found.arrived, found.over = max(0.0, nbytes - (unused + share) * rate), self.arrivals, self.now
+        if found.left <= _NOTHING:
+            found.left, found.over = 0.0, self.now if share else begin + unused
+
+    def advance(self, until: float, lane: int | None = None) -> None:
+        """Carries on until ``until``, or only until the transfer of ``lane`` is over."""
+        while self.now < until and (lane is None or self.lanes[lane].left > 0):
+            if not any(found.left > 0 for found in self.lanes):
+                if self.idle_to < self.now:
+                    self.idle_from = self.now
+                self.idle_to = self.now = until
+                return
+            if self.lanes[self.turn].left <= 0 or self.quantum <= 0:
+                self.turn, self.quantum = self._next(), float(self.emulation.quantum)
+            found = self.lanes[self.turn]
+            amount = min(found.left, self.quantum, (until - self.now) * self.emulation.bandwidth)
+            self.now = min(until, self.now + amount / self.emulation.bandwidth)
+            found.left, self.quantum = found.left - amount, self.quantum - amount
+            if found.left <= _NOTHING:
+                found.left, found.over, self.quantum = 0.0, self.now, 0.0
+            elif amount <= 0:  # what is left of the time is too short for a byte
+                self.now = until
+
+    def _next(self) -> int:
+        waiting = [i for i, lane in enumerate(self.lanes) if lane.left > 0]
+        if self.emulation.order == "fifo":
+            return min(waiting, key=lambda i: self.lanes[i].arrived)
+        return min(waiting, key=lambda i: (i - self.turn - 1) % len(self.lanes))
+
+
+@dataclass
+class Port:
+    """The receive port of a rank.  ``file``: where ranks share one; ``rank``: which of them this is."""
+
+    emulation: LinkEmulation
+    file: Path | None = None
+    rank: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def __post_init__(self) -> None:
+        self._lanes = len(LANES) * (1 if self.file is None else MOST_RANKS)
+        self._format = struct.Struct(f"6d{3 * self._lanes}d")
+        if self.file is None:
+            self._shared, self._memory = None, mmap.mmap(-1, self._format.size)
+        else:
+            self._shared = self.file.open("a+b")
+            self._shared.truncate(self._format.size)  # zeros: an idle port
+            self._memory = mmap.mmap(self._shared.fileno(), self._format.size)
+
+    def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
+        """Returns when ``nbytes`` are through; the moment of their last byte, in ``time.monotonic`` seconds.
+
+        ``since``: when the transfer could have begun, for a sender that woke up late; a real engine starts by itself.
+        """
+        mine = self.rank * len(LANES) + LANES.index(lane)
+        with self._wire() as wire:
+            now = time.monotonic()
+            wire.advance(now)
+            wire.add(mine, nbytes, 0.0 if since is None else max(0.0, now - since))
+        while True:
+            with self._wire() as wire:
+                now = time.monotonic()
+                wire.advance(now)
+                if wire.lanes[mine].left <= 0:
+                    over = wire.lanes[mine].over + self.emulation.latency_s
+                    break
+                ahead = copy.deepcopy(wire)
+            ahead.advance(float("inf"), mine)  # others may still come, which makes it later, never sooner
+            time.sleep(max(0.0, ahead.now - time.monotonic()))
+        time.sleep(max(0.0, over - time.monotonic()))
+        return over
+
+    @contextlib.contextmanager
+    def _wire(self) -> Iterator[Wire]:
+        """The state of the port, under the locks of the process and of the machine; written back behind it."""
+        with self._lock:
+            if self._shared is not None:
+                fcntl.lockf(self._shared, fcntl.LOCK_EX)
+            try:
+                now, turn, quantum, arrivals, *rest = self._format.unpack(self._memory[:])
+                lanes = [_Lane(*rest[i : i + 3]) for i in range(2, len(rest), 3)]
+                wire = Wire(self.emulation, lanes, now, int(turn), quantum, arrivals, *rest[:2])
+                yield wire
+                flat = [figure for found in wire.lanes for figure in astuple(found)]
+                figures = (wire.now, wire.turn, wire.quantum, wire.arrivals, wire.idle_from, wire.idle_to)
+                self._memory[:] = self._format.pack(*figures, *flat)
+            finally:
+                if self._shared is not None:
+                    fcntl.lockf(self._shared, fcntl.LOCK_UN)

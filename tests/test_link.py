@@ -1,0 +1,161 @@
+"""The emulated link: what passes it takes as long as on a link of that bandwidth, alone and shared."""
+
+from __future__ import annotations
+
+import multiprocessing
+import statistics
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkflow_compile import programs
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
+from chunkflow_compile.runtime.link import LANES, Port, Wire, _Lane
+
+MIB = 1 << 20
+
+
+def wire(order: str = "fair", quantum: int = 256 << 10) -> Wire:
+    return Wire(LinkEmulation(bandwidth=1e6, order=order, quantum=quantum), [_Lane() for _ in range(4)])
+
+
+def finish(found: Wire, lane: int) -> float:
+    found.advance(float("inf"), lane)
+    return found.lanes[lane].over
+
+
+def test_two_transfers_share_a_fair_link_and_follow_each_other_on_a_fifo() -> None:
+    for order, first, second in (("fair", 2.0, 2.0), ("fifo", 1.0, 2.0)):
+        found = wire(order, 1000)
+        for lane in (0, 1):
+            found.add(lane, 1e6, 0.0)
+        assert finish(found, 0) == pytest.approx(first, abs=0.01)
+        assert finish(found, 1) == pytest.approx(second, abs=0.01)
+
+
+def test_a_transfer_that_comes_later_has_half_from_then_on() -> None:
+    found = wire(quantum=1000)
+    found.add(0, 1e6, 0.0)
+    found.advance(0.5)
+    found.add(1, 1e6, 0.0)
+    assert finish(found, 0) == pytest.approx(1.5, abs=0.01) and finish(found, 1) == pytest.approx(2.0, abs=0.01)
+
+
+def test_a_sender_that_wakes_up_late_is_given_idle_time_but_not_twice() -> None:
+    found = wire()
+    found.advance(1.0)
+    found.add(0, 1e6, 0.5)
+    found.add(1, 1e6, 0.5)  # the same half second is gone; it has its share of what lane 0 is carrying
+    assert finish(found, 1) == pytest.approx(2.5, abs=0.3)
+    finish(found, 0)
+    assert max(lane.over for lane in found.lanes) == pytest.approx(2.5, abs=0.01), "two megabytes from 0.5 on"
+
+
+@given(
+    st.sampled_from(["fair", "fifo"]),
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 10**6), st.floats(0, 1), st.floats(0, 0.01)), max_size=20),
+)
+def test_no_byte_is_carried_twice_or_sooner_than_the_bandwidth_allows(order: str, transfers: list[Any]) -> None:
+    found, sent, start = wire(order, 4096), 0.0, float("inf")
+    for lane, nbytes, later, late in transfers:
+        found.advance(found.now + later)
+        if found.lanes[lane].left > 0:
+            continue  # a lane carries one transfer at a time
+        start = min(start, max(0.0, found.now - late))
+        found.add(lane, nbytes, late)
+        sent += nbytes
+    for lane in range(4):
+        if found.lanes[lane].left > 0:
+            finish(found, lane)
+    assert not sent or found.now - start + 1e-6 >= sent / 1e6
+
+
+def chain(port: Port, lane: Any, count: int) -> float:
+    """Bytes/s of transfers of a MiB that follow each other."""
+    start = since = time.monotonic()
+    for _ in range(count):
+        since = port.send(lane, MIB, since)
+    return count * MIB / (since - start)
+
+
+@pytest.mark.parametrize("bandwidth", [1e8, 1e9])
+def test_a_port_has_its_bandwidth_alone_and_shared(bandwidth: float) -> None:
+    """Within 3 %, as the median of five on a machine that may be busy."""
+    count = int(0.2 * bandwidth / MIB)
+
+    def share(found: list[float], port: Port) -> None:
+        rates: dict[str, float] = {}
+        works = [threading.Thread(target=lambda n=n: rates.update({n: chain(port, n, count)})) for n in LANES]
+        for work in works:
+            work.start()
+        for work in works:
+            work.join()
+        found.append(sum(rates.values()) / bandwidth)
+
+    alone, both = [], []
+    for _ in range(5):
+        port = Port(LinkEmulation(bandwidth=bandwidth))
+        alone.append(chain(port, "copy", count) / bandwidth)
+        share(both, port)
+    assert statistics.median(alone) == pytest.approx(1, abs=0.03)
+    assert statistics.median(both) == pytest.approx(1, abs=0.03)
+
+
+def one_of_two(file: Path, rank: int, barrier: Any, report: Any) -> None:
+    port = Port(LinkEmulation(bandwidth=1e8), file, rank)
+    barrier.wait()
+    report.put(chain(port, "copy", 20))
+
+
+def test_ranks_share_the_port_of_a_root_complex(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    report, barrier = context.Queue(), context.Barrier(2)
+    ranks = [context.Process(target=one_of_two, args=(tmp_path / "port", r, barrier, report)) for r in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    rates = [report.get(timeout=60) for _ in ranks]
+    for rank in ranks:
+        rank.join()
+    assert sum(rates) / 1e8 == pytest.approx(1, abs=0.15), "each has half while both send"
+
+
+@pytest.mark.parametrize("debug", [(), ("threads",)])
+def test_copies_of_a_program_take_as_long_as_the_link_says(debug: tuple[str, ...], tmp_path: Path) -> None:
+    machine = replace(load_profile(OPTIONS["hardware"]), link_emulation=LinkEmulation(bandwidth=2e5))
+    (tmp_path / "machine.json").write_text(machine.to_json())
+    options = {**OPTIONS, "hardware": str(tmp_path / "machine.json"), "lowering": "eager", "debug": debug}
+    torch.manual_seed(0)
+    model = Stack(4).eval()
+    inputs = [torch.randn(4, 8) for _ in range(8)]
+    with torch.no_grad():
+        want = [model(x) for x in inputs]
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+        assert all(torch.equal(run(x), right) for x, right in zip(inputs, want, strict=True))
+    (session,) = programs(model)
+    steps, due = session.measurements[2:], session.plan.moved_bytes / 2e5
+    assert all(step.moved_bytes == session.plan.moved_bytes > 0 for step in steps)
+    for took in ([step.copy_s for step in steps], [step.step_s for step in steps]):
+        assert statistics.mean(took) == pytest.approx(due, rel=0.1), "nothing else takes long here"
+
+
+def test_a_link_that_makes_no_sense_is_refused() -> None:
+    text = replace(load_profile("cpu"), link_emulation=LinkEmulation(bandwidth=1e8)).to_json()
+    assert Hardware.from_json(text).link_emulation == LinkEmulation(bandwidth=1e8)
+    for old, new, said in (
+        ("100000000.0", "1", "link_emulation.bandwidth=1 is outside"),
+        ('"fair"', '"lifo"', "must be fair or fifo, not 'lifo'"),
+        ('"quantum"', '"quantums"', "link_emulation is none.*quantums"),
+    ):
+        with pytest.raises(ChunkflowError, match=said):
+            Hardware.from_json(text.replace(old, new))
