@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
 from chunkflow_compile.lowering.lower import lower_regions, warm_up
@@ -59,7 +60,10 @@ def chunkflow(
     device = _device(found, example_inputs)
     check_device(device)
     if chosen.arena is not None and chosen.arena.device.type != device.type:
-        raise ChunkflowError(f"The weights are on {device}, but the arena given is on {chosen.arena.device}.")
+        raise ChunkflowError(
+            f"The weights are on {device}, but the arena given is on "
+            f"{chosen.arena.device}: make it with chunkflow_compile.Arena({str(device)!r})."
+        )
     index, placed = _index(list(found.values()))
     warm_up(chosen.lowering, device)
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # not kept alive by compiled code
@@ -129,6 +133,7 @@ def _place(
             around = list(dict.fromkeys([Placement.on(index.root, device), *around]))
             names = index.names
         with contextlib.ExitStack() as held:
+            held.enter_context(compile_lock)  # hooks come and go: no other thread may be tracing them
             for placement in sorted(around, key=id):
                 held.enter_context(placement.lock)
             if not all(placement.lasts for placement in around):

@@ -79,9 +79,9 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         if not isinstance(module, OptimizedModule):
-            for child in module._modules.values():
+            for child in module.__dict__.get("_modules", {}).values():  # another thread may be making it
                 parents.setdefault(id(child), []).append(module)
-    todo = [m for m in modules if any(id(p) in wanted for p in m._parameters.values())]
+    todo = [m for m in modules if any(id(p) in wanted for p in m.__dict__.get("_parameters", {}).values())]
     candidates: dict[int, nn.Module] = {}
     while todo:
         module = todo.pop()

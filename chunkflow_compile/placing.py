@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 
@@ -19,6 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena, is_dense
 from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.host_store import Home, HostStore, home_of
+from chunkflow_compile.runtime.locks import ProcessLock
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.runner import Session
@@ -35,12 +36,14 @@ class Placement:
         self.store = HostStore(root, device)
         self.guards = Guards(root, device)
         self.sessions: list[Session] = []
-        self.lock = threading.RLock()
+        self.lock = ProcessLock()
         self._arenas: dict[DeviceKind, Arena] = {}
 
     @staticmethod
     def on(root: nn.Module, device: torch.device) -> Placement:
         """The placement of a model, made if there is none; of two threads that ask at once both get the same."""
+        if placement_of(root) is None:
+            root.__dict__.pop(_PLACEMENT, None)  # what a copy of a placed model has
         found: Placement = root.__dict__.setdefault(_PLACEMENT, Placement(root, device))
         return found
 
@@ -75,12 +78,12 @@ class Placement:
 
     def undo(self) -> None:
         """Gives every parameter its bytes back and forgets the model."""
-        with self.lock:
+        with compile_lock, self.lock:  # hooks come and go: no other thread may be tracing them
             for session in self.sessions:
                 session.close()
             self.sessions.clear()
-            self.guards.remove()
             self.store.release()
+            self.guards.remove()  # behind: an interrupt must leave no empty weight without them
             self.root.__dict__.pop(_PLACEMENT, None)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:

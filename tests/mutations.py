@@ -1,4 +1,4 @@
-"""Mutations of programs: one thing wrong in each, at a random place.  Each returns False where it finds no place."""
+"""Mutations of programs: one thing wrong in each, at a random place.  Each returns None where it finds no place."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import replace
 from torch.fx import Node
 
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
-from chunkflow_compile.passes.plan import ALIGNMENT
+from chunkflow_compile.passes.plan import ALIGNMENT, align
 from chunkflow_compile.passes.rewrite import Program
 
 Mutation = Callable[[Program, random.Random], Program | None]
@@ -147,6 +147,23 @@ def swap_weights_of_regions(program: Program, rng: random.Random) -> Program | N
     return program
 
 
+def keep_every_chunk(program: Program, rng: random.Random) -> Program | None:
+    """All of a weight stays, in a slot of its own, which is right as long as its readers wait: none does."""
+    if (node := _pick(program, rng, WAIT)) is None:
+        return None
+    name, graph = str(node.args[0]), program.module.graph
+    for other in list(graph.nodes):
+        if other.target in (PREFETCH, WAIT) and other.args[0] == name:
+            graph.erase_node(other)
+    plan = program.plan
+    weights = tuple(
+        replace(w, offset=plan.arena_bytes, windows=(None,) * len(w.windows)) if w.name == name else w
+        for w in plan.weights
+    )
+    size = next(w.nbytes for w in plan.weights if w.name == name)
+    return replace(program, plan=replace(plan, weights=weights, arena_bytes=plan.arena_bytes + align(size)))
+
+
 def _with_offset(program: Program, name: str, offset: int) -> Program:
     weights = tuple(replace(w, offset=offset) if w.name == name else w for w in program.plan.weights)
     return replace(program, plan=replace(program.plan, weights=weights))
@@ -167,4 +184,5 @@ MUTATIONS: tuple[Mutation, ...] = (
     another_slot,
     slot_off_by_a_line,
     swap_weights_of_regions,
+    keep_every_chunk,
 )

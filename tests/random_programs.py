@@ -121,6 +121,7 @@ class Tenant:
     """What an arena asks of a program."""
 
     plan: Plan
+    code: None = None
 
     def close(self) -> None:
         raise AssertionError("the arena was made large enough")
@@ -134,6 +135,7 @@ class Bench:
         self.model = RandomModel(spec).eval()
         self.x = torch.randn(4, spec.width)
         self.cut: Cut = make_cut(trace(self.model, {"x": self.x}, 0), 1)
+        self.tenants: list[Tenant] = []
         self.weights = {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
 
     @property
@@ -150,10 +152,15 @@ class Bench:
         """What the model itself says."""
         return [self.model(x) for x in inputs]
 
+    def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
+        """The arena's memory, for as long as the bench lives."""
+        self.tenants.append(Tenant(plan))
+        return arena.join(self.tenants[-1])
+
     def executor(self, program: Program, arena: Arena) -> Executor:
         """Poisons what it evicts; the slots are full of NaN before its first step."""
         plan = program.plan
-        memory = arena.join(Tenant(plan))
+        memory = self.join(arena, plan)
         if arena.holder is None:
             memory.fill_(255)
         values, slots, hosts = {}, {}, {}

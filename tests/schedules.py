@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from random_programs import Bench, Tenant
+from random_programs import Bench
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.rewrite import Program
@@ -64,7 +64,7 @@ def run_ahead(bench: Bench, turns: Sequence[Turn], device: ThreadsDevice, exact:
     """The outputs of several steps, of one program or of several in one arena, all enqueued before any has run."""
     arena = Arena(make=lambda *_: device)
     programs = list({id(program): program for program, _ in turns}.values())
-    arena.join(Tenant(max((p.plan for p in programs), key=lambda plan: plan.arena_bytes)))
+    bench.join(arena, max((p.plan for p in programs), key=lambda plan: plan.arena_bytes))
     executors = {id(p): bench.executor(p, arena) for p in programs}
     try:
         device.engine.pause()
@@ -94,13 +94,14 @@ def matches(found: Bench, turns: Sequence[Turn], seed: int) -> int:
     return len(schedules(seed))
 
 
-def goes_wrong(found: Bench, turns: Sequence[Turn], seed: int) -> bool:
-    """Whether one of the schedules that are the same every time shows a wrong number, or an error."""
+def goes_wrong(found: Bench, turns: Sequence[Turn], seed: int) -> str:
+    """What one of the schedules that are the same every time shows: "number", a wrong one, or "error"; or nothing."""
     want = found.expected([x for _, x in turns])
+    shown = ""
     for device in list(schedules(seed).values())[:4]:
         try:
             if not equal(run_ahead(found, turns, device(), exact=False), want):
-                return True
+                return "number"
         except (ChunkflowError, RuntimeError):
-            return True
-    return False
+            shown = "error"
+    return shown

@@ -50,7 +50,7 @@ def round_of(seed: int) -> Counter[str]:
             refused = bool(list(check(broken)))
             wrong = goes_wrong(found, [(broken, x) for x in found.inputs(STEPS)], number)
             assert refused or not wrong, mutation
-            count.update(mutated=1, rejected=refused, shown=wrong)
+            count.update(mutated=1, rejected=refused, shown=wrong == "number", failed=wrong == "error")
 
     play()
     return count

@@ -207,7 +207,7 @@ def test_an_event_waits_for_the_mark_that_was_newest_when_wait_was_called() -> N
     log: list[str] = []
     gate = threading.Event()
     engine = Engine(("test",))
-    copy, event, compute = ThreadStream(engine, "test"), HostEvent(engine.changed), CallingStream()
+    copy, event, compute = ThreadStream(engine, "test"), HostEvent(engine.bell), CallingStream()
     compute.wait(event)  # no mark yet: nothing to wait for, as on CUDA
     copy.run(lambda: gate.wait() and None)
     copy.run(lambda: log.append("copied"))

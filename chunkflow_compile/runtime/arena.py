@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -13,10 +12,13 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan
 
 from .device import Device, DeviceKind, check_device, make_device
+from .locks import ProcessLock
+
+Make = Callable[[torch.device, DeviceKind], Device]
 
 
 class Tenant(Protocol):
-    """A program in an arena."""
+    """A program in an arena, whether its chunks lie there now or not: those of one tenant do, the arena's holder."""
 
     @property
     def plan(self) -> Plan: ...
@@ -33,17 +35,18 @@ class Arena:
     transformer.  Each change from one program to another is a cold start.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", *, make: Callable[..., Device] = make_device) -> None:
+    def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
         """``make``: makes the streams, given the device and its kind.  Raises ChunkflowError for unknown devices."""
         self.device = torch.device(device)
         check_device(self.device)
-        self.lock = threading.RLock()  # held for a step
+        self.lock = ProcessLock()  # held for a step
         self.holder: object = None  # the executor whose chunks lie in the memory
         self._make = make
         self._kind = DeviceKind()
         self._streams: Device | None = None
         self._memory: torch.Tensor | None = None
         self._tenants: list[weakref.ref[Any]] = []
+        self._proved: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
     @property
     def nbytes(self) -> int:
@@ -61,6 +64,14 @@ class Arena:
         """The programs that are bound to the memory, oldest first."""
         return [t for ref in self._tenants if (t := ref()) is not None]
 
+    def prove(self, code: Any, together: Callable[[Any], None]) -> None:
+        """Calls ``together`` with the code of each other tenant, once for every two."""
+        for other in [t.code for t in self.tenants if t.code is not code]:
+            if code not in self._proved.setdefault(other, weakref.WeakSet()):
+                together(other)
+                self._proved[other].add(code)
+                self._proved.setdefault(code, weakref.WeakSet()).add(other)
+
     def join(self, tenant: Tenant, *, kind: DeviceKind | None = None, advice: Callable[[], str] = str) -> torch.Tensor:
         """The memory, uint8, of at least the tenant's ``plan.arena_bytes``, from a multiple of 256 bytes on.
 
@@ -69,6 +80,7 @@ class Arena:
         """
         kind = kind or DeviceKind()
         with self.lock:
+            self.sweep()
             if self._streams is None:
                 self._streams, self._kind = self._make(self.device, kind), kind
             elif kind != self._kind:
@@ -84,7 +96,7 @@ class Arena:
                         if other is not tenant:
                             other.close()
                     self._memory = self.holder = None
-                    self._memory = _allocate(nbytes, self.device, advice)
+                    self._memory = self._allocate(nbytes, advice)
             except BaseException:
                 self.leave(tenant)
                 raise
@@ -93,25 +105,37 @@ class Arena:
     def leave(self, tenant: Tenant) -> None:
         """Forgets a tenant; with the last one the memory is freed and the streams end."""
         with self.lock:
-            self._tenants = [ref for ref in self._tenants if ref() not in (tenant, None)]
+            self._tenants = [ref for ref in self._tenants if ref() is not tenant]
+            self.sweep()
+
+    def sweep(self) -> None:
+        """Forgets tenants that were dropped instead of closed."""
+        with self.lock:
+            self._tenants = [ref for ref in self._tenants if ref() is not None]
             if not self._tenants and self._streams is not None:
                 streams, self._streams, self._memory, self.holder = self._streams, None, None, None
                 streams.close()
 
+    def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
+        try:
+            raw = self.streams.allocate(nbytes + ALIGNMENT)
+        except RuntimeError as error:
+            raise ChunkflowError(
+                f"The device {self.device} has no room for an arena of {nbytes} bytes ({str(error).splitlines()[0]}). "
+                f"{advice()}Free memory on the device, or give less as memory=."
+            ) from error
+        start = -raw.data_ptr() % ALIGNMENT
+        return raw[start : start + nbytes]
+
+    def __deepcopy__(self, _: object) -> Arena:
+        """Who copies a model compiled with an arena shares the arena."""
+        return self
+
     def __reduce_ex__(self, _: object) -> NoReturn:
-        raise ChunkflowError("An arena is memory of this process's device and cannot be copied or pickled.")
-
-
-def _allocate(nbytes: int, device: torch.device, advice: Callable[[], str]) -> torch.Tensor:
-    try:
-        raw = torch.empty(nbytes + ALIGNMENT, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
         raise ChunkflowError(
-            f"The device {device} has no room for an arena of {nbytes} bytes ({str(error).splitlines()[0]}). "
-            f"{advice()}Free memory on the device, or give less as memory=."
-        ) from error
-    start = -raw.data_ptr() % ALIGNMENT
-    return raw[start : start + nbytes]
+            "An arena is memory of this process's device and cannot be copied or pickled: make another with "
+            "chunkflow_compile.Arena(device)."
+        )
 
 
 def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

@@ -53,6 +53,9 @@ class Device(Protocol):
     def event(self) -> Any:
         """A new event, with no mark."""
 
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory for an arena, uint8.  Raises RuntimeError if there is not so much."""
+
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copies ``source`` over ``target`` (uint8, equal sizes) on the copy stream's engine."""
 
@@ -82,7 +85,10 @@ class _HostDevice:
         end_with(self, engine)
 
     def event(self) -> HostEvent:
-        return HostEvent(self.engine.changed)
+        return HostEvent(self.engine.bell)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copy_host_bytes(target, source)

@@ -152,26 +152,29 @@ class Executor:
     def _prime(self) -> int:
         """Takes the arena over: fetches what stays in the slots, and what the step before would have fetched."""
         compute, copy = self.device.compute, self.device.copy
+        self.binding.arena.holder = None  # whatever interrupts this: nobody's chunks are whole
         step = Step([], no_seconds(self._windows))
         self._writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
-        for target, source in self._keeping:
+        for weight, target, source in self._keeping:
             copy.run(partial(self._copy, target, source))
+            copy.record(self._arrival[weight])
             step.moved += source.numel()
         for issue in self._priming:
             issue(step)
         self.binding.arena.holder = self
         return step.moved
 
-    def _kept(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Slot and host bytes of the chunks that stay: nothing else lies in their bytes until the arena changes hands."""
+    def _kept(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Weight, slot and host bytes of the chunks that stay: nothing else lies in their bytes until the arena changes hands."""
         plan = self.program.plan
         for weight in plan.streamed:
             for run in runs(weight.windows):
                 if run.window is None:
                     begin, end = plan.span(weight, run.first, run.end)
-                    yield self.binding.slots[weight.name][begin:end], self.binding.hosts[weight.name][begin:end]
+                    slot, host = self.binding.slots[weight.name], self.binding.hosts[weight.name]
+                    yield weight.name, slot[begin:end], host[begin:end]
 
     def _prepare(self, module: GraphModule) -> Iterator[_Issue]:
         """The nodes made ready; behind each, the values are dropped that nobody needs any more."""

@@ -44,8 +44,9 @@ class Home:
             found = ref()
             if found is not None and version == self.host._version:
                 return found
+        version = self.host._version  # before the copy: newer values make another
         made = self.host.to(self.store.device, copy=True)
-        self._resident = self.host._version, weakref.ref(made)
+        self._resident = version, weakref.ref(made)
         return made
 
     def pin(self, device: Device) -> None:
@@ -109,12 +110,12 @@ class HostStore:
     def release(self) -> None:
         """Gives every parameter its bytes back."""
         with torch.inference_mode(False), torch.no_grad():
-            while self.homes:
-                home = self.homes[-1]
-                home.unpin()
-                home.parameter.data = home.host.to(self.device)
-                home.parameter.__dict__.pop(HOME, None)
-                self.homes.pop()
+            for home in reversed(self.homes):  # again from the start, if an interrupt comes
+                if home_of(home.parameter) is home:
+                    home.unpin()
+                    home.parameter.data = home.host.to(self.device)
+                    home.parameter.__dict__.pop(HOME, None)
+            self.homes.clear()
 
     def pageable(self, home: Home, error: OSError) -> None:
         """Goes on without pinned memory, and says so once."""

@@ -28,10 +28,11 @@ from .binding import Binding
 from .device import DeviceKind
 from .executor import Executor
 from .host_store import Home, home_of
+from .locks import ProcessLock
 from .measurement import MEASURED_FILE, StepMeasurement, measured
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Code:
     """What compilation made.  ``regions``: name of a submodule of the program -> its lowered code.
 
@@ -53,6 +54,7 @@ class Session:
 
     def __init__(self, code: Code, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raises ChunkflowError if the arena has no room, or if two programs in it could touch the same bytes at once."""
+        self.code = code
         self.program = code.program
         self.arena = arena
         self._folder = code.folder
@@ -62,10 +64,11 @@ class Session:
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
         self._versions = _versions(self._homes.values())
+        self._gone = weakref.finalize(self, _aside, arena.sweep)
+        self._gone.atexit = False
         with arena.lock:
             if code.verified:
-                for other in arena.tenants:
-                    verify_together(other.program, self.program)
+                arena.prove(code, lambda other: verify_together(other.program, code.program))
             memory = arena.join(self, kind=code.kind, advice=code.advice)
             try:
                 binding = self._bind(memory)
@@ -112,10 +115,13 @@ class Session:
         """Waits for the step and the copies in flight, and leaves the arena."""
         with self.arena.lock:
             if not self.closed:
-                self.closed = True
-                self._save()
-                self.executor.vacate()
-                self.arena.leave(self)
+                try:
+                    self._save()
+                    self.executor.vacate()
+                finally:  # an interrupt must not keep the memory
+                    self.closed = True
+                    self._gone.detach()
+                    self.arena.leave(self)
 
     def _save(self) -> None:
         """Into the folder of the dump, if there is one; a full disk must not end a step."""
@@ -159,9 +165,8 @@ class Runner:
         self._place = place
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-        self._lock = threading.Lock()
-        # At exit the process takes everything with it, and threads cannot be started any more.
-        weakref.finalize(self, _close_aside, self._sessions).atexit = False
+        self._lock = ProcessLock()
+        weakref.finalize(self, _close_all, self._sessions).atexit = False
         program = code.program
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
@@ -196,19 +201,21 @@ class Runner:
         return Session(self.code, self._arena or arena, parameters)
 
 
-def _close_aside(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
-    """The compiled code is gone (torch._dynamo.reset): nothing can run these sessions again.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
+    """The compiled code is gone (torch._dynamo.reset): nothing can run these sessions again."""
+    for session in list(sessions.values()):
+        _aside(session.close)
 
-    On a thread of its own, because closing waits for streams: the collector may have come at any point, under their lock.
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _aside(work: Callable[[], None]) -> None:
+    """For finalizers: on a thread of its own, because it waits for locks and streams, and the collector may come anywhere.
+
+    A process that ends takes everything with it.
     """
-    left = list(sessions.values())
-
-    def close() -> None:
-        for session in left:
-            session.close()
-
-    if left:
-        threading.Thread(target=close, name="chunkflow-close", daemon=True).start()
+    if threading.main_thread().is_alive():
+        threading.Thread(target=work, name="chunkflow-close").start()
 
 
 def _versions(homes: Iterable[Home]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ error, so that no one waits for ever; ``synchronize`` raises the error once and 
 
 from __future__ import annotations
 
+import atexit
 import os
 import threading
 import time
@@ -14,23 +15,59 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+
+# How long a process that ends waits for work that hangs, such as a collective whose peer is gone.
+EXIT_SECONDS = 5.0
+
+_T = TypeVar("_T")
 
 # Which of the streams that could go on does: names in, one of them out.
 Choose = Callable[[Sequence[str]], str]
 
 
+class Bell:
+    """Lets threads wait for a change.  Of plain locks: between the lines of a threading.Condition Ctrl-C could come, and
+    leave it locked for ever."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self._waiting: list[threading.Lock] = []
+
+    def ring(self) -> None:
+        """Lets all who wait look again."""
+        with self.lock:
+            for waiter in self._waiting:
+                if waiter.locked():
+                    waiter.release()
+            self._waiting.clear()
+
+    def wait_for(self, look: Callable[[], _T | None]) -> _T:
+        """What ``look`` finds, called under the lock at first and behind every ring."""
+        while True:
+            with self.lock:
+                if (found := look()) is not None:
+                    return found
+                waiter = threading.Lock()
+                waiter.acquire()
+                self._waiting.append(waiter)
+            waiter.acquire()
+
+
 class HostEvent:
     """An event between host threads: a count of marks made and of marks reached."""
 
-    def __init__(self, changed: threading.Condition) -> None:
+    def __init__(self, bell: Bell) -> None:
         self.made = 0
         self.reached = 0
         self.reached_at = 0.0  # time.monotonic seconds
         self.error: BaseException | None = None
-        self._changed = changed
+        self._bell = bell
 
     def mark(self) -> int:
         """A new mark, made by the host in program order; :meth:`reach` tells that the stream has come to it."""
@@ -38,14 +75,13 @@ class HostEvent:
         return self.made
 
     def reach(self, mark: int, error: BaseException | None = None) -> None:
-        with self._changed:
+        with self._bell.lock:
             self.reached, self.error, self.reached_at = max(self.reached, mark), error, time.monotonic()
-            self._changed.notify_all()
+            self._bell.ring()
 
     def block(self, mark: int) -> None:
         """Blocks the calling thread until ``mark`` is reached; raises if the stream failed before it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.reached >= mark)
+        self._bell.wait_for(lambda: True if self.reached >= mark else None)
         self.check()
 
     def check(self) -> None:
@@ -61,11 +97,14 @@ class _Item:
     event: HostEvent | None = None
     mark: int = 0
     record: bool = False
-    over: threading.Event | None = None
+    over: threading.Lock | None = None
     made: float = field(default_factory=time.monotonic)
 
     def ready(self) -> bool:
         return self.event is None or self.record or self.event.reached >= self.mark
+
+
+_OVER = ("", _Item())
 
 
 @dataclass
@@ -89,7 +128,7 @@ class Engine:
     def __init__(
         self, names: Sequence[str], choose: Choose | None = None, before: Callable[[str], None] | None = None
     ) -> None:
-        self.changed = threading.Condition()
+        self.bell = Bell()
         self._process = os.getpid()
         self._queues = {name: _Queue() for name in names}
         self._choose: Choose = choose or (lambda able: able[0])
@@ -101,49 +140,56 @@ class Engine:
             threading.Thread(target=self._drain, args=(share,), name=f"chunkflow-{'-'.join(share)}", daemon=True)
             for share in shares
         ]
+        self._running = len(self._threads)
         for thread in self._threads:
             thread.start()
+        atexit.register(self._close_at_exit)  # threads that still compute would abort a process that ends
 
     def pause(self) -> None:
-        with self.changed:
+        with self.bell.lock:
             self._paused = True
 
     def resume(self) -> None:
-        with self.changed:
+        with self.bell.lock:
             self._paused = False
-            self.changed.notify_all()
+            self.bell.ring()
 
     def put(self, name: str, item: _Item) -> None:
         self._check_process()
-        with self.changed:
+        with self.bell.lock:
             if self._closed:
                 raise ChunkflowError(
                     f"The {name} stream is closed: the model was restored. Call the compiled model again."
                 )
             self._queues[name].items.append(item)
-            self.changed.notify_all()
+            self.bell.ring()
 
     def of(self, name: str) -> _Queue:
         return self._queues[name]
 
     def take_failure(self, name: str) -> BaseException | None:
         """The error of a stream, which is usable again."""
-        with self.changed:
+        with self.bell.lock:
             failure, self._queues[name].failure = self._queues[name].failure, None
             return failure
 
     def end(self) -> None:
         """Lets the threads end once their queues are empty.  Waits for nothing: the collector may call it anywhere."""
-        with self.changed:
+        if os.getpid() != self._process:
+            return  # a forked child has no threads, and a lock that one of them may have held
+        with self.bell.lock:
             self._closed, self._paused = True, False
-            self.changed.notify_all()
+            self.bell.ring()
 
-    def close(self) -> None:
-        """Ends the threads once their queues are empty."""
+    def close(self, timeout: float | None = None) -> None:
+        """Ends the threads once their queues are empty, or at most ``timeout`` seconds later."""
         self.end()
         for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join()
+            if thread is not threading.current_thread() and os.getpid() == self._process:
+                thread.join(timeout)
+
+    def _close_at_exit(self) -> None:
+        self.close(EXIT_SECONDS)
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:
@@ -153,7 +199,7 @@ class Engine:
             )
 
     def _drain(self, share: Sequence[str]) -> None:
-        while (taken := self._take(share)) is not None:
+        while (taken := self.bell.wait_for(partial(self._take, share))) != _OVER:
             name, item = taken
             queue = self._queues[name]
             try:
@@ -164,8 +210,12 @@ class Engine:
                 if item.record and item.event is not None:
                     item.event.reach(item.mark, queue.failure)
                 if item.over is not None:
-                    item.over.set()
+                    item.over.release()
                 del item, taken  # what it holds must not live until the next one comes
+        with self.bell.lock:
+            self._running -= 1
+            if not self._running:
+                atexit.unregister(self._close_at_exit)  # which would keep all of this
 
     def _run(self, name: str, queue: _Queue, item: _Item) -> None:
         if queue.failure is not None:
@@ -181,16 +231,14 @@ class Engine:
             item.event.check()
 
     def _take(self, share: Sequence[str]) -> tuple[str, _Item] | None:
-        """The next item that a thread may run; None when there will be none."""
-        with self.changed:
-            while True:
-                if self._closed and not any(self._queues[name].items for name in share):
-                    return None
-                able = [n for n in share if self._queues[n].items and self._queues[n].items[0].ready()]
-                if able and not self._paused:
-                    name = self._choose(able)
-                    return name, self._queues[name].items.popleft()
-                self.changed.wait()
+        """The next item that a thread may run, None while there is none, _OVER when there will be none."""
+        if self._closed and not any(self._queues[name].items for name in share):
+            return _OVER
+        able = [n for n in share if self._queues[n].items and self._queues[n].items[0].ready()]
+        if not able or self._paused:
+            return None
+        name = self._choose(able)
+        return name, self._queues[name].items.popleft()
 
 
 class CallingStream:
@@ -228,7 +276,7 @@ class ThreadStream:
         self._engine.of(self._name).ended = at
 
     def run(self, work: Callable[[], None]) -> None:
-        self._engine.put(self._name, _Item(work=work))
+        self._engine.put(self._name, _Item(work=_as_here(work)))
 
     def record(self, event: HostEvent) -> None:
         self._engine.put(self._name, _Item(event=event, mark=event.mark(), record=True))
@@ -238,11 +286,23 @@ class ThreadStream:
         return 0.0
 
     def synchronize(self) -> None:
-        over = threading.Event()
+        over = threading.Lock()
+        over.acquire()
         self._engine.put(self._name, _Item(over=over))
-        over.wait()
+        over.acquire()  # a plain lock, as in Bell
         if (error := self._engine.take_failure(self._name)) is not None:
             raise ChunkflowError(str(error)) from error
+
+
+def _as_here(work: Callable[[], None]) -> Callable[[], None]:
+    """The work under the caller's modes of autograd, which torch keeps for each thread."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+
+    def run() -> None:
+        with torch.inference_mode(inference), torch.set_grad_enabled(grad):
+            work()
+
+    return run
 
 
 _WORK = {"copy": "A copy to the device", "compute": "A region", "collective": "A collective"}
