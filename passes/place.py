@@ -74,8 +74,7 @@ def place(
 def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int) -> int:
     """Bytes of weights on the device below which there is no plan."""
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
-    barely = planner.play([c.first for c in planner.chunks])
-    return Builder(planner, hardware, "chunkflow").floor(barely)
+    return Builder(planner, hardware, "chunkflow").least()[1]
 
 
 def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
@@ -95,8 +94,7 @@ def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: fl
 
 
 def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) -> Plan:
-    barely = planner.play([c.first for c in planner.chunks])
-    floor = builder.floor(barely)
+    barely, floor = builder.least()
     if memory < floor:
         raise ChunkflowError(
             f"memory={memory} bytes is too little: {planner.kept_bytes} bytes of small and tied weights stay on the device, "
@@ -146,9 +144,10 @@ class Builder:
         _, arena = self._arena(windows, streamed, quick)
         return arena + self._outside(streamed)
 
-    def floor(self, barely: Candidate) -> int:
-        """The least that any plan takes, given the one that starts every copy in the last window that it may."""
-        return min(self.slots(barely), self.problem.total_bytes)
+    def least(self) -> tuple[Candidate, int]:
+        """The placement that starts every copy in the last window that it may, and the least bytes that any plan takes."""
+        barely = self.planner.play([c.first for c in self.planner.chunks])
+        return barely, min(self.slots(barely), self.problem.total_bytes)
 
     def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...]) -> Plan:
         streamed = self._streamed(windows)

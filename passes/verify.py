@@ -223,8 +223,8 @@ def _lives(order: HappensBefore) -> _Lives:
         if op.kind == "chunk" and op.serves is None:
             for step in steps:
                 lives[op.turn, op.weight, step].kept.setdefault(op.chunk, []).append(i)
-        elif op.kind == "chunk":
-            if life := lives.get((op.turn, op.weight, op.serves or 0)):
+        elif op.kind == "chunk" and op.serves is not None:
+            if life := lives.get((op.turn, op.weight, op.serves)):
                 life.chunks.setdefault(op.chunk, []).append(i)
         elif op.kind == "wait" and (life := lives.get((op.turn, op.weight, op.step))):
             life.waits.append(i)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import resource
+import subprocess
+import sys
 import threading
 import weakref
 from collections import Counter
@@ -87,10 +90,11 @@ def test_dropping_a_model_frees_its_weights_and_its_thread(no_grad: None) -> Non
     before = threading.active_count()
     model, slot = use()
     gc.collect()
+    for name in ("chunkflow-close", "chunkflow-copy"):
+        for thread in threading.enumerate():
+            if thread.name == name:
+                thread.join(timeout=5)
     assert model() is None and slot() is None
-    for thread in threading.enumerate():
-        if thread.name == "chunkflow-copy":
-            thread.join(timeout=5)
     assert threading.active_count() <= before
 
 
@@ -202,7 +206,27 @@ def test_a_parent_that_reads_a_weight_below_is_refused_when_called_eagerly(no_gr
     assert torch.equal(restore(model)(x), expected)
 
 
-OURS = ("Arena", "Executor", "Engine", "Home", "HostStore", "Placement", "Runner", "Session", "GraphModule", "Program")
+@pytest.mark.parametrize("debug", ["()", "'threads'"])
+def test_a_process_that_ends_with_copies_under_way_ends_well(debug: str, tmp_path: Path) -> None:
+    script = tmp_path / "ends.py"
+    script.write_text(
+        "import torch\nfrom conftest import OPTIONS\nfrom helpers import Stack\ntorch.set_grad_enabled(False)\n"
+        f"options = {{**OPTIONS, 'lowering': 'eager', 'debug': {debug}}}\n"
+        "run = torch.compile(Stack(8).eval(), backend='chunkflow', fullgraph=True, options=options)\n"
+        "for _ in range(2):\n    run(torch.randn(4, 8))\nprint('over')\n"
+    )
+    for _ in range(3):
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        done = subprocess.run(
+            [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
+        )
+        assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
+
+
+OURS = (
+    *("Arena", "Binding", "Code", "CpuDevice", "Engine", "Executor", "GraphModule"),
+    *("Home", "HostStore", "Placement", "Program", "Runner", "Session"),
+)
 
 
 def alive() -> Counter[str]:

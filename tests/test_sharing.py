@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
+import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +15,10 @@ from conftest import OPTIONS, RESIDENT
 from helpers import Stack
 from torch import nn
 
-from chunkflow_compile import Arena, ChunkflowError, offload, programs, restore
+from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
+from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.rewrite import Program
+from chunkflow_compile.runtime import runner
 from chunkflow_compile.runtime.runner import Session
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
@@ -50,6 +56,7 @@ def test_two_resolutions_take_turns_in_one_arena(debug: tuple[str, ...], no_grad
         cold = [m for m in session.measurements if m.primed_bytes]
         assert session.plan.moved_bytes == session.measurements[-1].moved_bytes > 0
         assert 0 < len(cold) < len(session.measurements), "cold after another program, warm after itself"
+    assert f"{len(cold)} calls began cold" in str(explain(run))
     restore(model)
     assert arena.nbytes == 0 and not arena.tenants
 
@@ -131,6 +138,75 @@ def test_what_does_not_fit_an_arena_is_refused(no_grad: None) -> None:
         compiled(stack(), arena="cpu")(torch.randn(4, 8))
 
 
+def test_programs_are_verified_together_once_where_they_meet(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def spy(*programs: Program) -> None:
+        seen.append(len(programs))
+        if len(seen) > 3:
+            raise FindingError("not safe in one arena")
+
+    monkeypatch.setattr(runner, "verify_together", spy)
+    model, twin = stack(), stack()
+    run = compiled(model)
+    for shape in (*SHAPES, *SHAPES):
+        run(torch.randn(*shape))
+    assert len(seen) == 3, "every two of three"
+    model.load_state_dict(twin.state_dict())
+    for shape in SHAPES:
+        run(torch.randn(*shape))
+    assert len(seen) == 3, "new values make new sessions, not new programs"
+    with pytest.raises(FindingError, match="not safe in one arena"):
+        run(torch.randn(5, 8))
+    restore(model)
+    unverified = compiled(model, disable=["verify"])
+    for shape in SHAPES:
+        x = torch.randn(*shape)
+        assert torch.equal(unverified(x), twin(x))
+    assert len(seen) == 4
+
+
+def test_an_arena_whose_models_are_dropped_is_emptied(no_grad: None) -> None:
+    arena = Arena()
+    compiled(stack(), arena=arena)(torch.randn(4, 8))
+    assert arena.nbytes > 0
+    torch._dynamo.reset()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "chunkflow-close":
+            thread.join(timeout=5)
+    assert arena.nbytes == 0 and not arena.tenants
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    assert torch.equal(compiled(model, arena=arena, debug="threads")(x), twin(x)), "on other streams than before"
+
+
+@pytest.mark.parametrize("policy", ["resident", "none"])
+def test_a_copy_of_a_model_whose_weights_are_where_they_were_is_a_model_like_any(policy: str, no_grad: None) -> None:
+    model, x = stack(), torch.randn(4, 8)
+    if policy == "resident":
+        torch.compile(model, backend="chunkflow", fullgraph=True, options={**RESIDENT, "lowering": "eager"})(x)
+    else:
+        offload(model, min_bytes=1 << 30)
+    copied = copy.deepcopy(model)
+    offload(copied, min_bytes=4096)
+    run = compiled(copied, arena=Arena())
+    assert torch.equal(run(x), stack()(x)) and programs(copied)[0].plan.moved_bytes > 0
+    restore(copied)
+    assert torch.equal(copy.deepcopy(run)(x), stack()(x))
+
+
+def test_streams_compute_in_the_caller_s_modes_of_autograd() -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, debug="threads")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for _ in range(2):
+                x = torch.randn(4, 8)
+                out = run(x)
+                assert torch.equal(out, twin(x)) and not out.requires_grad
+                assert out.is_inference() == (mode is torch.inference_mode)
+
+
 def in_threads(*works: Callable[[], None]) -> None:
     """Runs the works at once; raises what the first of them raised."""
     errors: list[BaseException] = []
@@ -172,6 +248,43 @@ def test_threads_that_call_one_model_first_at_once_take_turns(placed_first: bool
         assert len(programs(model)) >= len(SHAPES), "two threads may have compiled the same shape"
         restore(model)
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_calls_that_share_an_arena_wait_for_each_other(no_grad: None) -> None:
+    """Two models, copies so slow that their steps would meet."""
+    arena = Arena()
+    models, twins = [stack(3, 0), stack(4, 1)], [stack(3, 0), stack(4, 1)]
+    runs = [compiled(model, arena=arena, debug="poison") for model in models]
+    for run in runs:
+        run(torch.randn(4, 8))
+    plain, inside, most = arena.streams.copy_bytes, [0], [0]
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.001)
+        plain(target, source)
+
+    arena.streams.copy_bytes = slow
+    for model in models:
+        executor = programs(model)[0].executor
+        enqueue = executor.enqueue
+
+        def counted(args: Any, enqueue: Callable[..., Any] = enqueue) -> Any:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            try:
+                return enqueue(args)
+            finally:
+                inside[0] -= 1
+
+        executor.enqueue = counted
+
+    def work(i: int) -> None:
+        for _ in range(6):
+            x = torch.randn(4, 8)
+            assert torch.equal(runs[i](x), twins[i](x))
+
+    in_threads(lambda: work(0), lambda: work(1), lambda: work(0))
+    assert most == [1]
 
 
 def test_a_program_that_reads_weights_in_place_ends_its_step_before_another_moves_them(no_grad: None) -> None:

@@ -16,7 +16,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Stage, StageName, stages
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
-from chunkflow_compile.report.logs import logged, timed
+from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import StageWriter, annotator
 
 
@@ -59,17 +59,20 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress(1 + STAGES.index(last) + 1)  # the tracing and each stage
     found = target.load(arguments, progress)
     run_to_last = stages(found.traced, found.settings, verify_each=arguments.verify_each, last=last)
-    coming = timed(logged(run_to_last, found.hardware))
     made: list[Stage] = []
     took: list[tuple[str, str, str]] = []
+
+    def note(stage: Stage, seconds: float) -> None:
+        took.append((stage.name, f"{seconds:.2f} s", "" if stage.proof is None else str(stage.proof)))
+
+    coming = logged(run_to_last, found.hardware, note)
     try:
         for name in (*STAGES[: STAGES.index(last) + 1], "checking"):
             with progress.phase(name):
-                stage, seconds = next(coming, (None, 0.0))
+                stage = next(coming, None)
                 if stage is None:
                     break
                 made.append(stage)
-                took.append((stage.name, f"{seconds:.2f} s", "" if stage.proof is None else str(stage.proof)))
                 if writer is not None:
                     writer.add(stage)
         if arguments.verify_each:

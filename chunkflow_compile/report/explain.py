@@ -77,6 +77,7 @@ class Explanation:
     policy: str
     hardware: str
     steps: int
+    cold: int
     figures: tuple[Figure, ...]
     windows: tuple[Window, ...]
     stalls: tuple[WorstStall, ...]
@@ -100,6 +101,14 @@ class Explanation:
         parts = [warm, _figures(self.figures), fill(f"limited by {self.limit}", _TEXT)]
         if self.advice:
             parts.append(fill(self.advice, _TEXT))
+        if self.cold > 1:  # the first always is
+            parts.append(
+                fill(
+                    f"{self.cold} calls began cold, with nothing in the slots: programs that share an arena take turns, and "
+                    "each change costs the first copies; or an error came. Give one of them an arena of its own.",
+                    _TEXT,
+                )
+            )
         if self.stalls:
             parts.append(f"worst stalls:\n\n{_stalls(self.stalls)}")
         elif self.waited_s > _SHORT:
@@ -148,6 +157,7 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
         policy=plan.policy,
         hardware=plan.hardware,
         steps=measured.steps,
+        cold=measured.cold,
         figures=figures,
         windows=windows,
         stalls=tuple(_worst(plan, lanes, windows)),

@@ -23,10 +23,17 @@ ARTEFACT = "chunkflow"
 PACKAGE = "chunkflow_compile"
 
 
-def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
-    """Passes the stages on, each with its listing in the structured trace and, annotated and folded, in the log."""
+def logged(
+    run: Iterable[Stage], hardware: Hardware, took: Callable[[Stage, float], None] | None = None
+) -> Iterator[Stage]:
+    """Passes the stages on, each with its listing in the structured trace and, annotated and folded, in the log.
+
+    ``took`` is told the seconds of each stage.
+    """
     log = _logger()
-    for stage, seconds in timed(run):
+    for stage, seconds in _timed(run):
+        if took is not None:
+            took(stage, seconds)
         name = f"chunkflow_{STAGES.index(stage.name):02}_{stage.name}"
         _artifact(name, "string", lambda stage=stage: render(stage_lines(stage)))  # type: ignore[misc]
         if stage.name == "planned" and stage.plan is not None:
@@ -41,7 +48,7 @@ def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
         yield stage
 
 
-def timed(run: Iterable[Stage]) -> Iterator[tuple[Stage, float]]:
+def _timed(run: Iterable[Stage]) -> Iterator[tuple[Stage, float]]:
     """Each stage with the seconds that it took."""
     coming = iter(run)
     while True:

@@ -28,7 +28,7 @@ class Tenant(Protocol):
 
 
 class Arena:
-    """Device memory and streams that programs share: as large as the largest of their plans, not as all together.
+    """Device memory and streams that programs share: as large as the largest plan that ran in it, not as all together.
 
     The programs of one model share an arena by themselves.  Hand one to several models, as
     ``options={"arena": arena}``, where they take turns: the two transformers of Wan 2.2, a text encoder and a

@@ -167,7 +167,7 @@ class Executor:
         return step.moved
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Weight, slot and host bytes of the chunks that stay: nothing else lies in their bytes until the arena changes hands."""
+        """Weight, slot and host bytes of the chunks that stay, which are theirs until the arena changes hands."""
         plan = self.program.plan
         for weight in plan.streamed:
             for run in runs(weight.windows):

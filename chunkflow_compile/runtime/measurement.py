@@ -51,7 +51,10 @@ class StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians over the warm steps of a program, or its only, cold one.  ``plan``: digest of its plan."""
+    """Medians over the warm steps of a program, or its cold ones if all are.  ``plan``: digest of its plan.
+
+    ``steps``: those that the medians are of; ``cold``: all that began with nothing in the slots, the first among them.
+    """
 
     plan: str
     steps: int
@@ -62,6 +65,7 @@ class Measured:
     copy_s: float
     moved_bytes: int
     windows: WindowSeconds
+    cold: int = 0
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
@@ -97,4 +101,5 @@ def measured(plan: str, steps: Sequence[StepMeasurement]) -> Measured:
         copy_s=median(s.copy_s for s in warm),
         moved_bytes=warm[-1].moved_bytes,
         windows=windows,
+        cold=sum(s.primed_bytes > 0 for s in steps),
     )
