@@ -135,7 +135,7 @@ def _place(
         with contextlib.ExitStack() as held:
             held.enter_context(compile_lock)  # hooks come and go: no other thread may be tracing them
             for placement in sorted(around, key=id):
-                held.enter_context(placement.lock)
+                held.enter_context(placement.lock())
             if not all(placement.lasts for placement in around):
                 continue  # another thread restored the model meanwhile
             missing = [parameters[name] for name in wanted if home_of(parameters[name]) is None]

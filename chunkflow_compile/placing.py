@@ -66,9 +66,9 @@ class Placement:
         Waits for the steps of other threads: until now their programs may have read the parameters where they are.
         """
         moved: list[Home] = []
-        with self.lock, contextlib.ExitStack() as steps:
+        with self.lock(), contextlib.ExitStack() as steps:
             for arena in sorted({s.arena for s in self.sessions}, key=id):
-                steps.enter_context(arena.lock)
+                steps.enter_context(arena.lock())
             try:
                 moved.extend(self.store.add(names, p) for names, p in weights if home_of(p) is None)
                 self.guards.add(moved)
@@ -78,7 +78,7 @@ class Placement:
 
     def undo(self) -> None:
         """Gives every parameter its bytes back and forgets the model."""
-        with compile_lock, self.lock:  # hooks come and go: no other thread may be tracing them
+        with compile_lock, self.lock():  # hooks come and go: no other thread may be tracing them
             for session in self.sessions:
                 session.close()
             self.sessions.clear()
@@ -119,8 +119,9 @@ def offload(
     index = ModelIndex.of(root)
     weights = [(index.names[id(p)], p) for p in parameters if _bytes(p) >= min_bytes and why_not(p) is None]
     placement = Placement.on(root, target)
-    placement.guards.watch_calls(lambda: placement.store.homes)
-    placement.move(weights)
+    with compile_lock:
+        placement.guards.watch_calls(lambda: placement.store.homes)
+        placement.move(weights)
     try:
         with torch.no_grad():
             for tensor in (*root.parameters(), *root.buffers()):

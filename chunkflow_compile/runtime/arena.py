@@ -23,6 +23,9 @@ class Tenant(Protocol):
     @property
     def plan(self) -> Plan: ...
 
+    code: Any
+    """What stays the same when the program is bound anew, by identity: what was proved of it holds."""
+
     def close(self) -> None:
         """Leaves the arena; whoever calls the program again makes it anew."""
 
@@ -79,7 +82,7 @@ class Arena:
         there is no room, with ``advice`` on what would fit, and for another ``kind`` of device than the other tenants have.
         """
         kind = kind or DeviceKind()
-        with self.lock:
+        with self.lock():
             self.sweep()
             if self._streams is None:
                 self._streams, self._kind = self._make(self.device, kind), kind
@@ -104,13 +107,13 @@ class Arena:
 
     def leave(self, tenant: Tenant) -> None:
         """Forgets a tenant; with the last one the memory is freed and the streams end."""
-        with self.lock:
+        with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not tenant]
             self.sweep()
 
     def sweep(self) -> None:
         """Forgets tenants that were dropped instead of closed."""
-        with self.lock:
+        with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not None]
             if not self._tenants and self._streams is not None:
                 streams, self._streams, self._memory, self.holder = self._streams, None, None, None

@@ -66,7 +66,7 @@ class Session:
         self._versions = _versions(self._homes.values())
         self._gone = weakref.finalize(self, _aside, arena.sweep)
         self._gone.atexit = False
-        with arena.lock:
+        with arena.lock():
             if code.verified:
                 arena.prove(code, lambda other: verify_together(other.program, code.program))
             memory = arena.join(self, kind=code.kind, advice=code.advice)
@@ -113,7 +113,7 @@ class Session:
 
     def close(self) -> None:
         """Waits for the step and the copies in flight, and leaves the arena."""
-        with self.arena.lock:
+        with self.arena.lock():
             if not self.closed:
                 try:
                     self._save()
@@ -181,10 +181,10 @@ class Runner:
         while True:
             session = self._sessions.get(key)
             if session is not None:
-                with session.arena.lock:
+                with session.arena.lock():
                     if session.fits(parameters):
                         return session.run(inputs)
-            with self._lock:
+            with self._lock():
                 if self._sessions.get(key) is session:  # no other thread has made one meanwhile
                     self._renew(key, session, parameters)
 
