@@ -303,7 +303,6 @@ def test_an_interrupt_while_weights_move(no_grad: None, monkeypatch: pytest.Monk
 
 def call_and_restore(model: Stack, run: nn.Module, send: Any) -> None:
     """In a forked process: what the call says, and whether the model is whole behind it."""
-    torch.set_num_threads(1)
     with torch.no_grad():
         try:
             run(torch.ones(4, 8))
@@ -318,18 +317,26 @@ def call_and_restore(model: Stack, run: nn.Module, send: Any) -> None:
 def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.Module, Session]) -> None:
     """The step of another thread holds its locks, and there is no such thread in the child."""
     model, twin, run, session = running
+    threads, inside = torch.get_num_threads(), threading.Event()
+    torch.set_num_threads(1)  # OpenMP's threads do not come along either
+    run(torch.randn(4, 8))  # torch compiles anew for the number of threads, and not in the child
+    session = programs(model)[-1]
     device, plain = session.executor.device, session.executor.device.copy_bytes
     stepping = threading.Thread(target=torch.no_grad()(lambda: run(torch.randn(4, 8))), daemon=True)
     if beside_a_step:
-        device.copy_bytes = lambda target, source: time.sleep(0.1) or plain(target, source)
+        device.copy_bytes = lambda target, source: inside.set() or time.sleep(0.1) or plain(target, source)
         stepping.start()
-        time.sleep(0.05)
+        assert inside.wait(20)
     receive, send = multiprocessing.Pipe()
     child = multiprocessing.get_context("fork").Process(target=call_and_restore, args=(model, run, send))
     child.start()
-    assert receive.poll(60), "the child hangs"
-    said, whole = receive.recv()
-    child.join()
+    try:
+        assert receive.poll(60), "the child hangs"
+        said, whole = receive.recv()
+        child.join()
+    finally:
+        child.kill()
+        torch.set_num_threads(threads)
     if beside_a_step:
         stepping.join()
         device.copy_bytes = plain
