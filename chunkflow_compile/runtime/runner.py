@@ -64,7 +64,7 @@ class Session:
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
         self._versions = _versions(self._homes.values())
-        self._gone = weakref.finalize(self, _aside, arena.sweep)
+        self._gone = weakref.finalize(self, _sweep, weakref.ref(arena))
         self._gone.atexit = False
         with arena.lock():
             if code.verified:
@@ -206,6 +206,12 @@ def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
     """The compiled code is gone (torch._dynamo.reset): nothing can run these sessions again."""
     for session in list(sessions.values()):
         _aside(session.close)
+
+
+def _sweep(ref: weakref.ref[Arena]) -> None:
+    """The session was dropped with its model: an arena that others have must not keep its place."""
+    if (arena := ref()) is not None:
+        _aside(arena.sweep)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
