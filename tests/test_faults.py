@@ -215,8 +215,16 @@ def test_a_weight_changed_under_the_plan(running: tuple[Stack, Stack, nn.Module,
     assert_survives(model, twin)
 
 
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Interrupts arrive: a job that a shell starts in the background is born with them ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("debug", [(), ("threads", "poison")])
-def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None) -> None:
+def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
     """Ctrl-C, at ten moments of two steps whose copies are slow."""
     model, twin = stack(), stack()
     run = compiled(model, debug=debug)
