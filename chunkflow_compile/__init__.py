@@ -12,9 +12,10 @@ if TYPE_CHECKING:
     from chunkflow_compile.explaining import explain
     from chunkflow_compile.passes.errors import ChunkflowError
     from chunkflow_compile.placing import offload, programs, restore
+    from chunkflow_compile.replanning import replan
     from chunkflow_compile.runtime.arena import Arena
 
-__all__ = ["Arena", "ChunkflowError", "__version__", "explain", "offload", "programs", "restore"]
+__all__ = ["Arena", "ChunkflowError", "__version__", "explain", "offload", "programs", "replan", "restore"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -23,6 +24,7 @@ _HOMES = {
     "explain": "chunkflow_compile.explaining",
     "offload": "chunkflow_compile.placing",
     "programs": "chunkflow_compile.placing",
+    "replan": "chunkflow_compile.replanning",
     "restore": "chunkflow_compile.placing",
 }
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from chunkflow_compile.lowering.lower import lower_regions, warm_up
 from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pipeline import stages
+from chunkflow_compile.passes.pipeline import Settings, stages
 from chunkflow_compile.passes.place import least_memory
 from chunkflow_compile.passes.rewrite import Program
 from chunkflow_compile.passes.traced import Traced
@@ -70,10 +71,13 @@ def chunkflow(
     parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
-        program, folder = run_passes(describe_graph(aten, parameters, index.blocks), chosen)
+        make = partial(run_passes, describe_graph(aten, parameters, index.blocks), chosen.settings(), chosen.dump)
+        program, folder = make()
         code = Code(
             program=program,
             regions=lower_regions(program, chosen.lowering, chosen.inductor),
+            make=make,
+            replan_after=chosen.replan_after,
             folder=folder,
             kind=chosen.device_kind(),
             poison="poison" in chosen.debugging(),
@@ -85,14 +89,19 @@ def chunkflow(
     return lower_to_aten(graph, example_inputs, compile_inference)
 
 
-def run_passes(traced: Traced, options: Options) -> tuple[Program, Path | None]:
-    """An ATen graph becomes a program, logged and, if asked for, dumped at every stage: the program, and the folder."""
-    settings = options.settings()
+def run_passes(
+    traced: Traced, settings: Settings, dump: str | Path | None, **other: Any
+) -> tuple[Program, Path | None]:
+    """An ATen graph becomes a program, logged and, if asked for, dumped at every stage: the program, and the folder.
+
+    ``other``: settings in place of those given.
+    """
+    settings = replace(settings, **other)
     run = logged(stages(traced, settings), settings.hardware)
-    if options.dump is None:
+    if dump is None:
         last, folder = [*run][-1], None
     else:
-        last, folder = write_stages(run, options.dump, settings.hardware)
+        last, folder = write_stages(run, dump, settings.hardware)
     assert last.program is not None
     return last.program, folder
 

@@ -19,4 +19,4 @@ def explain(compiled: nn.Module) -> Explanation:
     if not found:
         raise ChunkflowError("No program of this model has run yet: compile it with ChunkFlow and call it first.")
     newest = found[-1]
-    return explain_plan(newest.plan, measured(newest.plan.digest, newest.measurements))
+    return explain_plan(newest.plan, measured(newest.plan, newest.measurements))

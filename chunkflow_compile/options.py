@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +20,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
+from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import parse_bytes
 
 # Below 1 MiB a copy costs more to start than to carry (5 to 10 us against 33 us at 30 GB/s), and the biases, norms and
@@ -28,6 +29,8 @@ DEFAULT_MIN_BYTES = 1 << 20
 # Of 4, 16, 64 and 256 MiB the paper found 16 best: a collective waits for at most 0.6 ms on PCIe 5.
 DEFAULT_CHUNK_BYTES = 16 << 20
 DEBUG = ("poison", "threads")
+
+_T = TypeVar("_T")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -46,7 +49,8 @@ class Options:
 
     policy: Policy = "chunkflow"
     """"chunkflow" places by the cost model.  To compare with, on the same regions and executor: "layerwise" fetches the
-    whole next block, "layerwise-barrier" moreover waits for it before the collectives, "resident" streams nothing."""
+    whole next block, "layerwise-barrier" moreover waits for it before the collectives, "layerwise-prefix" keeps as many first
+    blocks as memory holds, "host-yield" holds copies back by a flag on the host, "resident" streams nothing."""
 
     arena: Arena | None = None
     """Device memory to share with other models, which take turns in it: chunkflow_compile.Arena(device).  The programs of
@@ -54,6 +58,13 @@ class Options:
 
     min_bytes: int = DEFAULT_MIN_BYTES
     """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value given there."""
+
+    timings: str | Path | None = None
+    """What an earlier run took, in place of the profile's rates: measured.json of its dump."""
+
+    replan_after: int = 0
+    """Steps behind which a plan is made from what they took, and run from the next step on: for a profile that fits the
+    machine badly.  Nothing is compiled again and no output changes.  0 for never."""
 
     plan: str | Path | None = None
     """A plan to run instead of making one: a file of chunkflow plan --json, made for this model, its sizes and degree."""
@@ -86,7 +97,7 @@ class Options:
                 raise ChunkflowError(
                     f"Option {name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}."
                 )
-        for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1)):
+        for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ChunkflowError(f"Option {name} must be a whole number of at least {least}, not {value!r}.")
@@ -121,6 +132,8 @@ class Options:
             raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
         if self.plan is not None and (self.memory is not None or self.slowdown is not None):
             raise ChunkflowError("Give a plan or a goal for one (memory, slowdown), not both.")
+        if self.plan is not None and self.replan_after:
+            raise ChunkflowError("Give a plan or replan_after, not both: the one is what the other would replace.")
         if self.slowdown is not None and self.policy != "chunkflow":
             raise ChunkflowError(
                 f"Policy {self.policy} has one plan only: slowdown={self.slowdown} would change nothing."
@@ -158,18 +171,29 @@ class Options:
             memory=self.memory_bytes(),
             slowdown=self.slowdown,
             plan=self.given_plan(),
+            timings=None if self.timings is None else read_measured(self.timings).timings(),
             disabled=frozenset(self.disable),
         )
 
 
 def read_plan(path: str | Path) -> Plan:
     """The plan of a file.  Raises ChunkflowError if it cannot be read or is none."""
+    return _read(path, "plan", Plan.from_json)
+
+
+def read_measured(path: str | Path) -> Measured:
+    """What a run measured.  Raises ChunkflowError if the file cannot be read or is none."""
+    return _read(path, "measurement", Measured.from_json)
+
+
+def _read(path: str | Path, what: str, parse: Callable[[str], _T]) -> _T:
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError, TypeError) as error:
-        raise ChunkflowError(f"The plan {path} cannot be read: {getattr(error, 'strerror', None) or error}.") from error
+        cause = getattr(error, "strerror", None) or error
+        raise ChunkflowError(f"The {what} {path} cannot be read: {cause}.") from error
     try:
-        return Plan.from_json(text)
+        return parse(text)
     except ChunkflowError as error:
         raise ChunkflowError(f"{path}: {error}") from error
 

@@ -23,6 +23,7 @@ from .plan import Plan
 from .problem import Problem
 from .regions import DEFAULT_GROUP_BYTES, Cut, cut
 from .rewrite import Program, rewrite
+from .timings import Timings
 from .traced import Traced
 from .verify import Proof, verify
 
@@ -50,6 +51,7 @@ class Settings:
     memory: int | None = None
     slowdown: float | None = None
     plan: Plan | None = None
+    timings: Timings | None = None
     disabled: frozenset[str] = field(default_factory=frozenset)
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ def make_plan(problem: Problem, settings: Settings) -> Plan:
         memory=settings.memory,
         slowdown=settings.slowdown,
         disabled=settings.disabled,
+        timings=settings.timings,
     )
 
 

@@ -16,7 +16,7 @@ from .errors import ChunkflowError
 from .hardware import Hardware
 from .labels import region_labels
 from .plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, align, runs
-from .policies import layerwise, next_block_barriers
+from .policies import blocks_of, layerwise, next_block_barriers
 from .problem import Problem, Weight
 from .reasons import reason
 from .refine import MOST_CHUNKS, Improve, refine, unrefined
@@ -24,10 +24,20 @@ from .schedule import schedule, transfers
 from .search import ROUNDING, Candidate, Planner, barriers
 from .slots import Lifetime, Piece, assign_slots
 from .timeline import Simulator, Timeline
+from .timings import Timings
 from .windows import as_windows
 
-Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "resident"]
-POLICIES: tuple[Policy, ...] = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
+Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "layerwise-prefix", "host-yield", "resident"]
+POLICIES: tuple[Policy, ...] = (
+    "resident",
+    "layerwise",
+    "layerwise-barrier",
+    "layerwise-prefix",
+    "host-yield",
+    "chunkflow",
+)
+# Those that a byte budget changes.
+BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
 DEFAULT_SLOWDOWN = 1.02
 
 
@@ -40,13 +50,15 @@ def place(
     memory: int | None = None,
     slowdown: float | None = None,
     disabled: Collection[str] = (),
+    timings: Timings | None = None,
 ) -> Plan:
     """Decides the home, slot and windows of every weight.
 
     ``memory``: most weight bytes on the device, for the fastest plan within them.  ``slowdown``: longest predicted step
     over that with all weights resident, for the smallest plan; 1.02 if neither is given.  ``disabled``: of "barriers" and
-    "refine", what is left out.  Raises ChunkflowError if both goals are given, if ``slowdown`` is below 1, or if
-    ``memory`` is below what the program needs at least.
+    "refine", what is left out.  ``timings``: what was measured of the problem, in place of the profile's rates.
+    Raises ChunkflowError if both goals are given, if ``slowdown`` is below 1, if ``memory`` is below what the program
+    needs at least, or if the timings are of another problem.
     """
     if memory is not None and slowdown is not None:
         raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
@@ -54,19 +66,22 @@ def place(
         raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
     if slowdown is not None and policy != "chunkflow":
         raise ChunkflowError(f"Policy {policy} has one plan only: slowdown={slowdown} would change nothing.")
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), disabled)
-    builder = Builder(planner, hardware, policy)
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), disabled)
+    builder = Builder(planner, planner.simulator.hardware, policy)
     if policy == "chunkflow":
         improve = unrefined if "refine" in disabled else refine
         if memory is None:
             plan = _smallest(planner, builder, improve, slowdown)
         else:
             plan = _fastest(planner, builder, improve, memory)
+    elif policy == "layerwise-prefix":
+        plan = _prefix(planner, builder, memory)
     else:
         plan = builder.plan(*_fixed(policy, planner))
     if memory is not None and plan.device_bytes > memory:
         raise ChunkflowError(
-            f"memory={memory} bytes is below the {plan.device_bytes} bytes that policy {policy} takes; it has no other plan."
+            f"memory={memory} bytes is below the {plan.device_bytes} bytes that policy {policy} takes; "
+            "it has no smaller plan."
         )
     return plan
 
@@ -83,6 +98,21 @@ def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[
     windows = as_windows(planner.chunks, layerwise(planner.problem, planner.chunks), planner.count)
     streamed = [w for w in planner.weights if any(k is not None for k in windows[w.name])]
     return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
+
+
+def _prefix(planner: Planner, builder: Builder, memory: int | None) -> Plan:
+    """Layerwise, less as many blocks from the first on as stay on the device within ``memory``."""
+    if memory is None:
+        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give memory=.")
+    placed = layerwise(planner.problem, planner.chunks)
+    streamed = planner.play(placed)
+    for first, last in blocks_of(planner.problem):
+        kept = [None if first <= c.first <= last else w for c, w in zip(planner.chunks, placed, strict=True)]
+        candidate = planner.play(kept)
+        if builder.slots(candidate) > memory:
+            break
+        placed, streamed = kept, candidate
+    return builder.candidate(streamed)
 
 
 def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: float | None) -> Plan:

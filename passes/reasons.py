@@ -24,6 +24,8 @@ def reason(
         return "policy resident: nothing is streamed"
     kept = sum(w is None for w in windows)
     first = weight.uses[0]
+    if kept == len(windows) and policy == "layerwise-prefix":
+        return "policy layerwise-prefix keeps the first blocks, as many as the budget holds, and what is in no block"
     if kept == len(windows) and policy != "chunkflow":
         return f"policy {policy} streams whole blocks, and this weight is not inside one"
     if not kept:

@@ -19,6 +19,7 @@ from .ops import Prefetch
 from .plan import Lane, Span
 from .problem import Problem
 from .schedule import Await, Collect, Compute, Item, Wait
+from .timings import Timings
 
 # Steps settle in two or three; a schedule that still drifts after this many is reported as it then is.
 MOST_STEPS = 12
@@ -44,14 +45,22 @@ class Timeline:
 class Simulator:
     """Plays schedules of one problem on one machine."""
 
-    def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int) -> None:
+    def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
+        """``timings``: what was measured, in place of what the profile's rates say.
+
+        Raises ChunkflowError if it was measured on another problem.
+        """
         self.problem = problem
-        self.hardware = hardware
+        self.hardware = hardware if timings is None else timings.machine(hardware)
         self.chunk_bytes = chunk_bytes
         self.compute_s = [r.cost.seconds(hardware) for r in problem.regions]
         self.collective_s = [
             hardware.collective_latency_s + c.nbytes / hardware.collective_bandwidth for c in problem.collectives
         ]
+        if timings is not None:
+            timings.check(problem)
+            self.compute_s = timings.regions(problem)
+            self.collective_s = timings.collectives(problem, self.collective_s)
         self.sizes = {w.name: w.nbytes for w in problem.weights}
 
     def nbytes(self, weight: str, first: int, end: int) -> int:

@@ -398,9 +398,11 @@ def slow_run(plan: Plan) -> Measured:
     predicted = plan.predicted
     assert predicted is not None
     count = len(plan.regions)
-    windows = WindowSeconds([2e-3] * count, [0.0] * 4 + [3e-3] + [0.0] * (count - 5), [1e-4] * count)
+    windows = WindowSeconds([2e-3] * count, [0.0] * 4 + [3e-3] + [0.0] * (count - 5), [1e-4] * count, [0.0] * count)
     return Measured(
         plan=plan.digest,
+        problem=plan.problem,
+        alone_s=[1e-4] * count,
         steps=7,
         step_s=2e-3 * count + 3e-3 + 1e-4 * count + 1e-3,
         compute_s=2e-3 * count,

@@ -189,7 +189,7 @@ def test_every_weight_says_why_it_is_where_it_is() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_plan_survives_json_and_tells_its_problem(policy: str) -> None:
     found = blocks_problem(3)
-    plan = planned(found, policy=policy)
+    plan = planned(found, policy=policy, memory=found.total_bytes if policy == "layerwise-prefix" else None)
     text = plan.to_json()
     assert Plan.from_json(text) == plan and Plan.from_json(text).to_json() == text
     plan.check_problem(found)

@@ -40,6 +40,8 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Plan]:
         except ChunkflowError as error:
             floor = int(str(error).split("Give memory=")[1].split()[0])
         goal["memory"] = floor + draw(st.integers(0, 4)) * CHUNK
+    elif policy == "layerwise-prefix":
+        goal["memory"] = 2 * found.total_bytes
     return found, place(found, machine, chunk_bytes=CHUNK, **goal)
 
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from chunkflow_compile.cli import calibrate, demo, diff, doctor, dump, explain, plan, simulate, timeline, why
+from chunkflow_compile.cli import bench, calibrate, demo, diff, doctor, dump, explain, plan, simulate, timeline, why
 from chunkflow_compile.cli.output import first_line, save_traceback
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 
-COMMANDS = (demo, plan, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
+COMMANDS = (demo, bench, plan, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
 
 DESCRIPTION = """\
 Runs diffusion transformers that do not fit the GPU: weights stream from host

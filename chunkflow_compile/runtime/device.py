@@ -32,8 +32,9 @@ class Stream(Protocol):
     def record(self, event: Any) -> None:
         """Marks this point of the stream."""
 
-    def wait(self, event: Any) -> float:
-        """Work enqueued from here on starts after the event's newest mark.  Returns seconds that the host waited."""
+    def wait(self, event: Any, waited: Callable[[float], None] | None = None) -> None:
+        """Work enqueued from here on starts after the event's newest mark.  ``waited`` is told for how many seconds the
+        stream stood still."""
 
     def synchronize(self) -> None:
         """The host waits until the stream is empty.  Raises what the stream's work raised."""

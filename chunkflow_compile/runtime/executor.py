@@ -31,7 +31,9 @@ from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.rewrite import SOURCE, Program
 
 from .binding import Binding, Step
+from .host_flag import HostFlag
 from .measurement import StepMeasurement, no_seconds
+from .traffic import Traffic
 
 # A step every second for an hour; old measurements make room for new ones.
 KEPT_MEASUREMENTS = 3600
@@ -56,7 +58,8 @@ class Executor:
         self.device = device = binding.arena.streams
         self.binding = binding
         self.measurements: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
-        self.copied_bytes, self.copied_s = 0, 0.0  # counted by the copy stream, behind each copy
+        self.traffic = Traffic()
+        self._flag = HostFlag() if program.plan.policy == "host-yield" else None
         self._regions = regions
         self._handover, self._opening = device.event(), device.event()
         self._started, self._ended = device.event(), device.event()
@@ -90,7 +93,7 @@ class Executor:
         values = self.binding.values
         inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
         step = Step(inputs + [None] * (len(self._number) - len(inputs)), no_seconds(self._windows))
-        step.start, step.copied_s = time.perf_counter(), self.copied_s
+        step.start, step.copied = time.perf_counter(), self.traffic.copied
         step.primed = 0 if self.binding.arena.holder is self else self._prime()
         for issue in self._instructions:
             issue(step)
@@ -98,12 +101,15 @@ class Executor:
         return step
 
     def _finish(self, step: Step) -> None:
+        copied = self.traffic.copied.since(step.copied)
         self.measurements.append(
             StepMeasurement(
                 step_s=time.perf_counter() - step.start,
                 exposed_h2d_s=sum(step.windows.exposed_s),
                 collective_s=sum(step.windows.collective_s),
-                copy_s=self.copied_s - step.copied_s,
+                copy_s=copied.seconds,
+                alone_s=copied.alone_s,
+                alone_bytes=copied.alone_bytes,
                 collectives=step.collectives,
                 moved_bytes=step.moved,
                 primed_bytes=step.primed,
@@ -116,6 +122,8 @@ class Executor:
         if self.binding.arena.holder is self:
             self.binding.arena.holder = None
         self._writes.clear()
+        if self._flag is not None:
+            self._flag.clear()  # an error in a collective left it set
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # who waited for what failed has raised it already
                 stream.synchronize()
@@ -247,9 +255,14 @@ class Executor:
     def _prefetch(self, prefetch: Prefetch) -> _Issue:
         weight = prefetch.weight
         slot, host, size = self.binding.slots[weight], self.binding.hosts[weight], self.program.plan.chunk_bytes
-        parts = [slice(chunk * size, (chunk + 1) * size) for chunk in range(prefetch.first, prefetch.end)]
-        copies = [partial(self._copy, slot[part], host[part]) for part in parts]
-        nbytes = sum(host[part].numel() for part in parts)
+        first, end = prefetch.first * size, prefetch.end * size
+        nbytes = host[first:end].numel()
+        copies: list[Callable[[], None]] = [
+            partial(self._copy, slot[first:end], host[first:end])
+        ]  # neighbours of one window are one copy
+        if self._flag is not None:  # but where the flag is looked at between chunks
+            parts = [slice(begin, begin + size) for begin in range(first, end, size)]
+            copies = [c for part in parts for c in (self._flag.hold, partial(self._copy, slot[part], host[part]))]
         arrival, stream = self._arrival[weight], self.device.copy
 
         def issue(step: Step) -> None:
@@ -263,10 +276,7 @@ class Executor:
         return issue
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        start = time.perf_counter()
-        self.device.copy_bytes(target, source)
-        self.copied_s += time.perf_counter() - start
-        self.copied_bytes += source.numel()
+        self.traffic.copy(source.numel(), partial(self.device.copy_bytes, target, source))
 
     def _open(self, issue: _Issue, step: Step) -> None:
         self.device.compute.record(self._opening)
@@ -274,12 +284,14 @@ class Executor:
         issue(step)
 
     def _wait(self, arrival: Any, window: int, step: Step) -> None:
-        step.windows.exposed_s[window] += self.device.compute.wait(arrival)
+        def waited(seconds: float) -> None:
+            step.windows.exposed_s[window] += seconds
 
-    def _call(self, node: Node, function: Callable[..., Any], window: int | None = None, stream: Any = None) -> _Issue:
-        """``window``: to which the time is counted, of compute or, on another ``stream``, of collectives."""
-        number, run, read = self._number[node], (stream or self.device.compute).run, self._reader(node)
-        counts = collective_kind(node) is not None
+        self.device.compute.wait(arrival, waited)
+
+    def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> _Issue:
+        """``window``: to which the time of compute is counted."""
+        number, run, read = self._number[node], self.device.compute.run, self._reader(node)
 
         def issue(step: Step) -> None:
             env = step.env
@@ -289,11 +301,9 @@ class Executor:
                 start = time.perf_counter()
                 env[number] = function(*args, **kwargs)
                 if window is not None:
-                    spent = step.windows.compute_s if stream is None else step.windows.collective_s
-                    spent[window] += time.perf_counter() - start
+                    step.windows.compute_s[window] += time.perf_counter() - start
 
             run(work)
-            step.collectives += counts
 
         return issue
 
@@ -337,22 +347,31 @@ class Executor:
         It starts when compute has come to it; behind the completion compute goes on when the stream has come to that.
         """
         compute, stream, started, ended = self.device.compute, self.device.collective, self._started, self._ended
-        issue = self._call(node, self._told(node), window, stream)
-        if stream is compute:
-            return issue
+        number, function, read = self._number[node], self._told(node), self._reader(node)
         begins = collective_kind(node) is not None
         ends = is_wait_tensor(node) or (begins and self._over(node) is node)
 
-        def across(step: Step) -> None:
-            if begins:
+        def issue(step: Step) -> None:
+            env = step.env
+
+            def work() -> None:
+                args, kwargs = read(env)
+                env[number] = self.traffic.collective(step.windows, window, lambda: function(*args, **kwargs))
+
+            if begins and self._flag is not None:
+                self._flag.set()
+            if begins and stream is not compute:
                 compute.record(started)
                 stream.wait(started)
-            issue(step)
-            if ends:
+            stream.run(work)
+            step.collectives += begins
+            if ends and stream is not compute:
                 stream.record(ended)
                 compute.wait(ended)
+            if ends and self._flag is not None:
+                self._flag.clear()
 
-        return across
+        return issue
 
     def _told(self, node: Node) -> Callable[..., Any]:
         """The op of a collective, which says what failed and what to do.  Its last completion has brought its bytes."""

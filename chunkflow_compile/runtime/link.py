@@ -10,14 +10,13 @@ It emulates time only.  Bytes are really copied and exchanged, beside it.
 from __future__ import annotations
 
 import contextlib
-import copy
 import fcntl
 import mmap
 import struct
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import astuple, dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -76,13 +75,17 @@ class Wire:
     def advance(self, until: float, lane: int | None = None) -> None:
         """Carries on until ``until``, or only until the transfer of ``lane`` is over."""
         while self.now < until and (lane is None or self.lanes[lane].left > 0):
-            if not any(found.left > 0 for found in self.lanes):
+            waiting = [i for i, found in enumerate(self.lanes) if found.left > 0]
+            if not waiting:
                 if self.idle_to < self.now:
                     self.idle_from = self.now
                 self.idle_to = self.now = until
                 return
             if self.lanes[self.turn].left <= 0 or self.quantum <= 0:
-                self.turn, self.quantum = self._next(), float(self.emulation.quantum)
+                self.turn, self.quantum = self._next(waiting), float(self.emulation.quantum)
+            # Nobody else's turn comes: the rest in one piece, of which a newcomer waits for no more than a quantum.
+            rest = self.lanes[self.turn].left if len(waiting) == 1 else 0.0
+            self.quantum = rest or min(self.quantum, self.emulation.quantum)
             found = self.lanes[self.turn]
             amount = min(found.left, self.quantum, (until - self.now) * self.emulation.bandwidth)
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
@@ -92,8 +95,7 @@ class Wire:
             elif amount <= 0:  # what is left of the time is too short for a byte
                 self.now = until
 
-    def _next(self) -> int:
-        waiting = [i for i, lane in enumerate(self.lanes) if lane.left > 0]
+    def _next(self, waiting: Sequence[int]) -> int:
         if self.emulation.order == "fifo":
             return min(waiting, key=lambda i: self.lanes[i].arrived)
         return min(waiting, key=lambda i: (i - self.turn - 1) % len(self.lanes))
@@ -109,12 +111,10 @@ class Port:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._lanes = len(LANES) * (1 if self.file is None else MOST_RANKS)
-        self._format = struct.Struct(f"6d{3 * self._lanes}d")
-        if self.file is None:
-            self._shared, self._memory = None, mmap.mmap(-1, self._format.size)
-        else:
-            self._shared = self.file.open("a+b")
+        self._own = Wire(self.emulation, [_Lane() for _ in LANES])
+        self._format = struct.Struct(f"6d{3 * len(LANES) * MOST_RANKS}d")
+        self._shared = None if self.file is None else self.file.open("a+b")
+        if self._shared is not None:
             self._shared.truncate(self._format.size)  # zeros: an idle port
             self._memory = mmap.mmap(self._shared.fileno(), self._format.size)
 
@@ -123,7 +123,7 @@ class Port:
 
         ``since``: when the transfer could have begun, for a sender that woke up late; a real engine starts by itself.
         """
-        mine = self.rank * len(LANES) + LANES.index(lane)
+        mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:
             now = time.monotonic()
             wire.advance(now)
@@ -135,7 +135,7 @@ class Port:
                 if wire.lanes[mine].left <= 0:
                     over = wire.lanes[mine].over + self.emulation.latency_s
                     break
-                ahead = copy.deepcopy(wire)
+                ahead = replace(wire, lanes=[_Lane(x.left, x.arrived, x.over) for x in wire.lanes])
             ahead.advance(float("inf"), mine)  # others may still come, which makes it later, never sooner
             time.sleep(max(0.0, ahead.now - time.monotonic()))
         time.sleep(max(0.0, over - time.monotonic()))
@@ -143,18 +143,19 @@ class Port:
 
     @contextlib.contextmanager
     def _wire(self) -> Iterator[Wire]:
-        """The state of the port, under the locks of the process and of the machine; written back behind it."""
+        """The state of the port, under the lock of the process; a shared one under that of its file, and written back."""
         with self._lock:
-            if self._shared is not None:
-                fcntl.lockf(self._shared, fcntl.LOCK_EX)
+            if self._shared is None:
+                yield self._own
+                return
+            fcntl.lockf(self._shared, fcntl.LOCK_EX)
             try:
                 now, turn, quantum, arrivals, *rest = self._format.unpack(self._memory[:])
                 lanes = [_Lane(*rest[i : i + 3]) for i in range(2, len(rest), 3)]
                 wire = Wire(self.emulation, lanes, now, int(turn), quantum, arrivals, *rest[:2])
                 yield wire
-                flat = [figure for found in wire.lanes for figure in astuple(found)]
+                flat = [figure for x in wire.lanes for figure in (x.left, x.arrived, x.over)]
                 figures = (wire.now, wire.turn, wire.quantum, wire.arrivals, wire.idle_from, wire.idle_to)
                 self._memory[:] = self._format.pack(*figures, *flat)
             finally:
-                if self._shared is not None:
-                    fcntl.lockf(self._shared, fcntl.LOCK_UN)
+                fcntl.lockf(self._shared, fcntl.LOCK_UN)

@@ -10,18 +10,22 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.timings import Timings
 
-SCHEMA = 1
+SCHEMA = 2
 # In the folder of a dump, beside the plan.
 MEASURED_FILE = "measured.json"
 
 
 class WindowSeconds(NamedTuple):
-    """Seconds by window, which is by region: its compute, what it waited for weights, and the collectives in front of it."""
+    """Seconds by window, which is by region: its compute, what it waited for weights, and the collectives in front of it,
+    ``beside_s`` of them with a copy beside them."""
 
     compute_s: MutableSequence[float]
     exposed_s: MutableSequence[float]
     collective_s: MutableSequence[float]
+    beside_s: MutableSequence[float]
 
 
 def no_seconds(windows: int) -> WindowSeconds:
@@ -35,14 +39,16 @@ class StepMeasurement:
 
     ``step_s``: seconds from call to return.  ``exposed_h2d_s``: seconds that compute waited for weights, priming of a
     cold start included.  ``collective_s``: seconds in collectives and their completion.  ``copy_s``: seconds that copies
-    ran meanwhile.  ``moved_bytes``: bytes of the copies issued in the step; ``primed_bytes``: bytes issued in front of a
-    cold step on top of that.
+    ran meanwhile; ``alone_s`` and ``alone_bytes``: of those that no collective ran beside.  ``moved_bytes``: bytes of the
+    copies issued in the step; ``primed_bytes``: bytes issued in front of a cold step on top of that.
     """
 
     step_s: float
     exposed_h2d_s: float
     collective_s: float
     copy_s: float
+    alone_s: float
+    alone_bytes: int
     collectives: int
     moved_bytes: int
     primed_bytes: int
@@ -51,12 +57,15 @@ class StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians over the warm steps of a program, or its cold ones if all are.  ``plan``: digest of its plan.
+    """Medians over the warm steps of a program, or its cold ones if all are.  ``plan``, ``problem``: digests.
 
     ``steps``: those that the medians are of; ``cold``: all that began with nothing in the slots, the first among them.
+    ``copy_rate``: bytes/s of the copies that no collective ran beside; ``alone_s``: by window, seconds of the collectives
+    when no copy ran beside them.  Both None where that never was.
     """
 
     plan: str
+    problem: str
     steps: int
     step_s: float
     compute_s: float
@@ -65,10 +74,23 @@ class Measured:
     copy_s: float
     moved_bytes: int
     windows: WindowSeconds
+    alone_s: Sequence[float | None]
+    copy_rate: float | None = None
     cold: int = 0
 
     def to_json(self) -> str:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
+
+    def timings(self) -> Timings:
+        """What a plan can be made from.  The host's share of the step is spread over the regions."""
+        rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
+        share = max(0.0, rest) / len(self.windows.compute_s)
+        return Timings(
+            problem=self.problem,
+            compute_s=tuple(s + share for s in self.windows.compute_s),
+            collective_s=tuple(self.alone_s),
+            copy_rate=self.copy_rate,
+        )
 
     @staticmethod
     def from_json(text: str) -> Measured:
@@ -83,16 +105,24 @@ class Measured:
             raise ChunkflowError(f"This is not a measurement of ChunkFlow: {error!r}.") from error
 
 
-def measured(plan: str, steps: Sequence[StepMeasurement]) -> Measured:
+def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
     """The medians of ``steps``, cold ones left out where there are others.  Raises ChunkflowError if there are none."""
     if not steps:
         raise ChunkflowError("Nothing was measured yet: call the compiled model first.")
     warm = [s for s in steps if not s.primed_bytes] or list(steps)
     windows = WindowSeconds(
-        *([median(column) for column in zip(*(s.windows[i] for s in warm), strict=True)] for i in range(3))
+        *(
+            [median(column) for column in zip(*(s.windows[i] for s in warm), strict=True)]
+            for i in range(len(WindowSeconds._fields))
+        )
     )
+    alone = [
+        [s.windows.collective_s[k] for s in warm if not s.windows.beside_s[k]] for k in range(len(windows.compute_s))
+    ]
+    alone_s = sum(s.alone_s for s in warm)
     return Measured(
-        plan=plan,
+        plan=plan.digest,
+        problem=plan.problem,
         steps=len(warm),
         step_s=median(s.step_s for s in warm),
         compute_s=median(sum(s.windows.compute_s) for s in warm),
@@ -101,5 +131,7 @@ def measured(plan: str, steps: Sequence[StepMeasurement]) -> Measured:
         copy_s=median(s.copy_s for s in warm),
         moved_bytes=warm[-1].moved_bytes,
         windows=windows,
+        alone_s=[median(found) if found else None for found in alone],
+        copy_rate=sum(s.alone_bytes for s in warm) / alone_s if alone_s else None,
         cold=sum(s.primed_bytes > 0 for s in steps),
     )

@@ -7,11 +7,12 @@ keeps a session for each.  It holds them weakly; they belong to the placements o
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.rewrite import Program
 from chunkflow_compile.passes.verify import verify_together
@@ -31,22 +33,33 @@ from .host_store import Home, home_of
 from .locks import ProcessLock
 from .measurement import MEASURED_FILE, StepMeasurement, measured
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Code:
     """What compilation made.  ``regions``: name of a submodule of the program -> its lowered code.
 
+    ``make``: makes the program by other settings of the passes, given by name; the same regions run it.
+    ``replan_after``: warm steps behind which it is made from what they took; 0 for never.
     ``folder``: gets what was measured.  ``kind``: of device; ``poison``: as the executor's.  ``verified``: whether the
     program was, and is to be with others in its arena.  ``advice``: a sentence on what would fit, where the arena does not.
     """
 
     program: Program
     regions: Mapping[str, Callable[..., Sequence[Any]]]
+    make: Callable[..., tuple[Program, Path | None]]
+    replan_after: int = 0
     folder: Path | None = None
     kind: DeviceKind
     poison: bool = False
     verified: bool = True
     advice: Callable[[], str] = str
+
+    def remade(self, **settings: Any) -> Code:
+        """By other settings, without compiling.  Raises ChunkflowError if they have no plan."""
+        program, folder = self.make(**settings)
+        return replace(self, program=program, folder=folder, make=partial(self.make, **settings), replan_after=0)
 
 
 class Session:
@@ -61,6 +74,7 @@ class Session:
         self._steps = 0
         self.started = time.monotonic()
         self.closed = False
+        self.successor: Code | None = None  # what the next call runs instead
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
         self._versions = _versions(self._homes.values())
@@ -91,7 +105,7 @@ class Session:
 
         Raises ChunkflowError if an offloaded weight was changed behind the host store's back.
         """
-        if self.closed:
+        if self.closed or self.successor is not None:
             return False
         for name, home in self._homes.items():
             if home_of(home.parameter) is not home:  # another thread restored the model
@@ -109,7 +123,20 @@ class Session:
         self._steps += 1
         if not self._steps & (self._steps - 1):  # behind steps 1, 2, 4, 8: a killed run leaves its figures too
             self._save()
+        if self.code.replan_after and self.successor is None:
+            self._replan()
         return outputs
+
+    def _replan(self) -> None:
+        """Behind the steps asked for: a plan from what they took, run from the next step on if it is another."""
+        if sum(not m.primed_bytes for m in self.measurements) < self.code.replan_after:
+            return
+        try:
+            code = self.code.remade(timings=measured(self.plan, self.measurements).timings())
+        except ChunkflowError as error:  # the plan that runs is as good as before
+            _log.warning("the plan stays as it is: %s", error)
+            code = self.code
+        self.successor = replace(code, replan_after=0)
 
     def close(self) -> None:
         """Waits for the step and the copies in flight, and leaves the arena."""
@@ -129,7 +156,7 @@ class Session:
             path = self._folder / MEASURED_FILE
             with contextlib.suppress(OSError):
                 part = path.with_suffix(".part")  # never half a file, for who reads meanwhile
-                part.write_text(measured(self.plan.digest, self.measurements).to_json())
+                part.write_text(measured(self.plan, self.measurements).to_json())
                 part.replace(path)
 
     def _bind(self, memory: torch.Tensor) -> Binding:
@@ -189,16 +216,18 @@ class Runner:
                     self._renew(key, session, parameters)
 
     def _renew(self, key: int, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        code = self.code
         if stale is not None:
             stale.close()
-        wanted = [w.name for w in self.code.program.plan.streamed]
-        fresh = self._place(parameters, wanted, partial(self._start, parameters))
-        if stale is not None:
+            code = stale.successor or stale.code
+        wanted = [w.name for w in code.program.plan.streamed]
+        fresh = self._place(parameters, wanted, partial(self._start, code, parameters))
+        if stale is not None and stale.plan == fresh.plan:
             fresh.executor.measurements.extend(stale.executor.measurements)
         self._sessions[key] = fresh
 
-    def _start(self, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
-        return Session(self.code, self._arena or arena, parameters)
+    def _start(self, code: Code, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
+        return Session(code, self._arena or arena, parameters)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -208,6 +237,7 @@ def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
         _aside(session.close)
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sweep(ref: weakref.ref[Arena]) -> None:
     """The session was dropped with its model: an arena that others have must not keep its place."""
     if (arena := ref()) is not None:

@@ -27,6 +27,8 @@ EXIT_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
+# Is told for how many seconds a stream stood still.
+Waited = Callable[[float], None]
 # Which of the streams that could go on does: names in, one of them out.
 Choose = Callable[[Sequence[str]], str]
 
@@ -37,25 +39,26 @@ class Bell:
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self._waiting: list[threading.Lock] = []
+        self._waiting: dict[threading.Lock, Callable[[], object]] = {}
 
     def ring(self) -> None:
-        """Lets all who wait look again."""
+        """Lets those look again who would find something: to wake a thread for nothing costs more than to look for it."""
         with self.lock:
-            for waiter in self._waiting:
-                if waiter.locked():
-                    waiter.release()
-            self._waiting.clear()
+            for waiter, worth in list(self._waiting.items()):
+                if worth():
+                    if waiter.locked():
+                        waiter.release()
+                    self._waiting.pop(waiter, None)
 
-    def wait_for(self, look: Callable[[], _T | None]) -> _T:
-        """What ``look`` finds, called under the lock at first and behind every ring."""
+    def wait_for(self, look: Callable[[], _T | None], worth: Callable[[], object]) -> _T:
+        """What ``look`` finds, called under the lock at first and behind every ring by which ``worth`` is true."""
         while True:
             with self.lock:
                 if (found := look()) is not None:
                     return found
                 waiter = threading.Lock()
                 waiter.acquire()
-                self._waiting.append(waiter)
+                self._waiting[waiter] = worth
             waiter.acquire()
 
 
@@ -81,7 +84,7 @@ class HostEvent:
 
     def block(self, mark: int) -> None:
         """Blocks the calling thread until ``mark`` is reached; raises if the stream failed before it."""
-        self._bell.wait_for(lambda: True if self.reached >= mark else None)
+        self._bell.wait_for(lambda: True if self.reached >= mark else None, lambda: self.reached >= mark)
         self.check()
 
     def check(self) -> None:
@@ -91,13 +94,15 @@ class HostEvent:
 
 @dataclass
 class _Item:
-    """``work`` runs unless the stream has failed; ``record`` and ``over`` always; ``event`` with ``mark``: a wait."""
+    """``work`` runs unless the stream has failed; ``record`` and ``over`` always; ``event`` with ``mark``: a wait, whose
+    seconds ``waited`` is told."""
 
     work: Callable[[], None] | None = None
     event: HostEvent | None = None
     mark: int = 0
     record: bool = False
     over: threading.Lock | None = None
+    waited: Waited | None = None
     made: float = field(default_factory=time.monotonic)
 
     def ready(self) -> bool:
@@ -199,7 +204,8 @@ class Engine:
             )
 
     def _drain(self, share: Sequence[str]) -> None:
-        while (taken := self.bell.wait_for(partial(self._take, share))) != _OVER:
+        take, worth = partial(self._take, share), partial(self._could_take, share)
+        while (taken := self.bell.wait_for(take, worth)) != _OVER:
             name, item = taken
             queue = self._queues[name]
             try:
@@ -227,18 +233,27 @@ class Engine:
             item.work()
             queue.since = queue.ended or time.monotonic()
         elif item.event is not None and not item.record:
+            stood = max(0.0, item.event.reached_at - max(queue.since, item.made))
             queue.since = max(queue.since, item.event.reached_at)
             item.event.check()
+            if item.waited is not None:
+                item.waited(stood)
 
     def _take(self, share: Sequence[str]) -> tuple[str, _Item] | None:
         """The next item that a thread may run, None while there is none, _OVER when there will be none."""
         if self._closed and not any(self._queues[name].items for name in share):
             return _OVER
-        able = [n for n in share if self._queues[n].items and self._queues[n].items[0].ready()]
+        able = self._able(share)
         if not able or self._paused:
             return None
         name = self._choose(able)
         return name, self._queues[name].items.popleft()
+
+    def _could_take(self, share: Sequence[str]) -> bool:
+        return self._closed or bool(not self._paused and self._able(share))
+
+    def _able(self, share: Sequence[str]) -> list[str]:
+        return [n for n in share if self._queues[n].items and self._queues[n].items[0].ready()]
 
 
 class CallingStream:
@@ -250,10 +265,11 @@ class CallingStream:
     def record(self, event: HostEvent) -> None:
         event.reach(event.mark())
 
-    def wait(self, event: HostEvent) -> float:
+    def wait(self, event: HostEvent, waited: Waited | None = None) -> None:
         start = time.perf_counter()
         event.block(event.made)
-        return time.perf_counter() - start
+        if waited is not None:
+            waited(time.perf_counter() - start)
 
     def synchronize(self) -> None:
         return None
@@ -281,9 +297,8 @@ class ThreadStream:
     def record(self, event: HostEvent) -> None:
         self._engine.put(self._name, _Item(event=event, mark=event.mark(), record=True))
 
-    def wait(self, event: HostEvent) -> float:
-        self._engine.put(self._name, _Item(event=event, mark=event.made))
-        return 0.0
+    def wait(self, event: HostEvent, waited: Waited | None = None) -> None:
+        self._engine.put(self._name, _Item(event=event, mark=event.made, waited=waited))
 
     def synchronize(self) -> None:
         over = threading.Lock()

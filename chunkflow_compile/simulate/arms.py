@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.place import Policy, place
+from chunkflow_compile.passes.place import BUDGETED, Policy, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.rewrite import Program, program_items
 from chunkflow_compile.passes.timeline import Simulator, Timeline
+from chunkflow_compile.passes.timings import Timings
 from chunkflow_compile.report.record import ArmRecord
 
 
@@ -37,21 +38,21 @@ def plan_arms(
     memory: int | None = None,
     slowdown: float | None = None,
 ) -> dict[Policy, Plan]:
-    """A plan for each policy; the goal is chunkflow's, the others have no choice.  Raises what ``place`` raises."""
+    """A plan for each policy; the goal is for those that have a choice.  Raises what ``place`` raises."""
     return {
         policy: place(
             problem,
             hardware,
             policy=policy,
             chunk_bytes=chunk_bytes,
-            memory=memory if policy == "chunkflow" else None,
+            memory=memory if policy in BUDGETED else None,
             slowdown=slowdown if policy == "chunkflow" else None,
         )
         for policy in policies
     }
 
 
-def play_program(program: Program, hardware: Hardware) -> Timeline:
+def play_program(program: Program, hardware: Hardware, timings: Timings | None = None) -> Timeline:
     """Plays a program node by node: what it says, whatever its plan expected."""
-    simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes)
+    simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes, timings)
     return simulator.play([item for _, item in program_items(program) if item is not None])

@@ -1,0 +1,34 @@
+"""A profile whose link is emulated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
+
+# A gloo all-to-all of a few KiB between processes of one machine.
+_EXCHANGE_S = 1e-3
+
+
+def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Hardware:
+    """``hardware`` behind an emulated link, which copies and collectives share; all ``ranks`` of them if it says so."""
+    rate = link.bandwidth / (ranks if link.shared else 1)
+    by = f"emulated, {link.order}, {'all ranks' if link.shared else 'each rank'} {link.bandwidth:g} bytes/s"
+    figures: dict[str, Any] = {
+        "h2d_bandwidth": rate,
+        "eta_pref": 1.0,
+        "chunk_s": 0.0,
+        "collective_bandwidth": rate,
+        "collective_latency_s": _EXCHANGE_S + link.latency_s,
+        "shared_link": True,
+        "copy_slowdown": 2.0,
+        "collective_slowdown": 2.0,
+    }
+    return replace(
+        hardware,
+        name=f"{hardware.name}, emulated link",
+        **figures,
+        sources={**hardware.sources, **dict.fromkeys(figures, by)},
+        link_emulation=link,
+    )

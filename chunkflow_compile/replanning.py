@@ -1,0 +1,46 @@
+"""``replan``: another plan for a compiled model, between two calls; nothing is compiled again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from chunkflow_compile.options import Options
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.place import Policy
+from chunkflow_compile.placing import programs
+from chunkflow_compile.runtime.measurement import measured
+
+
+def replan(
+    model: nn.Module,
+    *,
+    memory: int | str | None = None,
+    slowdown: float | None = None,
+    policy: Policy = "chunkflow",
+    plan: str | Path | None = None,
+    as_measured: bool = False,
+) -> nn.Module:
+    """Makes every program of a compiled, or placed, model run by another plan from its next call on; returns ``model``.
+
+    The goal is given as in the options of the backend.  ``as_measured``: plan from what the calls so far took, instead of
+    the profile's rates.  The new plan is verified; no output changes.  The next call starts cold.
+    Raises ChunkflowError, and nothing changes, if there is no such plan or if the model has not run yet.
+    """
+    found = programs(model)
+    if not found:
+        raise ChunkflowError("No program of this model runs yet: compile it with ChunkFlow and call it first.")
+    chosen = Options(memory=memory, slowdown=slowdown, policy=policy, plan=plan)
+    goal: dict[str, Any] = {
+        "memory": chosen.memory_bytes(),
+        "slowdown": slowdown,
+        "policy": policy,
+        "plan": chosen.given_plan(),
+    }
+    timings = [measured(p.plan, p.measurements).timings() if as_measured else None for p in found]
+    codes = [p.code.remade(**goal, timings=seen) for p, seen in zip(found, timings, strict=True)]
+    for program, code in zip(found, codes, strict=True):
+        program.successor = code
+    return model

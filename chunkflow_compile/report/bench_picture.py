@@ -1,0 +1,46 @@
+"""A picture of the arms of a measurement: what each step is made of, and what was predicted."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from .pictures import new_axes, save
+from .record import ArmRecord, Record
+
+_COLOURS = {"compute, and the host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
+
+
+def draw_arms(record: Record, predicted: Mapping[str, ArmRecord], path: Path) -> None:
+    """A bar an arm; a diamond where its step was predicted to end, a dotted line at that of all weights resident."""
+    names = list(record.arms)
+    figure, axes = new_axes(8.0, 1.1 + 0.42 * len(names))
+    begins = [0.0] * len(names)
+    for part, colour in _COLOURS.items():
+        lengths = [1e3 * _part(record.arms[name], part) for name in names]
+        axes.barh(names, lengths, left=begins, color=colour, label=part, height=0.62)
+        begins = [a + b for a, b in zip(begins, lengths, strict=True)]
+    steps = [1e3 * (predicted[name].step_s or 0.0) for name in names]
+    axes.plot(steps, names, "D", color="black", markersize=4, label="predicted step")
+    for name, end in zip(names, begins, strict=True):
+        arm = record.arms[name]
+        share = (arm.weights_device_bytes or 0) / (arm.weights_total_bytes or 1)
+        axes.annotate(f"  {100 * share:.0f} % of weights on device", (end, name), va="center", fontsize=8)
+    if (resident := record.arms.get("resident")) is not None and resident.step_s:
+        axes.axvline(1e3 * resident.step_s, linestyle=":", color="gray")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.35 * max([*begins, *steps]))
+    axes.set_xlabel("a step, ms (medians, slowest rank)")
+    axes.set_title(record.model, fontsize=10)
+    axes.legend(fontsize=8, loc="lower right")
+    save(figure, path)
+
+
+def _part(arm: ArmRecord, part: str) -> float:
+    waits, collectives = arm.exposed_h2d_s or 0.0, arm.collective_s or 0.0
+    parts = {
+        "collectives": collectives,
+        "waiting for weights": waits,
+        "compute, and the host": max(0.0, (arm.step_s or 0.0) - collectives - waits),
+    }
+    return parts[part]
