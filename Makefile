@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := chunkflow_compile passes tests examples docs
 
-.PHONY: demo test lint types unit soak docs bench paper clean
+.PHONY: demo test lint types unit soak docs bench contention paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -37,6 +37,10 @@ docs: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
 	$(BIN)/python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
+
+# Policies side by side on an emulated link: eight minutes on two cores.
+contention: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/contention.py --out docs/benchmarks/contention.md
 
 # Traces twelve full-size configurations: ten minutes on two cores.
 paper: $(VENV)/ready

@@ -10,6 +10,7 @@ It knows no policy: what it plays is all that it sees.
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -53,6 +54,7 @@ class Simulator:
         self.problem = problem
         self.hardware = hardware if timings is None else timings.machine(hardware)
         self.chunk_bytes = chunk_bytes
+        self.strain = 1.0
         self.compute_s = [r.cost.seconds(hardware) for r in problem.regions]
         self.collective_s = [
             hardware.collective_latency_s + c.nbytes / hardware.collective_bandwidth for c in problem.collectives
@@ -63,13 +65,20 @@ class Simulator:
             self.collective_s = timings.collectives(problem, self.collective_s)
         self.sizes = {w.name: w.nbytes for w in problem.weights}
 
+    def with_slower_copies(self, factor: float) -> Simulator:
+        """The same with copies that take ``factor`` times as long."""
+        other = copy.copy(self)
+        other.strain = factor * self.strain
+        return other
+
     def nbytes(self, weight: str, first: int, end: int) -> int:
         """Bytes of chunks ``[first, end)`` of a weight."""
         return min(end * self.chunk_bytes, self.sizes[weight]) - first * self.chunk_bytes
 
     def copy_seconds(self, weight: str, first: int, end: int) -> float:
         """Seconds that chunks ``[first, end)`` of a weight take alone on the link."""
-        return self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
+        alone = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
+        return self.strain * alone
 
     def play(self, items: Sequence[Item], spans: bool = True) -> Timeline:
         """The step that a schedule settles into, from a cold start; without its ``spans`` where only figures matter."""

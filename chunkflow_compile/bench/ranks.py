@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import random
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -33,8 +34,8 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.timeline import Timeline
 from chunkflow_compile.passes.timings import Timings
-from chunkflow_compile.placing import offload, programs
-from chunkflow_compile.runtime.measurement import StepMeasurement, measured
+from chunkflow_compile.placing import offload, programs, restore
+from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, measured
 from chunkflow_compile.runtime.runner import Code, Session
 from chunkflow_compile.simulate.arms import play_program
 
@@ -44,8 +45,8 @@ from .regimes import Regime
 
 # A rank that compiles while the other waits in a collective takes less than a minute on a slow core.
 TIMEOUT = timedelta(minutes=5)
-# Steps that count in one turn of an arm: fewer would make half of the time cold steps.
-TURN = 3
+# Steps that count in one turn of an arm: as few as replanned needs to see, because machines change their speed by the minute.
+TURN = REPLAN_AFTER
 RESIDENT = "resident"
 # Resident steps that the plans are made from, behind one that pays for first touches.
 CALIBRATION = 3
@@ -54,19 +55,20 @@ CALIBRATION = 3
 @dataclass(frozen=True, kw_only=True)
 class Job:
     """What a rank is told.  ``model``: file.py:function in place of the regime's; ``device``: "threads", where the host runs
-    ahead of every stream, or "cpu".  ``folder``: where it meets the others and leaves its result; ``dump``: for programs.
+    ahead of every stream, or "cpu".  ``folder``: where it meets the others and leaves its result, made for the run; ``dump``:
+    for programs.
     """
 
     regime: Regime
-    model: str | None
     link: LinkEmulation
     ranks: int
     arms: tuple[Arm, ...]
     steps: int
-    device: str
-    seed: int
-    folder: str
-    dump: str | None
+    model: str | None = None
+    device: str = "threads"
+    seed: int = 0
+    folder: str = ""
+    dump: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,13 +93,15 @@ class RankRun:
     link: LinkError
 
 
-def run_ranks(job: Job) -> list[RankRun]:
+def run_job(job: Job) -> list[RankRun]:
     """Runs the job, one process a rank.  Raises ChunkflowError if one of them fails."""
-    try:
-        spawn(_rank, (job,), nprocs=job.ranks)
-    except ProcessException as error:
-        raise ChunkflowError(f"A rank failed: {error}") from error
-    return [torch.load(Path(job.folder) / f"rank{r}.pt", weights_only=False) for r in range(job.ranks)]
+    with tempfile.TemporaryDirectory() as folder:
+        link = replace(job.link, shared=str(Path(folder) / "port") if job.link.shared else "")
+        try:
+            spawn(_rank, (replace(job, folder=folder, link=link),), nprocs=job.ranks)
+        except ProcessException as error:
+            raise ChunkflowError(f"A rank failed: {error}") from error
+        return [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(job.ranks)]
 
 
 def _rank(rank: int, job: Job) -> None:
@@ -169,9 +173,9 @@ class _Bench:
                 self._turn(name, codes, range(first, min(first + TURN, job.steps)))
         if resident is not None:  # the machine of these steps, not that of a minute ago
             timings = self._timings(resident, self.measurements[RESIDENT])
-        return RankRun(
-            arms=self._results(codes, timings), total_bytes=self._session.program.problem.total_bytes, link=link
-        )
+        total = self._session.program.problem.total_bytes
+        restore(self.model)
+        return RankRun(arms=self._results(codes, timings), total_bytes=total, link=link)
 
     @property
     def _session(self) -> Session:
@@ -243,6 +247,10 @@ class _Bench:
 
     def _results(self, codes: Mapping[str, Code], timings: Timings) -> dict[str, ArmRun]:
         hardware = load_profile(self.hardware)
+        for name, code in codes.items():
+            if code.folder is not None:  # of all turns, where the session of each knew its own
+                text = measured(code.program.plan, self.measurements[name]).to_json()
+                (code.folder / MEASURED_FILE).write_text(text)
         return {
             name: ArmRun(
                 plan=code.program.plan,

@@ -1,14 +1,14 @@
 """Regimes: named configurations in which the link decides, or does not.
 
-All have one link, and differ in tokens, as requests to one server do: F* (the paper's critical workload) lies between
-``compute-rich`` and ``compute-poor``.  The link carries a block's weights in 0.4 (rich), 0.8 (contention) and 1.9 (poor) of
-the time that one core of 50 GFLOP/s computes it.
+Requests to one model differ in tokens, and F* (the paper's critical workload) lies between them.  Where one core computes
+60 GFLOP/s, the link carries a block's weights in 0.4 (``compute-rich``), 0.7 (``contention``) and 2 (``compute-poor``) of the
+time that the block computes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from chunkflow_compile.models.small import Size
 
@@ -48,11 +48,11 @@ REGIMES: Mapping[str, Regime] = {
         bandwidth=_LINK,
         chunk_bytes=_CHUNK,
         arms=("resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "misjudged", "replanned"),
-        shows="the link is nearly full, and eight collectives a block cross it",
+        shows="the link is nearly full, and four all-to-alls a block cross it",
     ),
     "contention-flux": Regime(
         family="flux",
-        size=Size(layers=2, singles=4, heads=8, head_dim=64, height=48, width=48, text=64),
+        size=Size(layers=2, singles=4, heads=8, head_dim=64, height=44, width=44, text=64),
         bandwidth=_LINK,
         chunk_bytes=_CHUNK,
         arms=PEERS,
@@ -60,10 +60,13 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "compute-poor": Regime(
         family="wan",
-        size=Size(layers=5, heads=12, head_dim=64, frames=6, height=32, width=32, text=64),
-        bandwidth=_LINK,
+        size=Size(layers=8, frames=5, height=32, width=32, **_WAN),
+        bandwidth=80e6,
         chunk_bytes=_CHUNK,
         arms=("resident", *(f"{p}@{b}%" for b in BUDGETS for p in ("layerwise-prefix", "chunkflow"))),
         shows="few tokens: copies cannot hide, and memory buys speed",
     ),
 }
+
+# The regime of ``chunkflow demo``: half a minute of steps in which policies differ.
+DEMO = replace(REGIMES["contention"], arms=("resident", "layerwise", "chunkflow"))

@@ -10,7 +10,7 @@ from statistics import median, quantiles
 from chunkflow_compile.report.record import SCHEMA, ArmRecord, Record, seconds, table
 
 from .link_error import LinkError
-from .ranks import RESIDENT, ArmRun, RankRun
+from .ranks import RESIDENT, ArmRun, Job, RankRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +62,23 @@ def summarise(model: str, ranks: Sequence[RankRun]) -> BenchRecord:
         inflation={name: _exchanges(arm) / base - 1 if base else None for name, arm in runs.items()},
         link=max((r.link for r in ranks), key=lambda link: abs(link.shared / link.requested - 1)),
         steps=len(steps[names[0]]),
+    )
+
+
+def title(job: Job) -> str:
+    """What was measured, in a line."""
+    size = job.regime.size
+    if job.model is not None:
+        return f"{job.model} on an emulated link"
+    blocks = f"{size.layers} blocks" if job.regime.family == "wan" else f"{size.layers} + {size.singles} blocks"
+    return f"{job.regime.family}, {blocks}, {size.heads * size.head_dim} wide, random weights, on an emulated link"
+
+
+def describe(job: Job, found: BenchRecord) -> str:
+    """What stands above the table."""
+    return (
+        f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}, device {job.device}, "
+        f"medians of {found.steps} steps, slowest rank\n{found.link}"
     )
 
 

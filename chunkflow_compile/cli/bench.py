@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.ranks import Job, RankRun, run_ranks
+from chunkflow_compile.bench.ranks import Job, run_job
 from chunkflow_compile.bench.regimes import PEERS, REGIMES, Regime
-from chunkflow_compile.bench.summary import BenchRecord, bench_table, summarise
+from chunkflow_compile.bench.summary import bench_table, describe, summarise, title
 from chunkflow_compile.cli.output import add_json, check_json, say, write_json
 from chunkflow_compile.models.small import Size
 from chunkflow_compile.models.weightless import load_build
@@ -76,30 +74,6 @@ def run(arguments: argparse.Namespace) -> int:
     return 0 if all(arm.equal_to_resident is not False for arm in found.record.arms.values()) else 1
 
 
-def run_job(job: Job) -> list[RankRun]:
-    """The job in a folder of its own, which goes with it."""
-    with tempfile.TemporaryDirectory() as folder:
-        link = replace(job.link, shared=str(Path(folder) / "port") if job.link.shared else "")
-        return run_ranks(replace(job, folder=folder, link=link))
-
-
-def title(job: Job) -> str:
-    """What was measured, in a line."""
-    size = job.regime.size
-    if job.model is not None:
-        return f"{job.model} on an emulated link"
-    blocks = f"{size.layers} blocks" if job.regime.family == "wan" else f"{size.layers} + {size.singles} blocks"
-    return f"{job.regime.family}, {blocks}, {size.heads * size.head_dim} wide, random weights, on an emulated link"
-
-
-def describe(job: Job, found: BenchRecord) -> str:
-    """What stands above the table."""
-    return (
-        f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}, device {job.device}, "
-        f"medians of {found.steps} steps, slowest rank\n{found.link}"
-    )
-
-
 def _job(arguments: argparse.Namespace) -> Job:
     regime = _regime(arguments)
     bandwidth = regime.bandwidth
@@ -113,9 +87,6 @@ def _job(arguments: argparse.Namespace) -> Job:
         arms=parse_arms(tuple(arguments.arms.split(",")) if arguments.arms else regime.arms),
         steps=arguments.steps,
         device=arguments.device,
-        seed=0,
-        folder="",
-        dump=None,
     )
 
 

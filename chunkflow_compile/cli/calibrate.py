@@ -12,8 +12,9 @@ from tabulate import tabulate
 from chunkflow_compile.hardware.calibrate import calibrate
 from chunkflow_compile.hardware.profiles import measured_path
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.report.record import check_writable
+from chunkflow_compile.units import parse_bytes
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -29,6 +30,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--name", help="name of the profile (default: that of the file)")
+    parser.add_argument(
+        "--emulate",
+        metavar="SIZE",
+        help="on the cpu: a link of so many bytes a second, as 200MB, for programs that use it",
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -37,11 +43,16 @@ def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out) if arguments.out else measured_path()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise ChunkflowError("--device cuda: torch sees no CUDA device here.")
+    emulated = None
+    if arguments.emulate:
+        if arguments.device != "cpu":
+            raise ChunkflowError(f"--emulate: --device {arguments.device} has a link of its own; give --device cpu.")
+        emulated = LinkEmulation(bandwidth=float(parse_bytes(arguments.emulate.removesuffix("/s"), "--emulate")))
     if not arguments.out:
         with contextlib.suppress(OSError):  # what cannot be made is named by the next line
             out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
-    profile = calibrate(torch.device(arguments.device), arguments.name or out.stem)
+    profile = calibrate(torch.device(arguments.device), arguments.name or out.stem, emulated)
     out.write_text(profile.to_json())
     print(describe(profile))
     print(f"\nprofile: {out}")

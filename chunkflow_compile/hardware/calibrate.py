@@ -11,7 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -21,7 +21,9 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
+from chunkflow_compile.runtime.device import copy_host_bytes, make_port
+from chunkflow_compile.runtime.link import Port
 
 MIB = 1 << 20
 RANKS = 2
@@ -42,8 +44,12 @@ class _Line:
     rate: float
 
 
-def calibrate(device: torch.device, name: str) -> Hardware:
-    """The profile of ``device`` under ``name``, with a progress bar.  Raises ChunkflowError if a rank fails."""
+def calibrate(device: torch.device, name: str, emulated: LinkEmulation | None = None) -> Hardware:
+    """The profile of ``device`` under ``name``, with a progress bar.  Raises ChunkflowError if a rank fails.
+
+    ``emulated``: a link that copies and collectives pass, of which the profile says so, and which programs that are given
+    it run on.
+    """
     link = RANKS if device.type == "cpu" or torch.cuda.device_count() >= RANKS else 1
     with tqdm(total=6 if link > 1 else 5, unit="stage") as progress:
 
@@ -64,14 +70,15 @@ def calibrate(device: torch.device, name: str) -> Hardware:
         launch = _launch_seconds(device)
         progress.update()
         stage("copies")
-        copy = _copy_line(device)
+        copy = _line([(size, _median(device, _copier(device, size, _make_link(emulated)))) for size in COPY_SIZES])
         progress.update()
         together = None
         if link > 1:
             stage("collectives, alone and beside copies")
-            together = _on_ranks(device)
+            together = _on_ranks(device, emulated)
             progress.update()
-    return _profile(name, device, gemms, attention, memory, launch, copy, together)
+    profile = _profile(name, device, gemms, attention, memory, launch, copy, together)
+    return profile if emulated is None else replace(profile, link_emulation=emulated)
 
 
 @dataclass(frozen=True)
@@ -163,34 +170,41 @@ def _launch_seconds(device: torch.device) -> float:
     return _median(device, many) / calls
 
 
-def _copy_line(device: torch.device) -> _Line:
-    return _line([(size, _median(device, _copier(device, size))) for size in COPY_SIZES])
+def _make_link(emulated: LinkEmulation | None) -> Port | None:
+    """A port of this rank's own."""
+    return None if emulated is None else make_port(emulated)
 
 
-def _copier(device: torch.device, size: int) -> Callable[[], object]:
-    """A copy from host memory to the device, on the engine that the runtime uses."""
+def _copier(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
+    """A copy from host memory to the device, on the engine that the runtime uses; through ``port`` if there is one."""
     source = torch.ones(size, dtype=torch.uint8)
     target = torch.ones(size, dtype=torch.uint8, device=device)
     if device.type == "cpu":
-        from chunkflow_compile.runtime.device import copy_host_bytes
 
-        return lambda: copy_host_bytes(target, source)
+        def copy() -> None:
+            start = time.monotonic()
+            copy_host_bytes(target, source)
+            if port is not None:
+                port.send("copy", size, start)
+
+        return copy
     pinned = source.pin_memory()
     return lambda: target.copy_(pinned, non_blocking=True)
 
 
-def _on_ranks(device: torch.device) -> _Together:
+def _on_ranks(device: torch.device, emulated: LinkEmulation | None) -> _Together:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_rank, (device.type, folder), nprocs=RANKS)
+            spawn(_rank, (device.type, folder, emulated), nprocs=RANKS)
         except ProcessException as error:
             raise ChunkflowError(f"A rank of the calibration failed: {error}") from error
         result: _Together = torch.load(Path(folder) / "rank0.pt", weights_only=False)
         return result
 
 
-def _rank(rank: int, kind: str, folder: str) -> None:
+def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None) -> None:
     torch.set_num_threads(1)
+    port = _make_link(emulated)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
@@ -205,12 +219,12 @@ def _rank(rank: int, kind: str, folder: str) -> None:
         points = []
         for size in COLLECTIVE_SIZES:
             crossing = size * (RANKS - 1) // RANKS
-            points.append((crossing, _median(device, _exchange(device, size), ROUNDS_BESIDE)))
+            points.append((crossing, _median(device, _exchange(device, size, port), ROUNDS_BESIDE)))
         alone = _line(points)
-        exchange, size = _exchange(device, COLLECTIVE_SIZES[-1]), COPY_SIZES[-1] // 4
-        copy_alone = _median(device, _copier(device, size))
+        exchange, size = _exchange(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
+        copy_alone = _median(device, _copier(device, size, port))
         exchange_alone = _median(device, exchange, ROUNDS_BESIDE)
-        copy_beside, exchange_beside = _both(device, exchange, size)
+        copy_beside, exchange_beside = _both(device, exchange, size, port)
         found = _Together(alone, _factor(copy_beside, copy_alone), _factor(exchange_beside, exchange_alone))
         if rank == 0:
             torch.save(found, Path(folder) / "rank0.pt")
@@ -223,19 +237,25 @@ def _factor(beside: float, alone: float) -> float:
     return round(max(1.0, beside / alone), 2)
 
 
-def _exchange(device: torch.device, size: int) -> Callable[[], object]:
+def _exchange(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
     sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return lambda: dist.all_to_all_single(received, sent)
+
+    def exchange() -> None:
+        dist.all_to_all_single(received, sent)
+        if port is not None:
+            port.send("collective", size * (RANKS - 1) // RANKS)
+
+    return exchange
 
 
-def _both(device: torch.device, exchange: Callable[[], object], size: int) -> tuple[float, float]:
+def _both(device: torch.device, exchange: Callable[[], object], size: int, port: Port | None) -> tuple[float, float]:
     """Median seconds of a copy and of a collective while the other runs all the time."""
     copies: list[float] = []
     over = threading.Event()
 
     def keep_copying() -> None:
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        copy = _copier(device, size)
+        copy = _copier(device, size, port)
         while not over.is_set():
             start = time.perf_counter()
             if stream is None:

@@ -1,0 +1,99 @@
+"""Policies side by side on an emulated link, in every regime; eight minutes on two cores.
+
+python docs/benchmarks/contention.py --out docs/benchmarks/contention.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from chunkflow_compile.bench.arms import parse_arms
+from chunkflow_compile.bench.ranks import Job, run_job
+from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
+from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise, title
+from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.report.bench_picture import draw_arms
+
+RANKS = 2
+
+ABOUT = """\
+# Copies that yield, measured on an emulated link
+
+Real ranks, real compiled regions, real copies and exchanges; **the link is emulated**: a receive port a rank, of the
+bandwidth named, which chunks and the incoming bytes of collectives share in turns of 256 KiB. Nothing here was measured on
+a GPU. A model is compiled once; every arm is a plan of its own on the same lowered regions, and its steps are taken in
+turns with the others', in random order. `chunkflow` and `misjudged` have the bytes that `layerwise` takes; with a share
+behind it, an arm has the bytes of so many of the blocks on top of them. `misjudged` is planned from a link taken for twice
+as fast, and compute for twice as slow, as they are; `replanned` is the same with `replan_after=2`.
+
+*Predicted* is the program of the arm played on what regions and exchanges took in the resident arm of the same run.
+*Collectives inflated* leaves out the time that one rank waited for the other.
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=6, help="that count, an arm (default 6)")
+    parser.add_argument("--only", choices=REGIMES, action="append", help="these regimes alone")
+    arguments = parser.parse_args()
+    start, parts = time.monotonic(), []
+    for name in arguments.only or REGIMES:
+        regime = REGIMES[name]
+        link = LinkEmulation(bandwidth=regime.bandwidth)
+        job = Job(regime=regime, link=link, ranks=RANKS, arms=parse_arms(regime.arms), steps=arguments.steps)
+        found = summarise(title(job), run_job(job))
+        picture = arguments.out.with_name(f"{arguments.out.stem}_{name}.png")
+        draw_arms(found.record, found.predicted, picture)
+        picture.with_suffix(".json").write_text(found.to_json())
+        parts += [f"## {name}: {regime.shows}", describe(job, found), f"```\n{bench_table(found)}\n```"]
+        parts += [*(f"* {line}" for line in _findings(found)), f"![arms of {name}]({picture.name})"]
+    took = f"torch {torch.__version__}, {RANKS} ranks of one core; all of it took {time.monotonic() - start:.0f} s."
+    command = f"python docs/benchmarks/contention.py --out {arguments.out} --steps {arguments.steps}"
+    arguments.out.write_text(
+        "\n\n".join([ABOUT, f"```\n{command}\n```", took, *parts]).replace("\n\n* ", "\n* ") + "\n"
+    )
+
+
+def _findings(found: BenchRecord) -> Iterator[str]:
+    """What the regime is there to show, in figures of this run."""
+    arms = found.record.arms
+    step = {name: arm.step_s or 0.0 for name, arm in arms.items()}
+    base = step["resident"]
+    if "chunkflow" in arms:
+        mine = arms["chunkflow"]
+        less = 1 - (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
+        yield f"chunkflow takes {step['chunkflow'] / base:.3f} of the resident step with {100 * less:.0f} % less weight memory"
+        for name in ("layerwise", "layerwise-barrier", "host-yield"):
+            if name in arms:
+                yield f"it is {step[name] / step['chunkflow']:.2f}x as fast as {name}"
+        yield "collectives are inflated by " + ", ".join(
+            f"{100 * x:.1f} % ({name})" for name, x in found.inflation.items() if x is not None and name != "resident"
+        )
+    if "replanned" in arms:
+        yield (
+            f"planned from figures wrong by 2: {step['misjudged'] / step['chunkflow']:.3f} of the step of the right ones; "
+            f"planned again after two steps: {step['replanned'] / step['chunkflow']:.3f}"
+        )
+    for share in BUDGETS:
+        mine, prefix = (arms.get(f"{policy}@{share}%") for policy in ("chunkflow", "layerwise-prefix"))
+        if mine is not None and prefix is not None and mine.step_s and prefix.step_s:
+            bound = max(base, (mine.moved_bytes_per_step or 0) / found.link.requested)
+            yield (
+                f"residency {share} %: {mine.step_s / bound:.3f} of max(resident, streamed bytes / link), and "
+                f"{prefix.step_s / mine.step_s:.2f}x as fast as a leading prefix of whole layers in the same bytes"
+            )
+    off = {n: p.step_s / step[n] - 1 for n, p in found.predicted.items() if p.step_s}
+    worst = max(off, key=lambda n: abs(off[n]))
+    equal = all(arm.equal_to_resident for arm in arms.values())
+    yield f"the prediction is off by at most {100 * abs(off[worst]):.1f} % ({worst})"
+    yield f"outputs are {'equal' if equal else 'NOT EQUAL'} bit for bit over all arms and steps"
+
+
+if __name__ == "__main__":
+    main()
