@@ -45,8 +45,8 @@ from .regimes import Regime
 
 # A rank that compiles while the other waits in a collective takes less than a minute on a slow core.
 TIMEOUT = timedelta(minutes=5)
-# Steps that count in one turn of an arm: as few as replanned needs to see, because machines change their speed by the minute.
-TURN = REPLAN_AFTER
+# Steps that count in one turn of an arm: fewer would make half of the time cold steps, more would let the machine change.
+TURN = 3
 RESIDENT = "resident"
 # Resident steps that the plans are made from, behind one that pays for first touches.
 CALIBRATION = 3
@@ -237,7 +237,7 @@ class _Bench:
             output = self.compiled(**self.inputs(step))
             if step >= 0:
                 self.times[name].append(time.perf_counter() - start)
-            value = output[0] if isinstance(output, (tuple, list)) else next(iter(output.values()))
+            value = _first(output)
             self.equal[name] &= torch.equal(value, self.reference.setdefault(step, value))
             self.progress.update()
         session = self._session
@@ -262,6 +262,12 @@ class _Bench:
             )
             for name, code in codes.items()
         }
+
+
+def _first(output: Any) -> torch.Tensor:
+    """The first tensor of what a model returns: itself, of a tuple, or of diffusers' output."""
+    found: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return found
 
 
 def _changed(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:

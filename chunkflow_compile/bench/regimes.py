@@ -36,7 +36,7 @@ _LINK = 120e6
 REGIMES: Mapping[str, Regime] = {
     "compute-rich": Regime(
         family="wan",
-        size=Size(layers=3, frames=16, height=32, width=32, **_WAN),
+        size=Size(layers=3, frames=14, height=32, width=32, **_WAN),
         bandwidth=_LINK,
         chunk_bytes=_CHUNK,
         arms=PEERS,
@@ -52,7 +52,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "contention-flux": Regime(
         family="flux",
-        size=Size(layers=2, singles=4, heads=8, head_dim=64, height=44, width=44, text=64),
+        size=Size(layers=2, singles=4, heads=8, head_dim=64, height=40, width=40, text=64),
         bandwidth=_LINK,
         chunk_bytes=_CHUNK,
         arms=PEERS,

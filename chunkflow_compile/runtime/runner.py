@@ -129,10 +129,11 @@ class Session:
 
     def _replan(self) -> None:
         """Behind the steps asked for: a plan from what they took, run from the next step on if it is another."""
-        if sum(not m.primed_bytes for m in self.measurements) < self.code.replan_after:
+        warm = [m for m in self.measurements[1:] if not m.primed_bytes]  # the first pays for first touches
+        if len(warm) < self.code.replan_after:
             return
         try:
-            code = self.code.remade(timings=measured(self.plan, self.measurements).timings())
+            code = self.code.remade(timings=measured(self.plan, warm).timings())
         except ChunkflowError as error:  # the plan that runs is as good as before
             _log.warning("the plan stays as it is: %s", error)
             code = self.code

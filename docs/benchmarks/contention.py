@@ -68,7 +68,7 @@ def _findings(found: BenchRecord) -> Iterator[str]:
     if "chunkflow" in arms:
         mine = arms["chunkflow"]
         less = 1 - (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
-        yield f"chunkflow takes {step['chunkflow'] / base:.3f} of the resident step with {100 * less:.0f} % less weight memory"
+        yield f"chunkflow takes {step['chunkflow'] / base:.3f} of the resident step, {100 * less:.0f} % less weight memory"
         for name in ("layerwise", "layerwise-barrier", "host-yield"):
             if name in arms:
                 yield f"it is {step[name] / step['chunkflow']:.2f}x as fast as {name}"

@@ -1,0 +1,175 @@
+"""Another plan between two calls: asked for, or from what the steps took; nothing is compiled again, no output changes."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, explain, offload, programs, replan, restore
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.runtime.measurement import SCHEMA, Measured
+
+EAGER = {**OPTIONS, "lowering": "eager"}
+
+
+def stack(seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(6).eval()
+
+
+def compiled(model: nn.Module, **options: Any) -> nn.Module:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, **options})
+
+
+def check(run: nn.Module, twin: nn.Module, steps: int = 3) -> None:
+    """Equal to the twin, and every byte of the plan copied."""
+    for _ in range(steps):
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+    session = programs(run)[-1]
+    assert session.measurements[-1].moved_bytes == session.plan.moved_bytes
+
+
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+def test_a_running_model_is_given_other_goals(debug: tuple[str, ...], no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, debug=debug)
+    check(run, twin)
+    (first,) = programs(model)
+    goals: list[dict[str, Any]] = [
+        {"policy": "resident"},
+        {"memory": 60000},
+        {"memory": "50 KB", "as_measured": True},
+        {"policy": "layerwise"},
+        {"slowdown": 1.5},
+    ]
+    seen = []
+    for goal in goals:
+        assert replan(run, **goal) is run
+        check(run, twin)
+        (session,) = programs(model)
+        assert session.code.regions is first.code.regions, "nothing was lowered again"
+        assert session.plan.policy == goal.get("policy", "chunkflow")
+        assert session.plan.device_bytes <= {60000: 60000, "50 KB": 50000}.get(goal.get("memory", ""), 10**9)
+        assert ("as measured" in session.plan.hardware) == goal.get("as_measured", False)
+        assert explain(run).plan == session.plan.digest and len(session.measurements) == 3
+        seen.append(session.plan.moved_bytes)
+    assert seen[0] == 0 < min(seen[1:])
+    restore(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    check(run, twin)
+
+
+def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model)
+    with pytest.raises(
+        ChunkflowError, match="No program of this model runs yet: compile it with ChunkFlow and call it"
+    ):
+        replan(run)
+    offload(model, min_bytes=4096)
+    check(run, twin)
+    (before,) = programs(model)
+    for goal, said in (
+        ({"memory": 100}, "memory=100 bytes is too little"),
+        ({"memory": 100, "slowdown": 2.0}, "Give memory or slowdown, not both"),
+        ({"policy": "layerwise-prefix"}, "layerwise-prefix keeps what fits a budget: give memory="),
+        ({"policy": "eager"}, "policy='eager' is unknown"),
+    ):
+        with pytest.raises(ChunkflowError, match=said):
+            replan(run, **goal)  # type: ignore[arg-type]
+    check(run, twin)
+    assert programs(model) == (before,)
+
+
+def wrong(tmp_path: Path, factor: float) -> str:
+    """The tests' machine with a link that is taken for ``factor`` times as fast."""
+    machine = load_profile(OPTIONS["hardware"])
+    (tmp_path / "wrong.json").write_text(
+        replace(machine, h2d_bandwidth=factor * machine.h2d_bandwidth, name="wrong").to_json()
+    )
+    return str(tmp_path / "wrong.json")
+
+
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+def test_after_two_steps_the_plan_is_made_from_what_they_took(
+    debug: tuple[str, ...], tmp_path: Path, no_grad: None
+) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, debug=debug, hardware=wrong(tmp_path, 2.0), replan_after=2, dump=tmp_path / "dump")
+    for step in range(3):  # the first pays for first touches and does not count
+        check(run, twin, 1)
+        assert programs(model)[-1].plan.hardware == "wrong", step
+    check(run, twin, 6)
+    (session,) = programs(model)
+    assert session.plan.hardware == "wrong, as measured" and session.code.replan_after == 0
+    assert len(session.measurements) == 6, "those of the plan before are not this plan's"
+    folders = sorted((tmp_path / "dump").iterdir())
+    assert [f.name for f in folders] == ["rank0_0", "rank0_1"], "each plan has its own"
+    assert "as measured" in (folders[1] / "plan.json").read_text() and (folders[1] / "04_verified.py").exists()
+
+
+def test_a_plan_that_cannot_be_made_leaves_the_one_that_runs(no_grad: None, caplog: pytest.LogCaptureFixture) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, replan_after=1)
+    run(torch.randn(4, 8))
+    (session,) = programs(model)
+    before = session.plan
+
+    def refuse(**_: Any) -> None:
+        raise ChunkflowError("the proof failed")
+
+    object.__setattr__(session.code, "make", refuse)
+    logging.getLogger("chunkflow_compile").addHandler(caplog.handler)  # torch's logs do not reach the root
+    try:
+        check(run, twin, 4)
+    finally:
+        logging.getLogger("chunkflow_compile").removeHandler(caplog.handler)
+    assert "the plan stays as it is: the proof failed" in caplog.text
+    assert programs(model)[-1].plan == before
+
+
+def test_what_one_run_took_plans_the_next(tmp_path: Path, no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, dump=tmp_path)
+    check(run, twin, 4)
+    restore(model)  # writes the last figures
+    file = tmp_path / "rank0_0" / "measured.json"
+    took = Measured.from_json(file.read_text())
+    assert took.copy_rate is not None and took.timings().collective_s == (0.0,) * len(took.windows.compute_s)
+    torch._dynamo.reset()
+    again = compiled(model, timings=str(file), memory=60000, slowdown=None)
+    check(again, twin)
+    (session,) = programs(model)
+    assert session.plan.hardware.endswith("as measured")
+    assert session.plan.predicted is not None
+    assert session.plan.predicted.resident_step_s == pytest.approx(sum(took.timings().compute_s), rel=1e-6)
+
+
+def test_timings_of_another_model_and_of_no_model_are_refused(tmp_path: Path, no_grad: None) -> None:
+    run = compiled(stack(), dump=tmp_path)
+    for _ in range(2):
+        run(torch.randn(4, 8))
+    file = tmp_path / "rank0_0" / "measured.json"
+    other = compiled(Stack(3).eval(), timings=str(file))
+    with pytest.raises(Exception, match=r"measured on problem [0-9a-f]{16}, this model is .*Measure this one"):
+        other(torch.randn(4, 8))
+    old = tmp_path / "old.json"
+    old.write_text(json.dumps({**json.loads(file.read_text()), "schema": 1}))
+    for given, said in (
+        ({"timings": str(old)}, f"old.json: The measurement has schema 1, this version reads {SCHEMA}"),
+        ({"timings": "/nowhere.json"}, "The measurement /nowhere.json cannot be read: No such file"),
+        ({"replan_after": -1}, "replan_after must be a whole number of at least 0"),
+        ({"replan_after": 2, "plan": "p.json", "slowdown": None}, "Give a plan or replan_after, not both"),
+    ):
+        with pytest.raises(Exception, match=said):
+            compiled(stack(), **given)(torch.randn(4, 8))

@@ -1,0 +1,129 @@
+"""Timings: what was measured takes the place of what rates say, and a plan bears copies that come later than foreseen."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from problems import CHUNK, MACHINE, blocks_problem
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.schedule import schedule, transfers
+from chunkflow_compile.passes.search import STRAIN, Planner
+from chunkflow_compile.passes.timeline import Simulator
+from chunkflow_compile.passes.timings import Timings
+from chunkflow_compile.runtime.measurement import Measured, StepMeasurement, WindowSeconds, measured
+from chunkflow_compile.runtime.traffic import Traffic
+
+PROBLEM = blocks_problem(3)
+COUNT = len(PROBLEM.regions)
+AWAITED = sorted({min(c.until, COUNT - 1) for c in PROBLEM.collectives})
+
+
+def timings(compute: list[float], collectives: dict[int, float | None], rate: float | None = None) -> Timings:
+    return Timings(
+        problem=PROBLEM.digest,
+        compute_s=tuple(compute),
+        collective_s=tuple(collectives.get(k, 0.0) for k in range(COUNT)),
+        copy_rate=rate,
+    )
+
+
+@given(
+    st.lists(st.floats(1e-6, 1.0), min_size=COUNT, max_size=COUNT),
+    st.lists(st.floats(1e-6, 1.0), min_size=len(AWAITED), max_size=len(AWAITED)),
+)
+def test_sums_stay_what_was_measured(compute: list[float], collectives: list[float]) -> None:
+    seen = timings(compute, dict(zip(AWAITED, collectives, strict=True)))
+    simulator = Simulator(PROBLEM, MACHINE, CHUNK, seen)
+    assert sum(simulator.compute_s) == pytest.approx(sum(compute))
+    assert sum(simulator.collective_s) == pytest.approx(sum(collectives))
+    resident = simulator.play(schedule(PROBLEM, transfers(PROBLEM, {})))
+    assert resident.step_s == pytest.approx(sum(compute) + sum(collectives))
+    by_key: dict[str, set[float]] = {}
+    for region, seconds in zip(PROBLEM.regions, simulator.compute_s, strict=True):
+        by_key.setdefault(region.key, set()).add(seconds)
+    assert all(len(found) == 1 for found in by_key.values()), "equal regions take equal time"
+
+
+def test_a_collective_never_seen_alone_takes_after_its_like_or_after_the_profile() -> None:
+    plain = Simulator(PROBLEM, MACHINE, CHUNK).collective_s
+    one = Simulator(PROBLEM, MACHINE, CHUNK, timings([1.0] * COUNT, {**dict.fromkeys(AWAITED), AWAITED[0]: 3.0}))
+    assert one.collective_s == pytest.approx([1.0] * len(PROBLEM.collectives)), "three together took 3 s"
+    none = Simulator(PROBLEM, MACHINE, CHUNK, timings([1.0] * COUNT, dict.fromkeys(AWAITED)))
+    assert none.collective_s == pytest.approx(plain)
+
+
+def test_the_rate_of_copies_takes_the_place_of_the_link() -> None:
+    simulator = Simulator(PROBLEM, MACHINE, CHUNK, timings([1.0] * COUNT, {}, rate=1e6))
+    weight = PROBLEM.weights[0].name
+    assert simulator.copy_seconds(weight, 0, 1) == pytest.approx(PROBLEM.weights[0].nbytes / 1e6)
+    assert simulator.with_slower_copies(1.5).copy_seconds(weight, 0, 1) == pytest.approx(
+        1.5e-6 * PROBLEM.weights[0].nbytes
+    )
+    assert simulator.hardware.name == f"{MACHINE.name}, as measured"
+
+
+def test_timings_of_another_problem_are_refused() -> None:
+    with pytest.raises(ChunkflowError, match=r"measured on problem [0-9a-f]{16}, this model is [0-9a-f]{16}"):
+        place(blocks_problem(4), MACHINE, chunk_bytes=CHUNK, timings=timings([1.0] * COUNT, {}))
+
+
+def test_of_equal_plans_the_one_is_taken_that_slower_copies_hurt_least() -> None:
+    """A link that is just fast enough: without strain the smallest plan would do."""
+    found = blocks_problem(6)
+    for share in (0.45, 0.6, 0.8):
+        memory = int(share * found.total_bytes)
+        planner = Planner(found, Simulator(found, MACHINE, CHUNK))
+        best = planner.fastest(memory)
+        rivals = [c for m in range(len(planner.chunks)) if (c := planner.within(memory, m)) is not None]
+        equal = [c for c in rivals if c.step_s <= best.step_s * (1 + 1e-9)]
+        least = min(planner.strained(c) for c in equal) if equal else best.step_s
+        assert planner.strained(best) <= least + 0.01 * planner.resident.step_s
+        assert STRAIN > 1
+
+
+def step(collective: list[float], beside: list[float], *, alone: tuple[float, int] = (0.0, 0)) -> StepMeasurement:
+    windows = WindowSeconds(array("d", [1.0, 2.0]), array("d", [0.0, 0.0]), array("d", collective), array("d", beside))
+    return StepMeasurement(
+        step_s=3.5 + sum(collective),
+        exposed_h2d_s=0.0,
+        collective_s=sum(collective),
+        copy_s=alone[0],
+        alone_s=alone[0],
+        alone_bytes=alone[1],
+        collectives=2,
+        moved_bytes=0,
+        primed_bytes=0,
+        windows=windows,
+    )
+
+
+def test_what_had_company_on_the_link_is_not_taken_for_its_speed() -> None:
+    plan = place(PROBLEM, MACHINE, chunk_bytes=CHUNK)
+    steps = [step([0.2, 0.9], [0.0, 0.9], alone=(2.0, 100)), step([0.5, 0.7], [0.5, 0.7], alone=(3.0, 200))]
+    took = measured(plan, steps)
+    assert took.alone_s == [0.2, None] and took.copy_rate == pytest.approx(300 / 5.0)
+    assert Measured.from_json(took.to_json()) == took
+    found = took.timings()
+    assert sum(found.compute_s) == pytest.approx(took.step_s - took.collective_s), "the host's share is in it"
+    assert replace(took, copy_rate=None).timings().copy_rate is None
+
+
+def test_traffic_tells_who_was_alone() -> None:
+    traffic, windows = Traffic(), WindowSeconds(*(array("d", [0.0]) for _ in range(4)))
+    traffic.copy(10, lambda: None)
+    assert traffic.copied.alone_bytes == 10
+    traffic.collective(windows, 0, lambda: traffic.copy(5, lambda: None))
+    assert windows.beside_s[0] == windows.collective_s[0] > 0
+    assert (traffic.copied.nbytes, traffic.copied.alone_bytes) == (15, 10)
+    traffic.collective(windows, 0, lambda: None)
+    assert windows.collective_s[0] > windows.beside_s[0]
+    with pytest.raises(ZeroDivisionError):
+        traffic.copy(1, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    traffic.collective(windows, 0, lambda: None)
+    assert windows.collective_s[0] > windows.beside_s[0], "a copy that failed is over"
