@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
-import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkflow_compile import programs
+from chunkflow_compile.bench.link_error import chain, together
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
-from chunkflow_compile.runtime.link import LANES, Port, Wire, _Lane
+from chunkflow_compile.runtime.link import Port, Wire, _Lane
 
 MIB = 1 << 20
 
@@ -81,33 +80,15 @@ def test_no_byte_is_carried_twice_or_sooner_than_the_bandwidth_allows(order: str
     assert not sent or found.now - start + 1e-6 >= sent / 1e6
 
 
-def chain(port: Port, lane: Any, count: int) -> float:
-    """Bytes/s of transfers of a MiB that follow each other."""
-    start = since = time.monotonic()
-    for _ in range(count):
-        since = port.send(lane, MIB, since)
-    return count * MIB / (since - start)
-
-
 @pytest.mark.parametrize("bandwidth", [1e8, 1e9])
 def test_a_port_has_its_bandwidth_alone_and_shared(bandwidth: float) -> None:
     """Within 3 %, as the median of five on a machine that may be busy."""
     count = int(0.2 * bandwidth / MIB)
-
-    def share(found: list[float], port: Port) -> None:
-        rates: dict[str, float] = {}
-        works = [threading.Thread(target=lambda n=n: rates.update({n: chain(port, n, count)})) for n in LANES]
-        for work in works:
-            work.start()
-        for work in works:
-            work.join()
-        found.append(sum(rates.values()) / bandwidth)
-
     alone, both = [], []
     for _ in range(5):
         port = Port(LinkEmulation(bandwidth=bandwidth))
         alone.append(chain(port, "copy", count) / bandwidth)
-        share(both, port)
+        both.append(together(port, count) / bandwidth)
     assert statistics.median(alone) == pytest.approx(1, abs=0.03)
     assert statistics.median(both) == pytest.approx(1, abs=0.03)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, explain, offload, programs, replan, restore
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.measurement import SCHEMA, Measured
 
 EAGER = {**OPTIONS, "lowering": "eager"}
@@ -89,6 +90,28 @@ def test_a_goal_that_cannot_be_reached_changes_nothing(no_grad: None) -> None:
             replan(run, **goal)  # type: ignore[arg-type]
     check(run, twin)
     assert programs(model) == (before,)
+
+
+def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, memory=50000, slowdown=None)
+    check(run, twin)
+    before = programs(model)[0].plan
+    replan(run, policy="layerwise")
+    coming = programs(model)[0].successor
+    assert coming is not None and coming.program.plan.arena_bytes != before.arena_bytes
+    allocate, least = CpuDevice.allocate, coming.program.plan.arena_bytes
+
+    def full(device: CpuDevice, nbytes: int) -> torch.Tensor:
+        if least <= nbytes < least + 1024:
+            raise RuntimeError("out of memory")
+        return allocate(device, nbytes)
+
+    monkeypatch.setattr(CpuDevice, "allocate", full)
+    with pytest.raises(ChunkflowError, match=r"no room for an arena of .*out of memory"):
+        run(torch.randn(4, 8))
+    check(run, twin)
+    assert programs(model)[-1].plan == before
 
 
 def wrong(tmp_path: Path, factor: float) -> str:

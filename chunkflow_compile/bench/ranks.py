@@ -86,7 +86,7 @@ class ArmRun:
 
 @dataclass(frozen=True, kw_only=True)
 class RankRun:
-    """``total_bytes``: of all weights; ``link``: how well the emulation keeps to its figures, and how far compute is."""
+    """``total_bytes``: of all weights; ``link``: how well the emulation keeps to its figures."""
 
     arms: Mapping[str, ArmRun]
     total_bytes: int
@@ -221,7 +221,8 @@ class _Bench:
         for arm in self.job.arms:
             self.progress.set_description(f"{arm.name}: plan")
             settings = settings_of(arm, layerwise.program.plan, code.program.problem, timings, rate)
-            made = layerwise if arm.policy == "layerwise" else code.remade(**settings)
+            ready = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
+            made = ready or code.remade(**settings)
             codes[arm.name] = replace(made, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.progress.update()
         return codes

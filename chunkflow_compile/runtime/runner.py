@@ -222,7 +222,12 @@ class Runner:
             stale.close()
             code = stale.successor or stale.code
         wanted = [w.name for w in code.program.plan.streamed]
-        fresh = self._place(parameters, wanted, partial(self._start, code, parameters))
+        try:
+            fresh = self._place(parameters, wanted, partial(self._start, code, parameters))
+        except BaseException:
+            if stale is not None:
+                stale.successor = None  # the call behind this one runs what ran before
+            raise
         if stale is not None and stale.plan == fresh.plan:
             fresh.executor.measurements.extend(stale.executor.measurements)
         self._sessions[key] = fresh
