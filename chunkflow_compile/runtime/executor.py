@@ -33,6 +33,7 @@ from chunkflow_compile.passes.rewrite import SOURCE, Program
 from .binding import Binding, Step
 from .host_flag import HostFlag
 from .measurement import StepMeasurement, no_seconds
+from .outputs import owning
 from .traffic import Traffic
 
 # A step every second for an hour; old measurements make room for new ones.
@@ -247,7 +248,7 @@ class Executor:
         if node.op == "output":
             return self._call(node, lambda outputs: outputs)
         if node.op == "call_module":
-            return self._call(node, self._probed(self._regions[str(node.target)]), window)
+            return self._call(node, owning(self._regions[str(node.target)], self.binding.slots), window)
         if any(collective_kind(n) is not None or is_wait_tensor(n) for n in (node, *node.all_input_nodes[:1])):
             return self._collective(node, window)
         return self._call(node, function)
@@ -306,28 +307,6 @@ class Executor:
             run(work)
 
         return issue
-
-    def _probed(self, region: Callable[..., Any]) -> Callable[..., Any]:
-        """Copies outputs that lie in a slot: they would outlive their weight there.
-
-        Inductor hands out an input where an op does nothing to it (w * 1).  Which outputs those are is found in the
-        first step.
-        """
-        slot = next(iter(self.binding.slots.values()), None)
-        if slot is None:
-            return region
-        arena = slot.untyped_storage()._cdata
-        found: list[frozenset[int]] = []
-
-        def call(*args: Any) -> Any:
-            outputs = region(*args)
-            if not found:
-                found.append(frozenset(i for i, o in enumerate(outputs) if _lies_in(o, arena)))
-            if found[0]:
-                return [o.clone() if i in found[0] else o for i, o in enumerate(outputs)]
-            return outputs
-
-        return call
 
     def _reader(self, node: Node) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
         """How to fetch a node's operands; a region's are all values, which is the path taken most."""
@@ -405,10 +384,6 @@ class Executor:
         spans = [plan.span(found, r.first, r.end) for r in runs(found.windows) if r.window is not None]
         pieces = [self.binding.slots[weight][begin:end] for begin, end in spans]
         return lambda step: self.device.compute.run(partial(_poison, pieces))
-
-
-def _lies_in(value: object, storage: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
 
 
 def _poison(pieces: Sequence[torch.Tensor]) -> None:
