@@ -82,7 +82,7 @@ def chunkflow(
             kind=chosen.device_kind(),
             poison="poison" in chosen.debugging(),
             verified="verify" not in chosen.disable,
-            advice=partial(_advice, program, chosen),
+            advice=partial(_advice, program, chosen, memory=chosen.memory_bytes()),
         )
         return Runner(code, partial(_place, device, code.kind, seen), chosen.arena)
 
@@ -162,10 +162,10 @@ def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> Model
     return ModelIndex.around(parameters)
 
 
-def _advice(program: Program, chosen: Options) -> str:
+def _advice(program: Program, chosen: Options, memory: int | None) -> str:
     """What would fit, where the arena did not."""
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes)
-    budget = "No budget was given" if chosen.memory is None else f"The budget was memory={chosen.memory_bytes()}"
+    budget = "No budget was given" if memory is None else f"The budget was memory={memory}"
     return f"{budget}, and the least that this model runs in is memory={least}. "
 
 

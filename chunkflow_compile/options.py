@@ -60,7 +60,8 @@ class Options:
     """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value given there."""
 
     timings: str | Path | None = None
-    """What an earlier run took, in place of the profile's rates: measured.json of its dump."""
+    """What an earlier run took, in place of the profile's rates: measured.json of its dump.  The same model
+    at the same sizes and degree: with other sizes it is refused."""
 
     replan_after: int = 0
     """Steps behind which a plan is made from what they took, and run from the next step on: for a profile that fits the

@@ -19,28 +19,35 @@ def replan(
     *,
     memory: int | str | None = None,
     slowdown: float | None = None,
-    policy: Policy = "chunkflow",
+    policy: Policy | None = None,
     plan: str | Path | None = None,
     as_measured: bool = False,
 ) -> nn.Module:
     """Makes every program of a compiled, or placed, model run by another plan from its next call on; returns ``model``.
 
-    The goal is given as in the options of the backend.  ``as_measured``: plan from what the calls so far took, instead of
-    the profile's rates.  The new plan is verified; no output changes.  The next call starts cold.
+    The goal is given as in the options of the backend; the one before is kept if none is.  ``as_measured``: plan from what
+    the calls so far took, instead of the profile's rates.  The new plan is verified; no output changes.  The next call
+    starts cold.  A program that was closed because another needed its place keeps its own plan.
     Raises ChunkflowError, and nothing changes, if there is no such plan or if the model has not run yet.
     """
     found = programs(model)
     if not found:
         raise ChunkflowError("No program of this model runs yet: compile it with ChunkFlow and call it first.")
-    chosen = Options(memory=memory, slowdown=slowdown, policy=policy, plan=plan)
-    goal: dict[str, Any] = {
-        "memory": chosen.memory_bytes(),
-        "slowdown": slowdown,
-        "policy": policy,
-        "plan": chosen.given_plan(),
-    }
-    timings = [measured(p.plan, p.measurements).timings() if as_measured else None for p in found]
-    codes = [p.code.remade(**goal, timings=seen) for p, seen in zip(found, timings, strict=True)]
+    goal: dict[str, Any] = {}
+    if (memory, slowdown, policy, plan) != (None, None, None, None):
+        chosen = Options(memory=memory, slowdown=slowdown, policy=policy or "chunkflow", plan=plan)
+        goal = {
+            "memory": chosen.memory_bytes(),
+            "slowdown": slowdown,
+            "policy": chosen.policy,
+            "plan": chosen.given_plan(),
+        }
+    elif as_measured:
+        goal = {"plan": None}  # which would be run whatever was measured
+    codes = []
+    for program in found:
+        seen = {"timings": measured(program.plan, program.measurements).timings()} if as_measured else {}
+        codes.append(program.code.remade(**goal, **seen))
     for program, code in zip(found, codes, strict=True):
-        program.successor = code
+        program.choice.code, program.choice.by_itself = code, False
     return model

@@ -144,7 +144,7 @@ def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) 
         better = improve(planner, found, cost)
         over = builder.slots(better, quick) - memory
         if over <= 0:
-            fitting.append(better)
+            fitting += [better, *(c for c in (found,) if builder.slots(c) <= memory)]  # which may bear strain better
             break
         # Slots lose some percent between lifetimes that do not fit each other: leave the others that much less room.
         cut = max(2 * cut, over)

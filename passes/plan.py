@@ -155,6 +155,12 @@ class Plan:
         return tuple(w for w in self.weights if w.home == "host")
 
     @property
+    def placement(self) -> object:
+        """What a program does with memory and link, whatever is said and expected of it."""
+        where = tuple((w.name, w.home, w.offset, w.windows) for w in self.weights)
+        return self.chunk_bytes, self.arena_bytes, self.policy, where, self.barriers
+
+    @property
     def device_bytes(self) -> int:
         """Weight bytes on the device: the arena, and the weights that live outside it."""
         return self.arena_bytes + sum(w.nbytes for w in self.weights if w.home == "device")

@@ -3,7 +3,7 @@
 ``layerwise``: the whole next block is fetched while a block computes (SGLang).  ``layerwise-barrier``: moreover, compute
 waits for that block before the first collective of this one, and so before each (the paper's reference code, as its
 baseline).  ``layerwise-prefix``: the first blocks stay on the device, as many as a budget holds.  ``host-yield``: layerwise,
-and no copy starts while the host is about to issue a collective, or waits for one (what the paper publishes; the runtime's
+and no chunk starts while a flag is set that the host holds over each collective (what the paper publishes; the runtime's
 part).  Weights outside blocks stay on the device.
 """
 

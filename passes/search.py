@@ -20,7 +20,7 @@ from .schedule import Transfers, schedule, transfers
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes
 
-# Steps closer than this are equal: less memory wins.
+# Steps closer than this are equal: strain decides, then memory.
 SAME_STEP = 1e-3
 # Figures are off by some percent: of equal steps that wins which copies so much slower lengthen least, told apart by
 # SAME_STRAIN of a step.

@@ -31,7 +31,7 @@ class Timings:
 
     def check(self, problem: Problem) -> None:
         """Raises ChunkflowError if these are the timings of another problem."""
-        if self.problem != problem.digest or len(self.compute_s) != len(problem.regions):
+        if self.problem != problem.digest or {len(self.compute_s), len(self.collective_s)} != {len(problem.regions)}:
             raise ChunkflowError(
                 f"The timings were measured on problem {self.problem}, this model is {problem.digest}: its sizes, degree or "
                 "options differ. Measure this one, by calling it compiled with options={'dump': DIR}."

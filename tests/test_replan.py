@@ -20,6 +20,8 @@ from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.measurement import SCHEMA, Measured
 
 EAGER = {**OPTIONS, "lowering": "eager"}
+SMALL = {"memory": 50000, "slowdown": None}
+LAYERWISE = {**EAGER, "policy": "layerwise", "slowdown": None}
 
 
 def stack(seed: int = 0) -> Stack:
@@ -53,7 +55,7 @@ def test_a_running_model_is_given_other_goals(debug: tuple[str, ...], no_grad: N
         {"policy": "layerwise"},
         {"slowdown": 1.5},
     ]
-    seen = []
+    seen, measured = [], False
     for goal in goals:
         assert replan(run, **goal) is run
         check(run, twin)
@@ -61,7 +63,8 @@ def test_a_running_model_is_given_other_goals(debug: tuple[str, ...], no_grad: N
         assert session.code.regions is first.code.regions, "nothing was lowered again"
         assert session.plan.policy == goal.get("policy", "chunkflow")
         assert session.plan.device_bytes <= {60000: 60000, "50 KB": 50000}.get(goal.get("memory", ""), 10**9)
-        assert ("as measured" in session.plan.hardware) == goal.get("as_measured", False)
+        measured |= goal.get("as_measured", False)  # and stays so
+        assert ("as measured" in session.plan.hardware) == measured
         assert explain(run).plan == session.plan.digest and len(session.measurements) == 3
         seen.append(session.plan.moved_bytes)
     assert seen[0] == 0 < min(seen[1:])
@@ -98,8 +101,8 @@ def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, mo
     check(run, twin)
     before = programs(model)[0].plan
     replan(run, policy="layerwise")
-    coming = programs(model)[0].successor
-    assert coming is not None and coming.program.plan.arena_bytes != before.arena_bytes
+    coming = programs(model)[0].choice.code
+    assert coming.program.plan.arena_bytes != before.arena_bytes
     allocate, least = CpuDevice.allocate, coming.program.plan.arena_bytes
 
     def full(device: CpuDevice, nbytes: int) -> torch.Tensor:
@@ -114,12 +117,38 @@ def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, mo
     assert programs(model)[-1].plan == before
 
 
-def wrong(tmp_path: Path, factor: float) -> str:
-    """The tests' machine with a link that is taken for ``factor`` times as fast."""
-    machine = load_profile(OPTIONS["hardware"])
-    (tmp_path / "wrong.json").write_text(
-        replace(machine, h2d_bandwidth=factor * machine.h2d_bandwidth, name="wrong").to_json()
-    )
+def test_every_resolution_keeps_its_new_plan_whatever_the_arena_does(no_grad: None) -> None:
+    """The first call behind replan grows the arena, which closes the programs of the other resolutions."""
+    model, twin = stack(), stack()
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=False, options={**EAGER, **SMALL})
+    shapes = [(4, 8), (6, 8), (9, 8)]
+    inputs = [torch.randn(*shape) for shape in shapes]
+    for x in inputs:
+        assert torch.equal(run(x), twin(x))
+    arena = programs(model)[0].arena
+    small = arena.nbytes
+    replan(run, policy="layerwise")
+    for x in (*inputs, *reversed(inputs)):
+        assert torch.equal(run(x), twin(x))
+    assert arena.nbytes > small
+    assert [p.plan.policy for p in programs(model)] == ["layerwise"] * 3
+    assert len({p.plan.placement for p in programs(model)}) == 1
+
+
+def test_a_goal_is_kept_where_none_is_given(no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=LAYERWISE)
+    check(run, twin)
+    replan(run, as_measured=True)
+    check(run, twin)
+    (session,) = programs(model)
+    assert session.plan.hardware.endswith("as measured") and session.plan.policy == "layerwise"
+
+
+def wrong(tmp_path: Path) -> str:
+    """A machine on which a copy takes a hundred times as long as all compute, so that all weights are kept."""
+    machine = replace(load_profile(OPTIONS["hardware"]), launch_s=1e-5, h2d_bandwidth=1e6, name="wrong")
+    (tmp_path / "wrong.json").write_text(machine.to_json())
     return str(tmp_path / "wrong.json")
 
 
@@ -128,7 +157,7 @@ def test_after_two_steps_the_plan_is_made_from_what_they_took(
     debug: tuple[str, ...], tmp_path: Path, no_grad: None
 ) -> None:
     model, twin = stack(), stack()
-    run = compiled(model, debug=debug, hardware=wrong(tmp_path, 2.0), replan_after=2, dump=tmp_path / "dump")
+    run = compiled(model, debug=debug, slowdown=50.0, hardware=wrong(tmp_path), replan_after=2, dump=tmp_path / "dump")
     for step in range(3):  # the first pays for first touches and does not count
         check(run, twin, 1)
         assert programs(model)[-1].plan.hardware == "wrong", step

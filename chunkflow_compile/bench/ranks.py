@@ -140,8 +140,7 @@ class _Bench:
         self.model, self.inputs = self._build()
         self.times: dict[str, list[float]] = {a.name: [] for a in job.arms}
         self.measurements: dict[str, list[StepMeasurement]] = {a.name: [] for a in job.arms}
-        self.equal = dict.fromkeys(self.times, True)
-        self.reference: dict[int, torch.Tensor] = {}
+        self.outputs: dict[str, dict[int, torch.Tensor]] = {a.name: {} for a in job.arms}
 
     def run(self) -> RankRun:
         progress, job = self.progress, self.job
@@ -229,7 +228,7 @@ class _Bench:
 
     def _turn(self, name: str, codes: dict[str, Code], steps: Sequence[int]) -> None:
         """Steps of one arm, behind one that begins cold; those below 0 do not count."""
-        self._session.successor = codes[name]
+        self._session.choice.code = codes[name]
         self.compiled(**self.inputs(steps[0]))
         dist.barrier()
         for step in steps:
@@ -238,16 +237,15 @@ class _Bench:
             output = self.compiled(**self.inputs(step))
             if step >= 0:
                 self.times[name].append(time.perf_counter() - start)
-            value = _first(output)
-            self.equal[name] &= torch.equal(value, self.reference.setdefault(step, value))
+            self.outputs[name][step] = _first(output)
             self.progress.update()
         session = self._session
         if steps[0] >= 0:
             self.measurements[name] += session.measurements[-len(steps) :]
-        codes[name] = session.successor or session.code
+        codes[name] = session.choice.code
 
     def _results(self, codes: Mapping[str, Code], timings: Timings) -> dict[str, ArmRun]:
-        hardware = load_profile(self.hardware)
+        hardware, right = load_profile(self.hardware), self.outputs.get(RESIDENT, {})
         for name, code in codes.items():
             if code.folder is not None:  # of all turns, where the session of each knew its own
                 text = measured(code.program.plan, self.measurements[name]).to_json()
@@ -259,7 +257,9 @@ class _Bench:
                 predicted=play_program(code.program, hardware, timings),
                 steps_s=tuple(self.times[name]),
                 measurements=tuple(self.measurements[name]),
-                equal=self.equal[name],
+                equal=all(
+                    torch.equal(value, right[step]) for step, value in self.outputs[name].items() if step in right
+                ),
             )
             for name, code in codes.items()
         }

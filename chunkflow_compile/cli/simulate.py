@@ -24,7 +24,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="example: chunkflow simulate wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --policy all",
     )
     target.add_arguments(parser)
-    parser.add_argument("--policy", default="all", choices=("all", *SIMULATED), help="one policy (default: all)")
+    parser.add_argument(
+        "--policy",
+        default="all",
+        choices=("all", *SIMULATED),
+        help="one policy (default: all, layerwise-prefix where --memory is given)",
+    )
     add_json(parser, "the record")
     parser.set_defaults(run=run)
     return parser

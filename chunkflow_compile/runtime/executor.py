@@ -124,7 +124,7 @@ class Executor:
             self.binding.arena.holder = None
         self._writes.clear()
         if self._flag is not None:
-            self._flag.clear()  # an error in a collective left it set
+            self._flag.drop()  # an error in a collective left it set
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # who waited for what failed has raised it already
                 stream.synchronize()
@@ -288,6 +288,8 @@ class Executor:
         def waited(seconds: float) -> None:
             step.windows.exposed_s[window] += seconds
 
+        if self._flag is not None:
+            self._flag.drop()  # compute that runs beside a collective must not wait for a copy that waits for the flag
         self.device.compute.wait(arrival, waited)
 
     def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> _Issue:

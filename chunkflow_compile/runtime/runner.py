@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
@@ -54,27 +55,41 @@ class Code:
     kind: DeviceKind
     poison: bool = False
     verified: bool = True
-    advice: Callable[[], str] = str
+    advice: Callable[..., str] = str
 
     def remade(self, **settings: Any) -> Code:
         """By other settings, without compiling.  Raises ChunkflowError if they have no plan."""
         program, folder = self.make(**settings)
-        return replace(self, program=program, folder=folder, make=partial(self.make, **settings), replan_after=0)
+        advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
+        make = partial(self.make, **settings)
+        return replace(self, program=program, folder=folder, make=make, advice=advice, replan_after=0)
+
+
+@dataclass(eq=False)
+class Choice:
+    """What runs on the weights of one model: its sessions come and go, the choice stays.
+
+    ``by_itself``: it was made behind some steps, and nobody waits for it.
+    """
+
+    code: Code
+    by_itself: bool = False
 
 
 class Session:
     """A program with the memory that it runs on: its place in an arena, resident copies."""
 
-    def __init__(self, code: Code, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, choice: Choice, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raises ChunkflowError if the arena has no room, or if two programs in it could touch the same bytes at once."""
-        self.code = code
+        self.choice = choice
+        self.code = code = choice.code
+        self._replan_after = code.replan_after
         self.program = code.program
         self.arena = arena
         self._folder = code.folder
         self._steps = 0
         self.started = time.monotonic()
         self.closed = False
-        self.successor: Code | None = None  # what the next call runs instead
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
         self._versions = _versions(self._homes.values())
@@ -105,7 +120,7 @@ class Session:
 
         Raises ChunkflowError if an offloaded weight was changed behind the host store's back.
         """
-        if self.closed or self.successor is not None:
+        if self.closed or self.choice.code is not self.code:
             return False
         for name, home in self._homes.items():
             if home_of(home.parameter) is not home:  # another thread restored the model
@@ -123,21 +138,23 @@ class Session:
         self._steps += 1
         if not self._steps & (self._steps - 1):  # behind steps 1, 2, 4, 8: a killed run leaves its figures too
             self._save()
-        if self.code.replan_after and self.successor is None:
+        if self._replan_after:
             self._replan()
         return outputs
 
     def _replan(self) -> None:
         """Behind the steps asked for: a plan from what they took, run from the next step on if it is another."""
         warm = [m for m in self.measurements[1:] if not m.primed_bytes]  # the first pays for first touches
-        if len(warm) < self.code.replan_after:
+        if len(warm) < self._replan_after:
             return
+        self._replan_after = 0
         try:
             code = self.code.remade(timings=measured(self.plan, warm).timings())
         except ChunkflowError as error:  # the plan that runs is as good as before
             _log.warning("the plan stays as it is: %s", error)
-            code = self.code
-        self.successor = replace(code, replan_after=0)
+            return
+        if code.program.plan.placement != self.plan.placement:
+            self.choice.code, self.choice.by_itself = code, True
 
     def close(self) -> None:
         """Waits for the step and the copies in flight, and leaves the arena."""
@@ -193,6 +210,7 @@ class Runner:
         self._place = place
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+        self._choices = WeakIdKeyDictionary()  # first parameter -> Choice
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
         program = code.program
@@ -205,7 +223,8 @@ class Runner:
         inputs = list(args)
         args.clear()
         parameters = {name: inputs[position] for name, position in self._position.items()}
-        key = id(next(iter(parameters.values())))  # the first parameter tells which model it is
+        first = next(iter(parameters.values()))  # tells which model it is
+        key = id(first)
         while True:
             session = self._sessions.get(key)
             if session is not None:
@@ -214,26 +233,29 @@ class Runner:
                         return session.run(inputs)
             with self._lock():
                 if self._sessions.get(key) is session:  # no other thread has made one meanwhile
-                    self._renew(key, session, parameters)
+                    self._renew(first, session, parameters)
 
-    def _renew(self, key: int, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        code = self.code
+    def _renew(self, first: nn.Parameter, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        choice: Choice = self._choices.setdefault(first, Choice(self.code))
         if stale is not None:
             stale.close()
-            code = stale.successor or stale.code
-        wanted = [w.name for w in code.program.plan.streamed]
+        wanted = [w.name for w in choice.code.program.plan.streamed]
         try:
-            fresh = self._place(parameters, wanted, partial(self._start, code, parameters))
-        except BaseException:
-            if stale is not None:
-                stale.successor = None  # the call behind this one runs what ran before
-            raise
+            fresh = self._place(parameters, wanted, partial(self._start, choice, parameters))
+        except BaseException as error:
+            if stale is None or choice.code is stale.code:
+                raise
+            choice.code = replace(stale.code, replan_after=0)  # the next call runs what ran before
+            if not choice.by_itself or not isinstance(error, ChunkflowError):
+                raise
+            _log.warning("the plan stays as it is: %s", error)
+            return
         if stale is not None and stale.plan == fresh.plan:
             fresh.executor.measurements.extend(stale.executor.measurements)
-        self._sessions[key] = fresh
+        self._sessions[id(first)] = fresh
 
-    def _start(self, code: Code, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
-        return Session(code, self._arena or arena, parameters)
+    def _start(self, choice: Choice, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
+        return Session(choice, self._arena or arena, parameters)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
