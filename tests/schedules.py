@@ -76,6 +76,7 @@ def run_ahead(bench: Bench, turns: Sequence[Turn], device: ThreadsDevice, exact:
         assert not exact or copied == due, "every byte of the plans was copied, and no other"
         return [step.outputs[0] for step in steps]
     finally:
+        device.engine.resume()  # what failed on the way must not be waited for
         for executor in executors.values():
             executor.forget()
         device.close()

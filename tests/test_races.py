@@ -137,27 +137,27 @@ def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
 
 def without_openings(executor: Executor) -> None:
     kept = executor.device.copy.wait
-    executor.device.copy.wait = lambda event: 0.0 if event is executor._opening else kept(event)
+    executor.device.copy.wait = lambda event, *told: None if event is executor._opening else kept(event, *told)
 
 
 def without_arrivals(executor: Executor) -> None:
     kept = executor.device.compute.wait
     arrivals = set(map(id, executor._arrival.values()))
-    executor.device.compute.wait = lambda event: 0.0 if id(event) in arrivals else kept(event)
+    executor.device.compute.wait = lambda event, *told: None if id(event) in arrivals else kept(event, *told)
 
 
 def without_starts_of_collectives(executor: Executor) -> None:
-    executor.device.collective.wait = lambda event: 0.0
+    executor.device.collective.wait = lambda event, *told: None
 
 
 def without_ends_of_collectives(executor: Executor) -> None:
     kept = executor.device.compute.wait
-    executor.device.compute.wait = lambda event: 0.0 if event is executor._ended else kept(event)
+    executor.device.compute.wait = lambda event, *told: None if event is executor._ended else kept(event, *told)
 
 
 def without_handovers(executor: Executor) -> None:
     kept = executor.device.copy.wait
-    executor.device.copy.wait = lambda event: 0.0 if event is executor._handover else kept(event)
+    executor.device.copy.wait = lambda event, *told: None if event is executor._handover else kept(event, *told)
 
 
 EVENTS = (
