@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
@@ -210,7 +209,7 @@ class Runner:
         self._place = place
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-        self._choices = WeakIdKeyDictionary()  # first parameter -> Choice
+        self._choices: list[tuple[weakref.ref[nn.Parameter], Choice]] = []  # by first parameter
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
         program = code.program
@@ -236,7 +235,7 @@ class Runner:
                     self._renew(first, session, parameters)
 
     def _renew(self, first: nn.Parameter, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        choice: Choice = self._choices.setdefault(first, Choice(self.code))
+        choice = self._choice(first)
         if stale is not None:
             stale.close()
         wanted = [w.name for w in choice.code.program.plan.streamed]
@@ -253,6 +252,15 @@ class Runner:
         if stale is not None and stale.plan == fresh.plan:
             fresh.executor.measurements.extend(stale.executor.measurements)
         self._sessions[id(first)] = fresh
+
+    def _choice(self, first: nn.Parameter) -> Choice:
+        """Made if there is none.  A weak dictionary would call back in the collector, where Python drops a Ctrl-C."""
+        self._choices = [(ref, choice) for ref, choice in self._choices if ref() is not None]
+        for ref, choice in self._choices:
+            if ref() is first:
+                return choice
+        self._choices.append((weakref.ref(first), Choice(self.code)))
+        return self._choices[-1][1]
 
     def _start(self, choice: Choice, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
         return Session(choice, self._arena or arena, parameters)
