@@ -12,6 +12,11 @@ _UNITS.update({f"{p}B": 1000 ** (i + 1) for i, p in enumerate("KMGT")})
 _LOWER = {unit.lower(): factor for unit, factor in _UNITS.items()}
 
 
+def parse_rate(text: str, what: str) -> float:
+    """``"200MB"`` or ``"200MB/s"`` as bytes/s.  Raises ChunkflowError naming ``what``."""
+    return float(parse_bytes(text.removesuffix("/s"), what))
+
+
 def parse_bytes(value: object, what: str) -> int:
     """``8``, ``"8GiB"``, ``"500 MB"`` as a whole number of bytes.  Raises ChunkflowError naming ``what``."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:

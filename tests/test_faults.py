@@ -253,8 +253,7 @@ def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
         cold += programs(model)[-1].measurements[-2].primed_bytes > 0
-    # Python drops an interrupt that comes in a callback of the collector, and some come between two steps.
-    assert interrupted >= 8 and cold >= 5
+    assert interrupted == 10 and cold >= 5, "the others came between two steps"
     assert_survives(model, twin)
 
 

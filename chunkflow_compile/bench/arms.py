@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.place import POLICIES, Policy
+from chunkflow_compile.passes.place import BUDGETED, POLICIES, Policy
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.policies import blocks_of
 from chunkflow_compile.passes.problem import Problem
@@ -41,7 +41,7 @@ def _parse(name: str) -> Arm:
     if policy in (MISJUDGED, REPLANNED) and not at:
         return Arm(name, "chunkflow")
     found = next((p for p in POLICIES if p == policy), None)
-    budgeted = found in ("chunkflow", "layerwise-prefix")
+    budgeted = found in BUDGETED
     if found is None or (at and not budgeted) or (found == "layerwise-prefix" and not at):
         raise ChunkflowError(
             f"--arms: there is no arm {name!r}. There are {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
@@ -57,7 +57,7 @@ def _parse(name: str) -> Arm:
 
 def settings_of(arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float) -> Mapping[str, Any]:
     """What the passes are told.  ``layerwise``: that plan, whose bytes are everyone's budget; ``rate``: of the link."""
-    if arm.policy not in ("chunkflow", "layerwise-prefix"):
+    if arm.policy not in BUDGETED:
         return {"policy": arm.policy, "timings": timings}
     memory = layerwise.device_bytes
     if arm.residency:

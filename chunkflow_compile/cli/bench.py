@@ -17,7 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.bench_picture import draw_arms
 from chunkflow_compile.report.record import check_writable
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import parse_rate
 
 STEPS = 6
 
@@ -78,7 +78,7 @@ def _job(arguments: argparse.Namespace) -> Job:
     regime = _regime(arguments)
     bandwidth = regime.bandwidth
     if arguments.bandwidth:
-        bandwidth = float(parse_bytes(arguments.bandwidth.removesuffix("/s"), "--bandwidth"))
+        bandwidth = parse_rate(arguments.bandwidth, "--bandwidth")
     return Job(
         regime=regime,
         model=None if arguments.model in REGIMES else arguments.model,

@@ -14,7 +14,7 @@ from chunkflow_compile.hardware.profiles import measured_path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.report.record import check_writable
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import parse_rate
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.emulate:
         if arguments.device != "cpu":
             raise ChunkflowError(f"--emulate: --device {arguments.device} has a link of its own; give --device cpu.")
-        emulated = LinkEmulation(bandwidth=float(parse_bytes(arguments.emulate.removesuffix("/s"), "--emulate")))
+        emulated = LinkEmulation(bandwidth=parse_rate(arguments.emulate, "--emulate"))
     if not arguments.out:
         with contextlib.suppress(OSError):  # what cannot be made is named by the next line
             out.parent.mkdir(parents=True, exist_ok=True)
