@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := chunkflow_compile passes tests examples docs
 
-.PHONY: demo test lint types unit soak docs bench contention paper clean
+.PHONY: demo test test-gpu lint types unit soak docs bench bench-gpu contention paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -24,6 +24,15 @@ types: $(VENV)/ready
 
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2
+
+# On a machine with a GPU, with a build of torch that fits it: make test-gpu TORCH="torch==2.13.0".  Skipped without one.
+test-gpu: $(VENV)/ready
+	$(BIN)/python -m pytest -m gpu -n 0 -rs tests/test_gpu.py
+
+# The same with the benchmark: at most nine minutes, or SECONDS=...; writes docs/benchmarks/gpu.md and .json.
+SECONDS ?= 520
+bench-gpu: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md --seconds $(SECONDS)
 
 # The race tests on other random programs for ten minutes, or MINUTES=...
 MINUTES ?= 10

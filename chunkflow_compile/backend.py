@@ -32,7 +32,7 @@ from chunkflow_compile.placing import Placement, placements_around
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.device import DeviceKind, check_device
+from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.host_store import home_of
 from chunkflow_compile.runtime.runner import Code, Runner, Session
 from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten
@@ -58,9 +58,10 @@ def chunkflow(
     for parameter in found.values():
         if (home := home_of(parameter)) is not None:
             home.check(parameter)
-    device = _device(found, example_inputs)
-    check_device(device)
-    if chosen.arena is not None and chosen.arena.device.type != device.type:
+    device = check_device(_device(found, example_inputs))
+    chosen = chosen.on(device)
+    check_kind(device, chosen.device_kind(), chosen.policy)
+    if chosen.arena is not None and chosen.arena.device != device:
         raise ChunkflowError(
             f"The weights are on {device}, but the arena given is on "
             f"{chosen.arena.device}: make it with chunkflow_compile.Arena({str(device)!r})."
@@ -82,6 +83,7 @@ def chunkflow(
             kind=chosen.device_kind(),
             poison="poison" in chosen.debugging(),
             verified="verify" not in chosen.disable,
+            pin_bytes=chosen.pin_bytes(),
             advice=partial(_advice, program, chosen, memory=chosen.memory_bytes()),
         )
         return Runner(code, partial(_place, device, code.kind, seen), chosen.arena)
@@ -205,7 +207,7 @@ def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any]) -> to
         raise ChunkflowError("The graph has no parameters: there is nothing to stream.")
     device = devices.pop()
     for position, value in enumerate(inputs):
-        if isinstance(value, torch.Tensor) and value.dim() and value.device.type != device.type:
+        if isinstance(value, torch.Tensor) and value.dim() and value.device != device:
             raise ChunkflowError(
                 f"The weights are on {device}, but input {position} is on {value.device}: move it there, or place the model "
                 "for the input's device with chunkflow_compile.offload(model, device)."

@@ -167,6 +167,7 @@ def _write_host_copies(
         value = state.get(prefix + name)
         if home is None or not isinstance(value, torch.Tensor) or value.shape != home.host.shape:
             continue  # load_state_dict itself reports what is missing or of another shape
+        home.settle()
         with torch.no_grad():
             home.host.copy_(value)
         state[prefix + name] = parameter  # copying a parameter onto itself does nothing

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 import torch
 
-from chunkflow_compile.hardware.profiles import DEFAULT, load_profile
+from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
@@ -18,8 +19,10 @@ from chunkflow_compile.passes.pipeline import Settings, check_disabled
 from chunkflow_compile.passes.place import POLICIES, Policy
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
+from chunkflow_compile.passes.search import Yield
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
+from chunkflow_compile.runtime.host_memory import pin_budget
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import parse_bytes
 
@@ -29,6 +32,8 @@ DEFAULT_MIN_BYTES = 1 << 20
 # Of 4, 16, 64 and 256 MiB the paper found 16 best: a collective waits for at most 0.6 ms on PCIe 5.
 DEFAULT_CHUNK_BYTES = 16 << 20
 DEBUG = ("poison", "threads")
+# Field -> what users write, where Python has that word for itself.
+ALIASES = {"yields": "yield"}
 
 _T = TypeVar("_T")
 
@@ -44,8 +49,14 @@ class Options:
     """Longest predicted step over that with all weights resident: the smallest plan within it.  1.02 if neither this nor
     memory is given."""
 
-    hardware: str | Path = DEFAULT
-    """The machine that is planned for: a built-in profile, a JSON file, or "measured" after chunkflow calibrate."""
+    hardware: str | Path | None = None
+    """The machine that is planned for: a built-in profile, a JSON file, or "measured" after chunkflow calibrate.  By default
+    "cpu" on the CPU; on a GPU what calibrate measured, or else the built-in profile of such a card."""
+
+    yields: Yield = "auto"
+    """Given as "yield": how copies keep out of the way of collectives on a link that both share.  "soft": their windows open
+    behind a collective and are filled as far as the model says; "hard": compute moreover waits, before the collective, for
+    copies under way; "auto": whichever is predicted to be faster."""
 
     policy: Policy = "chunkflow"
     """"chunkflow" places by the cost model.  To compare with, on the same regions and executor: "layerwise" fetches the
@@ -83,7 +94,11 @@ class Options:
     """Inductor configuration for every region, as in torch._inductor.config."""
 
     disable: Sequence[str] = ()
-    """Passes to leave out, to see whether one is to blame: "views", "sharing", "barriers", "refine", "verify"."""
+    """Passes to leave out, to see whether one is to blame: "views", "sharing", "refine", "verify"."""
+
+    pin_memory: int | str | None = None
+    """Most host bytes to pin, as bytes or "64GB"; the weights behind them are copied from pageable memory, which is slower.
+    On a GPU only.  Four fifths of the machine's memory by default, divided by LOCAL_WORLD_SIZE."""
 
     debug: str | Sequence[str] = ()
     """"poison" overwrites evicted weights with NaN, so that a reader that comes too late is seen; "threads" runs every
@@ -93,10 +108,14 @@ class Options:
     """Folder that gets every compiled graph at every stage, its plan, a report, and at the end what was measured."""
 
     def __post_init__(self) -> None:
-        for name, allowed in (("policy", POLICIES), ("lowering", ("inductor", "eager"))):
+        for name, allowed in (
+            ("policy", POLICIES),
+            ("lowering", ("inductor", "eager")),
+            ("yields", get_args(Yield)),
+        ):
             if getattr(self, name) not in allowed:
                 raise ChunkflowError(
-                    f"Option {name}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}."
+                    f"Option {ALIASES.get(name, name)}={getattr(self, name)!r} is unknown; use one of {', '.join(allowed)}."
                 )
         for name, least in (("min_bytes", 0), ("chunk_bytes", 256), ("group_bytes", 1), ("replan_after", 0)):
             value = getattr(self, name)
@@ -110,7 +129,7 @@ class Options:
         if not isinstance(self.disable, (list, tuple, set, frozenset)) or not all(
             isinstance(name, str) for name in self.disable
         ):
-            raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, as ["barriers"].')
+            raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, as ["refine"].')
         check_disabled(self.disable)
         if not isinstance(self.arena, (Arena, type(None))):
             raise ChunkflowError(f"Option arena={self.arena!r} must be a chunkflow_compile.Arena(device).")
@@ -139,7 +158,10 @@ class Options:
             raise ChunkflowError(
                 f"Policy {self.policy} has one plan only: slowdown={self.slowdown} would change nothing."
             )
+        if self.yields != "auto" and self.policy != "chunkflow":
+            raise ChunkflowError(f"Policy {self.policy} has one plan only: yield={self.yields} would change nothing.")
         self.memory_bytes()
+        self.pin_bytes()
         self.profile()
 
     def debugging(self) -> frozenset[str]:
@@ -154,13 +176,23 @@ class Options:
         """The byte budget."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")
 
+    def pin_bytes(self) -> int:
+        """Most host bytes to pin."""
+        if self.pin_memory is not None:
+            return parse_bytes(self.pin_memory, "pin_memory")
+        return pin_budget(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+
+    def on(self, device: torch.device) -> Options:
+        """With the machine that is planned for on ``device``, where none was named."""
+        return self if self.hardware is not None else replace(self, hardware=default_profile(device))
+
     def given_plan(self) -> Plan | None:
         """The plan to run, if one is given.  Raises ChunkflowError if it cannot be read."""
         return None if self.plan is None else read_plan(self.plan)
 
     def profile(self) -> Hardware:
         """The machine that is planned for."""
-        return load_profile(self.hardware)
+        return load_profile(self.hardware or CPU)
 
     def settings(self) -> Settings:
         """What of the options the passes are told.  Raises ChunkflowError if a plan is given that cannot be read."""
@@ -171,6 +203,7 @@ class Options:
             group_bytes=self.group_bytes,
             memory=self.memory_bytes(),
             slowdown=self.slowdown,
+            yields=self.yields,
             plan=self.given_plan(),
             timings=None if self.timings is None else read_measured(self.timings).timings(),
             disabled=frozenset(self.disable),
@@ -205,13 +238,16 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
     ``mode`` is torch.compile's; its Inductor configuration is applied to every region.
     """
     given = dict(options or {})
-    known = [f.name for f in fields(Options)]
+    known = [ALIASES.get(f.name, f.name) for f in fields(Options)]
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? There are: {', '.join(known)}.")
     inductor = {**_mode_options(mode), **dict(given.pop("inductor", None) or {})}
     _refuse(inductor)
+    for field_name, name in ALIASES.items():
+        if name in given:
+            given[field_name] = given.pop(name)
     return Options(**given, inductor=inductor)
 
 

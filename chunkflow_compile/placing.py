@@ -16,7 +16,8 @@ from chunkflow_compile.guards import Guards
 from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.runtime.arena import Arena, is_dense
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.bytes import is_dense
 from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.host_store import Home, HostStore, home_of
 from chunkflow_compile.runtime.locks import ProcessLock
@@ -33,10 +34,11 @@ class Placement:
 
     def __init__(self, root: nn.Module, device: torch.device) -> None:
         self.root = root
-        self.store = HostStore(root, device)
+        self.store = HostStore(root, device, pages=device.type == "cuda")
         self.guards = Guards(root, device)
         self.sessions: list[Session] = []
         self.lock = ProcessLock()
+        self._carried: list[tuple[torch.Tensor, torch.device]] = []
         self._arenas: dict[DeviceKind, Arena] = {}
 
     @staticmethod
@@ -76,13 +78,27 @@ class Placement:
                 self.undo()
                 raise
 
-    def undo(self) -> None:
-        """Gives every parameter its bytes back and forgets the model."""
+    def carry(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Moves what is not in the store to the store's device."""
+        with torch.no_grad():
+            for tensor in tensors:
+                if home_of(tensor) is None and tensor.device != self.store.device:
+                    self._carried.append((tensor, tensor.device))
+                    tensor.data = tensor.data.to(self.store.device)
+
+    def undo(self, device: torch.device | None = None) -> None:
+        """Gives every parameter its bytes back, where it came from or on ``device``, and forgets the model."""
         with compile_lock, self.lock():  # hooks come and go: no other thread may be tracing them
             for session in self.sessions:
                 session.close()
             self.sessions.clear()
-            self.store.release()
+            self.store.release(device)
+            everything = [(t, device) for t in (*self.root.parameters(), *self.root.buffers()) if device is not None]
+            with torch.no_grad():
+                for tensor, origin in everything or self._carried:
+                    if tensor.device != origin:
+                        tensor.data = tensor.data.to(origin)
+            self._carried.clear()
             self.guards.remove()  # behind: an interrupt must leave no empty weight without them
             self.root.__dict__.pop(_PLACEMENT, None)
 
@@ -114,8 +130,7 @@ def offload(
         )
     if any(p.is_meta for p in parameters):
         raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
-    target = _device(device, parameters)
-    check_device(target)
+    target = check_device(_device(device, parameters))
     index = ModelIndex.of(root)
     weights = [(index.names[id(p)], p) for p in parameters if _bytes(p) >= min_bytes and why_not(p) is None]
     placement = Placement.on(root, target)
@@ -123,25 +138,24 @@ def offload(
         placement.guards.watch_calls(lambda: placement.store.homes)
         placement.move(weights)
     try:
-        with torch.no_grad():
-            for tensor in (*root.parameters(), *root.buffers()):
-                if home_of(tensor) is None:
-                    tensor.data = tensor.data.to(target)
+        placement.carry((*root.parameters(), *root.buffers()))
     except BaseException:
         placement.undo()
         raise
     return model
 
 
-def restore(model: nn.Module) -> nn.Module:
-    """Brings the parameters of an offloaded model back to its device, bit for bit; returns ``model``.
+def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """Brings the parameters of an offloaded model back to where they came from, bit for bit; returns ``model``.
 
+    ``device``: in place of that.  Raises ChunkflowError if it has no room; the weights that found none stay offloaded.
     A part of a model that was placed as a whole brings back the whole.
     Compiled functions of the model stay usable: their next call places it again.  A model that is not placed is left
     as it is.
     """
+    target = None if device is None else torch.device(device)
     for placement in _placements(model):
-        placement.undo()
+        placement.undo(target)
     return model
 
 

@@ -23,6 +23,7 @@ from .plan import Plan
 from .problem import Problem
 from .regions import DEFAULT_GROUP_BYTES, Cut, cut
 from .rewrite import Program, rewrite
+from .search import Yield
 from .timings import Timings
 from .traced import Traced
 from .verify import Proof, verify
@@ -34,7 +35,6 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 OPTIONAL_PASSES: Mapping[str, str] = {
     "views": "pieces of views only go into the regions around them",
     "sharing": "equal regions are lowered once",
-    "barriers": "compute may wait so that no copy runs beside a collective",
     "refine": "short programs are improved chunk by chunk",
     "verify": "the program is proved safe before it runs",
 }
@@ -50,6 +50,7 @@ class Settings:
     group_bytes: int = DEFAULT_GROUP_BYTES
     memory: int | None = None
     slowdown: float | None = None
+    yields: Yield = "auto"
     plan: Plan | None = None
     timings: Timings | None = None
     disabled: frozenset[str] = field(default_factory=frozenset)
@@ -90,6 +91,7 @@ def make_plan(problem: Problem, settings: Settings) -> Plan:
         chunk_bytes=settings.chunk_bytes,
         memory=settings.memory,
         slowdown=settings.slowdown,
+        yields=settings.yields,
         disabled=settings.disabled,
         timings=settings.timings,
     )

@@ -21,7 +21,7 @@ from .problem import Problem, Weight
 from .reasons import reason
 from .refine import MOST_CHUNKS, Improve, refine, unrefined
 from .schedule import schedule, transfers
-from .search import ROUNDING, Candidate, Planner, barriers
+from .search import ROUNDING, Candidate, Planner, Yield, barriers
 from .slots import Lifetime, Piece, assign_slots
 from .timeline import Simulator, Timeline
 from .timings import Timings
@@ -49,14 +49,16 @@ def place(
     chunk_bytes: int = 16 << 20,
     memory: int | None = None,
     slowdown: float | None = None,
+    yields: Yield = "auto",
     disabled: Collection[str] = (),
     timings: Timings | None = None,
 ) -> Plan:
     """Decides the home, slot and windows of every weight.
 
     ``memory``: most weight bytes on the device, for the fastest plan within them.  ``slowdown``: longest predicted step
-    over that with all weights resident, for the smallest plan; 1.02 if neither is given.  ``disabled``: of "barriers" and
-    "refine", what is left out.  ``timings``: what was measured of the problem, in place of the profile's rates.
+    over that with all weights resident, for the smallest plan; 1.02 if neither is given.  ``yields``: how copies keep out
+    of the way of collectives.  ``disabled``: "refine", or nothing.  ``timings``: what was measured of the problem, in place
+    of the profile's rates.
     Raises ChunkflowError if both goals are given, if ``slowdown`` is below 1, if ``memory`` is below what the program
     needs at least, or if the timings are of another problem.
     """
@@ -66,7 +68,9 @@ def place(
         raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
     if slowdown is not None and policy != "chunkflow":
         raise ChunkflowError(f"Policy {policy} has one plan only: slowdown={slowdown} would change nothing.")
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), disabled)
+    if yields != "auto" and policy != "chunkflow":
+        raise ChunkflowError(f"Policy {policy} has one plan only: yield={yields} would change nothing.")
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields)
     builder = Builder(planner, planner.simulator.hardware, policy)
     if policy == "chunkflow":
         improve = unrefined if "refine" in disabled else refine

@@ -8,9 +8,10 @@ Candidates are played on the timeline; nothing is judged by anything else.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 from .plan import Barrier
 from .policies import layerwise
@@ -20,6 +21,10 @@ from .schedule import Transfers, schedule, transfers
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes
 
+# How copies keep out of the way of collectives.  "soft": windows open behind one and are filled as far as the model says;
+# "hard": compute waits, before a collective, for the copies issued in front of it, so that none runs beside it; "auto": as
+# the timeline says.
+Yield = Literal["auto", "soft", "hard"]
 # Steps closer than this are equal: strain decides, then memory.
 SAME_STEP = 1e-3
 # Figures are off by some percent: of equal steps that wins which copies so much slower lengthen least, told apart by
@@ -51,10 +56,9 @@ class Candidate:
 class Planner:
     """What is known of a problem on a machine before a goal is given."""
 
-    def __init__(self, problem: Problem, simulator: Simulator, disabled: Collection[str] = ()) -> None:
-        """``disabled``: passes that are left out; here, "barriers"."""
+    def __init__(self, problem: Problem, simulator: Simulator, yields: Yield = "auto") -> None:
         self.problem = problem
-        self.exclusive = "barriers" not in disabled
+        self.yields = yields
         self.simulator = simulator
         self.count = len(problem.regions)
         self.weights = [w for w in problem.weights if w.keep is None and w.uses and w.nbytes]
@@ -97,6 +101,7 @@ class Planner:
 
     def play(self, placed: Sequence[int | None], hard: bool = False, residents: int | None = None) -> Candidate:
         """Plays any placement of the chunks."""
+        hard = hard or self.yields == "hard"
         timeline = self.simulator.play(schedule(self.problem, self._ops(placed, hard)), spans=False)
         return Candidate(
             placed=tuple(placed), residents=residents, hard=hard, nbytes=self.nbytes(placed), timeline=timeline
@@ -174,7 +179,7 @@ class Planner:
         floor = self._least(residents)
         ceiling = natural.nbytes - self.kept_bytes - self._resident_sums[residents]
         found = [natural]
-        for hard in (False, True) if self.exclusive else (False,):
+        for hard in (False, True) if self.yields == "auto" else (natural.hard,):
             if hard and self.play(found[-1].placed, True).step_s > found[-1].step_s:
                 break
             low, high = floor, ceiling
@@ -200,7 +205,7 @@ class Planner:
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
     def _contended(self, candidate: Candidate) -> bool:
-        return self.exclusive and self.simulator.hardware.shared_link and candidate.timeline.inflation_s > 0
+        return self.yields == "auto" and self.simulator.hardware.shared_link and candidate.timeline.inflation_s > 0
 
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s

@@ -27,8 +27,9 @@ from chunkflow_compile.passes.schedule import transfers
 from chunkflow_compile.passes.search import Planner, barriers
 from chunkflow_compile.passes.timeline import Simulator
 from chunkflow_compile.passes.windows import as_windows
-from chunkflow_compile.runtime.arena import Arena, as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.binding import Binding
+from chunkflow_compile.runtime.bytes import as_weight, flat_bytes, slot_bytes
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.tracing import trace
 

@@ -72,7 +72,7 @@ def run_ahead(bench: Bench, turns: Sequence[Turn], device: ThreadsDevice, exact:
         device.deliver()
         device.copy.synchronize()
         due = sum(p.plan.moved_bytes for p, _ in turns) + sum(s.primed for s in steps)
-        copied = sum(e.traffic.copied.nbytes for e in executors.values())
+        copied = sum(e.traffic.copied_bytes for e in executors.values())
         assert not exact or copied == due, "every byte of the plans was copied, and no other"
         return [step.outputs[0] for step in steps]
     finally:

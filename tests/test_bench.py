@@ -18,10 +18,16 @@ from problems import CHUNK, MACHINE, blocks_problem
 
 from chunkflow_compile import ChunkflowError, programs
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
+from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_error import link_error
+from chunkflow_compile.bench.peers import PEER_ARMS
+from chunkflow_compile.bench.ranks import run_job
+from chunkflow_compile.bench.regimes import Regime
+from chunkflow_compile.bench.summary import bench_table, describe, summarise
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.policies import blocks_of
@@ -76,6 +82,9 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["compute-bound"], "There is no regime 'compute-bound': give one of compute-rich, contention"),
         (["own.py:build"], "--bandwidth is needed for a model of your own"),
         (["contention", "--steps", "0"], "--steps and --ranks must be at least 1"),
+        (["contention", "--arms", "inductor"], "--arms inductor: measured on a GPU only, with --device cuda"),
+        (["contention", "--frames", "9"], "--frames is a size of a preset; contention has its own"),
+        (["flux.1-dev"], "Presets, --transport loopback and --hardware are for --device cuda"),
         (["contention", "--bandwidth", "fast"], "--bandwidth='fast' is no size"),
         (["contention", "--bandwidth", "1"], "link_emulation.bandwidth=1.0 is outside"),
         (["contention", "--picture", "/nowhere/p.png"], "cannot be written to /nowhere/p.png"),
@@ -161,13 +170,12 @@ def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(
     inside, started, copy = threading.Event(), [], executor.device.copy_bytes
     plain = executor.traffic.collective
 
-    def collective(windows: Any, window: int, work: Any) -> Any:
-        inside.set()
-        time.sleep(0.005)
-        try:
-            return plain(windows, window, work)
-        finally:
-            inside.clear()
+    def collective(windows: Any, window: int) -> Any:
+        transfer = plain(windows, window)
+        begins, ends = transfer.begins, transfer.ends
+        transfer.begins = lambda at: (begins(at), inside.set(), time.sleep(0.005))
+        transfer.ends = lambda at: (ends(at), inside.clear())
+        return transfer
 
     def slow(target: torch.Tensor, source: torch.Tensor) -> None:
         started.append(inside.is_set())
@@ -182,3 +190,36 @@ def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(
     assert len(started) > 100
     share = sum(started) / len(started)  # a chunk may be under way when a collective begins
     assert share > 0.3 if debug else share < 0.15
+
+
+SIZE = Size(layers=3, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)  # a projection is 1 MiB
+
+
+def job(**told: Any) -> Job:
+    """On the CPU's own link, which is what a GPU has too."""
+    regime = Regime(family="wan", size=SIZE, bandwidth=0.0, chunk_bytes=1 << 20, arms=(), shows="")
+    arms = parse_arms(told.pop("arms"))
+    return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", **told)
+
+
+def test_peers_run_on_the_same_weights() -> None:
+    told = job(ranks=1, arms=["resident", "layerwise", "chunkflow", *PEER_ARMS])
+    found = summarise(told, run_job(told))
+    assert list(found.record.arms) == [a.name for a in told.arms]
+    assert all(a.step_s and a.step_s > 0 for a in found.record.arms.values())
+    assert found.record.arms["layerwise"].equal_to_resident and found.record.arms["chunkflow"].equal_to_resident
+    assert found.record.arms["layerwise"].moved_bytes_per_step and found.copy_rate["chunkflow"]
+    for name in PEER_ARMS:  # another compilation rounds otherwise; other weights would be another output
+        assert found.difference[name] is not None and found.difference[name] < 1e-4
+        assert name not in found.predicted and found.record.arms[name].weights_device_bytes is None
+    assert found.link is None and "emulated" not in describe(told, found)
+    assert all(0 < s <= (found.record.arms[n].step_s or 0) for n, s in found.host_s.items())
+    assert all(name in bench_table(found) for name in PEER_ARMS)
+
+
+def test_one_process_stands_for_all_ranks() -> None:
+    told = job(ranks=2, arms=["resident", "layerwise", "chunkflow"], transport="loopback")
+    found = summarise(told, run_job(told))
+    assert found.record.degree == 2 and "one process stands for all" in describe(told, found)
+    assert all(a.equal_to_resident and a.collective_s for a in found.record.arms.values())
+    assert found.inflation["resident"] == 0 and found.copy_rate["layerwise"]

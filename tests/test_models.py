@@ -52,7 +52,7 @@ def check_transfers(runner: chunkflow_compile.runtime.runner.Session) -> None:
     assert steps[0].primed_bytes > 0, "the first weights are prefetched by the step before"
     assert [m.primed_bytes for m in steps[1:]] == [0] * (len(steps) - 1)
     runner.executor.intact_slots()  # waits for copies in flight
-    assert runner.executor.traffic.copied.nbytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
+    assert runner.executor.traffic.copied_bytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
 
 
 def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.runner.Session) -> None:

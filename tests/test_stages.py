@@ -32,6 +32,7 @@ from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.ops import PREFETCH
 from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Settings, Stage, make_cut, make_plan, stages
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.search import Yield
 from chunkflow_compile.passes.traced import Traced
 from chunkflow_compile.passes.verify import verify
 from chunkflow_compile.report.lines import op_counts, stage_lines
@@ -42,6 +43,7 @@ from chunkflow_compile.tracing import trace
 
 HERE = Path(__file__).parent
 MACHINE = replace(load_profile(HERE / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
+YIELDS: tuple[Yield, ...] = ("auto", "hard", "soft")
 SETTINGS = Settings(hardware=MACHINE, chunk_bytes=4096, slowdown=1.0)
 
 
@@ -87,14 +89,17 @@ def test_a_pass_left_out_changes_no_bit_of_the_output(name: str, no_grad: None) 
         assert torch.equal(whole, without)
 
 
-def test_a_plan_is_held_back_from_collectives_only_if_barriers_are_on() -> None:
+def test_a_plan_yields_hard_where_that_is_faster_or_wanted() -> None:
     slow = replace(NUMBERS, copy_slowdown=3.0, collective_slowdown=3.0, h2d_bandwidth=CHUNK * 0.5e6)
     found = blocks_problem(2, compute=16.0, exchange=8.0)
     told = Settings(hardware=slow, chunk_bytes=CHUNK, memory=16 * CHUNK)
-    hard, soft = (make_plan(found, replace(told, disabled=frozenset(d))) for d in ((), ("barriers",)))
-    assert hard.barriers and not soft.barriers
-    assert hard.predicted is not None and soft.predicted is not None
-    assert hard.predicted.step_s < soft.predicted.step_s
+    chosen, hard, soft = (make_plan(found, replace(told, yields=y)) for y in YIELDS)
+    assert chosen.barriers and hard.barriers and not soft.barriers
+    assert chosen.predicted is not None and hard.predicted is not None and soft.predicted is not None
+    assert hard.predicted.inflation_s == 0.0
+    assert chosen.predicted.step_s <= min(hard.predicted.step_s, soft.predicted.step_s) < soft.predicted.step_s
+    free = replace(told, hardware=replace(slow, copy_slowdown=1.0, collective_slowdown=1.0))
+    assert not make_plan(found, free).barriers, "nothing to yield to"
 
 
 @pytest.mark.parametrize("family", ["wan", "flux", "hunyuanvideo", "qwen-image"])
@@ -335,8 +340,8 @@ def run_script(folder: Path, more: str = "", **environment: str) -> subprocess.C
     [
         (["dump", MODEL, "--stage", "verifed"], "no stage 'verifed'; did you mean 'verified'? There are traced, ", 2),
         (
-            ["dump", MODEL, "--disable-pass", "barrier"],
-            "no pass 'barrier' that can be disabled; did you mean 'barriers'?",
+            ["dump", MODEL, "--disable-pass", "shared"],
+            "no pass 'shared' that can be disabled; did you mean 'sharing'?",
             2,
         ),
         (["dump", MODEL, "--disable-pass", "rewrite"], "all others are needed by what stands behind them", 2),

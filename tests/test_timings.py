@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from array import array
 from dataclasses import replace
+from itertools import accumulate
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import CHUNK, MACHINE, blocks_problem
 
@@ -17,7 +18,7 @@ from chunkflow_compile.passes.search import STRAIN, Planner
 from chunkflow_compile.passes.timeline import Simulator
 from chunkflow_compile.passes.timings import Timings
 from chunkflow_compile.runtime.measurement import Measured, StepMeasurement, WindowSeconds, measured
-from chunkflow_compile.runtime.traffic import Traffic
+from chunkflow_compile.runtime.traffic import Copied, Traffic, Transfer
 
 PROBLEM = blocks_problem(3)
 COUNT = len(PROBLEM.regions)
@@ -115,15 +116,45 @@ def test_what_had_company_on_the_link_is_not_taken_for_its_speed() -> None:
 
 
 def test_traffic_tells_who_was_alone() -> None:
+    traffic, windows = Traffic(), WindowSeconds(*(array("d", [0.0, 0.0]) for _ in range(4)))
+
+    def run(transfer: Transfer, begin: float, end: float) -> None:
+        transfer.begins(begin)
+        transfer.ends(end)
+
+    run(traffic.copy(10), 0.0, 1.0)
+    run(traffic.copy(5), 2.5, 3.0)
+    run(traffic.collective(windows, 0), 2.0, 4.0)
+    run(traffic.collective(windows, 1), 5.0, 6.0)
+    under_way = traffic.copy(7)
+    under_way.begins(5.5)
+    assert traffic.copied_bytes == 15
+    assert traffic.settle(6.0) == Copied(1.5, 15, 1.0, 10)
+    assert (list(windows.collective_s), list(windows.beside_s)) == ([2.0, 1.0], [2.0, 1.0])
+    under_way.ends(7.0)
+    run(traffic.copy(1), 8.0, 9.0)
+    assert traffic.settle(9.0) == Copied(2.5, 8, 1.0, 1), "it began beside the collective of the step before"
+    assert traffic.copied_bytes == 23
+
+
+@settings(max_examples=200, deadline=None)
+@given(lanes=st.tuples(*[st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=8)] * 2))
+def test_traffic_agrees_with_a_plain_comparison(lanes: tuple[list[tuple[int, int]], list[tuple[int, int]]]) -> None:
+    """``lanes``: gap and length of each transfer."""
+    spans: list[list[tuple[float, float]]] = []
+    for lane in lanes:
+        ends = [float(e) for e in accumulate(g + n for g, n in lane)]
+        spans.append([(e - n, e) for e, (_, n) in zip(ends, lane, strict=True)])
     traffic, windows = Traffic(), WindowSeconds(*(array("d", [0.0]) for _ in range(4)))
-    traffic.copy(10, lambda: None)
-    assert traffic.copied.alone_bytes == 10
-    traffic.collective(windows, 0, lambda: traffic.copy(5, lambda: None))
-    assert windows.beside_s[0] == windows.collective_s[0] > 0
-    assert (traffic.copied.nbytes, traffic.copied.alone_bytes) == (15, 10)
-    traffic.collective(windows, 0, lambda: None)
-    assert windows.collective_s[0] > windows.beside_s[0]
-    with pytest.raises(ZeroDivisionError):
-        traffic.copy(1, lambda: 1 / 0)  # type: ignore[arg-type, return-value]
-    traffic.collective(windows, 0, lambda: None)
-    assert windows.collective_s[0] > windows.beside_s[0], "a copy that failed is over"
+    made = [traffic.copy(1) for _ in spans[0]], [traffic.collective(windows, 0) for _ in spans[1]]
+    for ours, lane in zip(made, spans, strict=True):
+        for transfer, (begin, end) in zip(ours, lane, strict=True):
+            transfer.begins(begin)
+            transfer.ends(end)
+
+    def beside(one: tuple[float, float], others: list[tuple[float, float]]) -> bool:
+        return any(one[0] < b and a < one[1] for a, b in others)
+
+    found = traffic.settle(100.0)
+    assert found.alone_bytes == sum(not beside(c, spans[1]) for c in spans[0]) and found.nbytes == len(spans[0])
+    assert windows.beside_s[0] == sum(b - a for a, b in spans[1] if beside((a, b), spans[0]))

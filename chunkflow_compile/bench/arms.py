@@ -13,6 +13,8 @@ from chunkflow_compile.passes.policies import blocks_of
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.timings import Timings
 
+from .peers import PEER_ARMS
+
 # Policy chunkflow planned with compute and link taken for twice as slow and twice as fast as they are, and the same with a
 # new plan after two steps.
 MISJUDGED, REPLANNED = "misjudged", "replanned"
@@ -22,10 +24,11 @@ REPLAN_AFTER = 2
 
 @dataclass(frozen=True)
 class Arm:
-    """``policy``, and the share of the blocks that a budget has room to keep, None for no more than layerwise takes."""
+    """``policy``, None for a peer, which is no program of ours; and the share of the blocks that a budget has room to keep,
+    None for no more than layerwise takes."""
 
     name: str
-    policy: Policy
+    policy: Policy | None
     residency: float | None = None
 
 
@@ -37,6 +40,8 @@ def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
 
 
 def _parse(name: str) -> Arm:
+    if name in PEER_ARMS:
+        return Arm(name, None)
     policy, at, share = name.partition("@")
     if policy in (MISJUDGED, REPLANNED) and not at:
         return Arm(name, "chunkflow")
@@ -45,7 +50,8 @@ def _parse(name: str) -> Arm:
     if found is None or (at and not budgeted) or (found == "layerwise-prefix" and not at):
         raise ChunkflowError(
             f"--arms: there is no arm {name!r}. There are {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
-            f"{MISJUDGED}, {REPLANNED}, and chunkflow@40% and layerwise-prefix@40% for the bytes of any share of the blocks."
+            f"{MISJUDGED}, {REPLANNED}, chunkflow@40% and layerwise-prefix@40% for the bytes of any share of the blocks; "
+            f"and, on --device cuda, {', '.join(PEER_ARMS)}."
         )
     if not at:
         return Arm(name, found)
@@ -56,7 +62,10 @@ def _parse(name: str) -> Arm:
 
 
 def settings_of(arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float) -> Mapping[str, Any]:
-    """What the passes are told.  ``layerwise``: that plan, whose bytes are everyone's budget; ``rate``: of the link."""
+    """What the passes are told for an arm of ours.
+
+    ``layerwise``: that plan, whose bytes are everyone's budget; ``rate``: of the link.
+    """
     if arm.policy not in BUDGETED:
         return {"policy": arm.policy, "timings": timings}
     memory = layerwise.device_bytes

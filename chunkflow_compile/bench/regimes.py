@@ -12,7 +12,11 @@ from dataclasses import dataclass, replace
 
 from chunkflow_compile.models.small import Size
 
+from .peers import PEER_ARMS
+
 PEERS = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
+# On a GPU: what people use today beside what we make of it.
+GPU_ARMS = ("resident", "layerwise", "chunkflow", *PEER_ARMS)
 BUDGETS = (0, 20, 40, 60)
 
 

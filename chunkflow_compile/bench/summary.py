@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 
-from chunkflow_compile.report.record import SCHEMA, ArmRecord, Record, seconds, table
+from chunkflow_compile.models.presets import PRESETS
+from chunkflow_compile.report.record import SCHEMA, ArmRecord, Record, seconds, size, table
 
+from .job import RESIDENT, ArmRun, Job, RankRun, Run
 from .link_error import LinkError
-from .ranks import RESIDENT, ArmRun, Job, RankRun
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,15 +19,22 @@ class BenchRecord:
     """``predicted``: in the terms of ``record``.  ``quartiles_s``: of the step, of the slowest rank, by arm.
 
     ``inflation``: how much longer collectives took than with all weights resident, 0.05 for a twentieth; without the time
-    that one rank waited for the other.  None without a resident arm.
+    that one rank waited for the other.  None without a resident arm, or without collectives.  ``host_s``: until a call
+    returned; ``copy_rate``: bytes/s while a copy ran; ``peak_bytes``: most that the device's allocator held for an arm, None
+    on the CPU; ``difference``: largest of the outputs from the resident arm's, over their largest value.
     """
 
     record: Record
     predicted: Mapping[str, ArmRecord]
     quartiles_s: Mapping[str, tuple[float, float]]
     inflation: Mapping[str, float | None]
-    link: LinkError
+    host_s: Mapping[str, float]
+    copy_rate: Mapping[str, float | None]
+    peak_bytes: Mapping[str, int | None]
+    difference: Mapping[str, float | None]
+    link: LinkError | None
     steps: int
+    machine: str
 
     def to_json(self) -> str:
         body = {
@@ -37,49 +45,69 @@ class BenchRecord:
             "predicted": {n: asdict(a) for n, a in self.predicted.items()},
             "quartiles_s": self.quartiles_s,
             "collective_inflation": self.inflation,
-            "link": asdict(self.link),
+            "host_s": self.host_s,
+            "copy_rate": self.copy_rate,
+            "peak_bytes": self.peak_bytes,
+            "difference": self.difference,
+            "link": None if self.link is None else asdict(self.link),
             "steps": self.steps,
+            "machine": self.machine,
         }
         return json.dumps(body, indent=1) + "\n"
 
 
-def summarise(model: str, ranks: Sequence[RankRun]) -> BenchRecord:
+def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
     """Medians over the steps, of the slowest rank."""
     names = list(ranks[0].arms)
     runs = {name: [rank.arms[name] for rank in ranks] for name in names}
     total = ranks[0].total_bytes
     base = _exchanges(runs[RESIDENT]) if RESIDENT in runs else None
-    steps = {name: max((r.steps_s for r in arm), key=median) for name, arm in runs.items()}
-    record = Record(
-        model=model,
-        degree=len(ranks),
-        arms={name: _measured(arm, total, base is not None) for name, arm in runs.items()},
-    )
+    peers = {name: [rank.peers[name] for rank in ranks] for name in ranks[0].peers}
+    everyone: Mapping[str, Sequence[Run]] = {**runs, **peers}
+    steps = {name: max((r.steps_s for r in arm), key=median) for name, arm in everyone.items()}
+    measured = {name: _measured(arm, total) for name, arm in runs.items()}
+    measured |= {name: _peer(arm, total) for name, arm in peers.items()}
+    record = Record(model=_title(job), degree=job.ranks, arms=measured)
     return BenchRecord(
         record=record,
         predicted={name: _predicted(arm, total) for name, arm in runs.items()},
         quartiles_s={name: _quartiles(found) for name, found in steps.items()},
         inflation={name: _exchanges(arm) / base - 1 if base else None for name, arm in runs.items()},
-        link=max((r.link for r in ranks), key=lambda link: abs(link.shared / link.requested - 1)),
+        host_s={name: max(median(r.host_s) for r in arm) for name, arm in everyone.items()},
+        copy_rate={name: _copy_rate(arm) for name, arm in runs.items()},
+        peak_bytes={name: arm[0].peak_bytes for name, arm in everyone.items()},
+        difference={name: arm[0].difference for name, arm in everyone.items()},
+        link=max(
+            (r.link for r in ranks if r.link is not None),
+            key=lambda link: abs(link.shared / link.requested - 1),
+            default=None,
+        ),
         steps=len(steps[names[0]]),
+        machine=ranks[0].machine,
     )
 
 
-def title(job: Job) -> str:
+def _title(job: Job) -> str:
     """What was measured, in a line."""
-    size = job.regime.size
+    size, link = job.regime.size, "" if job.link is None else ", on an emulated link"
+    if job.model is not None and job.model in PRESETS:
+        sizes = job.sizes or PRESETS[job.model].sizes
+        frames = f"{sizes.frames} frames of " if sizes.frames > 1 else ""
+        return f"{job.model}, {frames}{sizes.height}x{sizes.width}, random weights{link}"
     if job.model is not None:
-        return f"{job.model} on an emulated link"
+        return f"{job.model}{link}"
     blocks = f"{size.layers} blocks" if job.regime.family == "wan" else f"{size.layers} + {size.singles} blocks"
-    return f"{job.regime.family}, {blocks}, {size.heads * size.head_dim} wide, random weights, on an emulated link"
+    return f"{job.regime.family}, {blocks}, {size.heads * size.head_dim} wide, random weights{link}"
 
 
 def describe(job: Job, found: BenchRecord) -> str:
     """What stands above the table."""
-    return (
-        f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}, device {job.device}, "
-        f"medians of {found.steps} steps, slowest rank\n{found.link}"
+    stood = ", of which one process stands for all" if job.processes < job.ranks else ""
+    text = (
+        f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device} ({found.machine}), "
+        f"medians of {found.steps} steps, slowest rank"
     )
+    return text if found.link is None else f"{text}\n{found.link}"
 
 
 def bench_table(found: BenchRecord) -> str:
@@ -92,9 +120,15 @@ def bench_table(found: BenchRecord) -> str:
         whole = arms[base].step_s if base in arms else None
         if whole:
             columns[f"to {base}"] = {n: f"{(a.step_s or 0) / whole:.3f}" for n, a in arms.items()}
-    columns["collectives inflated"] = {n: "-" if x is None else f"{100 * x:+.1f} %" for n, x in found.inflation.items()}
+    if any(x is not None for x in found.inflation.values()):
+        columns["collectives inflated"] = {n: _percent(x) for n, x in found.inflation.items()}
+    if any(peak is not None for peak in found.peak_bytes.values()):
+        columns["peak"] = {n: size(peak) for n, peak in found.peak_bytes.items()}
+        columns["host"] = {n: seconds(s) for n, s in found.host_s.items()}
+        columns["copied at"] = {n: "-" if r is None else f"{r / 1e9:.1f} GB/s" for n, r in found.copy_rate.items()}
+        columns["differs by"] = {n: "-" if d is None else f"{d:.1e}" if d else "0" for n, d in found.difference.items()}
     columns["predicted step"] = {n: seconds(a.step_s) for n, a in found.predicted.items()}
-    columns["off"] = {n: _off(found.predicted[n].step_s, a.step_s) for n, a in arms.items()}
+    columns["off"] = {n: _off(p.step_s, arms[n].step_s) for n, p in found.predicted.items()}
     columns["predicted wait"] = {n: seconds(a.exposed_h2d_s) for n, a in found.predicted.items()}
     return table(found.record, columns)
 
@@ -103,7 +137,33 @@ def _off(predicted: float | None, measured: float | None) -> str:
     return f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else "-"
 
 
-def _measured(ranks: Sequence[ArmRun], total: int, compared: bool) -> ArmRecord:
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:+.1f} %"
+
+
+def _copy_rate(ranks: Sequence[ArmRun]) -> float | None:
+    """Bytes/s while copies ran, collectives beside them or not; of the slowest rank."""
+    found = [
+        sum(m.moved_bytes for m in rank.measurements) / seconds
+        for rank in ranks
+        if (seconds := sum(m.copy_s for m in rank.measurements))
+    ]
+    return min(found, default=None)
+
+
+def _peer(ranks: Sequence[Run], total: int) -> ArmRecord:
+    return ArmRecord(
+        step_s=max(median(r.steps_s) for r in ranks),
+        exposed_h2d_s=None,
+        collective_s=None,
+        weights_device_bytes=None,
+        weights_total_bytes=total,
+        moved_bytes_per_step=None,
+        equal_to_resident=None,
+    )
+
+
+def _measured(ranks: Sequence[ArmRun], total: int) -> ArmRecord:
     def slowest(figure: Callable[[ArmRun], Sequence[float]]) -> float:
         return max(median(figure(rank)) for rank in ranks)
 
@@ -115,7 +175,7 @@ def _measured(ranks: Sequence[ArmRun], total: int, compared: bool) -> ArmRecord:
         weights_device_bytes=plan.device_bytes,
         weights_total_bytes=total,
         moved_bytes_per_step=plan.moved_bytes,
-        equal_to_resident=all(r.equal for r in ranks) if compared else None,
+        equal_to_resident=None if ranks[0].difference is None else all(r.difference == 0.0 for r in ranks),
     )
 
 

@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
-from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.ranks import Job, run_job
-from chunkflow_compile.bench.regimes import PEERS, REGIMES, Regime
-from chunkflow_compile.bench.summary import bench_table, describe, summarise, title
+import torch
+
+from chunkflow_compile.bench.arms import Arm, parse_arms
+from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.ranks import run_job
+from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
+from chunkflow_compile.bench.summary import bench_table, describe, summarise
 from chunkflow_compile.cli.output import add_json, check_json, say, write_json
+from chunkflow_compile.models.presets import PRESETS, Sizes
 from chunkflow_compile.models.small import Size
 from chunkflow_compile.models.weightless import load_build
-from chunkflow_compile.options import DEFAULT_MIN_BYTES
+from chunkflow_compile.options import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.bench_picture import draw_arms
 from chunkflow_compile.report.record import check_writable
+from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
 STEPS = 6
@@ -26,21 +33,23 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     regimes = "\n".join(f"  {name:16} {regime.shows}" for name, regime in REGIMES.items())
     parser = commands.add_parser(
         "bench",
-        help="measure policies side by side on an emulated link",
-        description="Measures policies on real ranks, real compiled regions and real copies, over a link that is emulated:\n"
-        "a receive port a rank, of some bandwidth, which copies and collectives share.  The model is compiled\n"
-        "once; each arm is a plan of its own, and steps of the arms are taken in turns, in random order.\n\n"
-        f"MODEL:\n{regimes}\n  {'file.py:function':16} your own, which returns a model and the keyword arguments of one call",
+        help="measure policies side by side, on an emulated link or on a GPU",
+        description="Measures policies on real ranks, real compiled regions and real copies.  Without a GPU over a link\n"
+        "that is emulated: a receive port a rank, of some bandwidth, which copies and collectives share.  The model\n"
+        "is compiled once; each arm is a plan of its own, and steps of the arms are taken in turns, in random order.\n\n"
+        f"MODEL:\n{regimes}\n  {'file.py:function':16} your own, that returns a model and the keyword arguments of one call\n"
+        f"  with --device cuda also {', '.join(PRESETS)}, with random weights",
         epilog="arms: resident, layerwise, layerwise-barrier, host-yield, chunkflow (in the bytes that layerwise takes);\n"
         "chunkflow@40% and layerwise-prefix@40%, in these and the bytes of 40 % of the blocks; misjudged, chunkflow\n"
-        "planned from figures wrong by 2; replanned, the same with replan_after=2.\n\n"
+        "planned from figures wrong by 2; replanned, the same with replan_after=2.  With --device cuda also\n"
+        "inductor, diffusers-group-offload and diffusers-group-offload-compiled, on the same weights.\n\n"
         "example: chunkflow bench contention --json contention.json --picture contention.png",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a regime, or file.py:function")
     parser.add_argument("--arms", metavar="A,B", help="what is measured (default: those of the regime)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"that count, an arm (default {STEPS})")
-    parser.add_argument("--ranks", type=int, default=2, metavar="P", help="Ulysses degree, a process each (default 2)")
+    parser.add_argument("--ranks", type=int, metavar="P", help="Ulysses degree, a process each (default 2; 1 on a GPU)")
     parser.add_argument("--bandwidth", metavar="SIZE", help="of the link, a second, as 200MB (default: the regime's)")
     parser.add_argument(
         "--order", choices=("fair", "fifo"), default="fair", help="how transfers share it (default fair)"
@@ -48,10 +57,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--one-port", action="store_true", help="all ranks share one port, as behind one root complex")
     parser.add_argument(
         "--device",
-        choices=("threads", "cpu"),
+        choices=("threads", "cpu", "cuda"),
         default="threads",
-        help="threads: the host runs ahead of every stream, as on a GPU (default); cpu: it computes",
+        help="threads: the host runs ahead of every stream, as on a GPU (default); cpu: it computes; cuda: a GPU",
     )
+    parser.add_argument(
+        "--transport",
+        choices=("processes", "loopback"),
+        default="processes",
+        help="loopback: one process stands for all ranks, and its all-to-alls pass host memory (cuda)",
+    )
+    parser.add_argument(
+        "--hardware", metavar="NAME", help="profile of the GPU (default: the measured one, or its card's)"
+    )
+    sizes = parser.add_argument_group("sizes of a preset (defaults: its published ones)")
+    for name in ("frames", "height", "width", "batch", "text"):
+        sizes.add_argument(f"--{name}", type=int, metavar="N")
     parser.add_argument("--picture", metavar="FILE", help="draw the arms there, PNG or SVG")
     add_json(parser, "the record")
     parser.set_defaults(run=run)
@@ -59,14 +80,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.steps < 1 or arguments.ranks < 1:
+    if arguments.steps < 1 or (arguments.ranks is not None and arguments.ranks < 1):
         raise ChunkflowError("--steps and --ranks must be at least 1.")
     check_json(arguments)
     if arguments.picture:
         check_writable(Path(arguments.picture))
     job = _job(arguments)
     ranks = run_job(job)
-    found = summarise(title(job), ranks)
+    found = summarise(job, ranks)
     say(arguments, f"{describe(job, found)}\n\n{bench_table(found)}")
     if arguments.picture:
         draw_arms(found.record, found.predicted, Path(arguments.picture))
@@ -76,30 +97,75 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _job(arguments: argparse.Namespace) -> Job:
     regime = _regime(arguments)
-    bandwidth = regime.bandwidth
-    if arguments.bandwidth:
-        bandwidth = parse_rate(arguments.bandwidth, "--bandwidth")
+    arms = parse_arms(tuple(arguments.arms.split(",")) if arguments.arms else regime.arms)
+    _check_device(arguments, arms)
+    link = None
+    if arguments.device != "cuda":
+        bandwidth = parse_rate(arguments.bandwidth, "--bandwidth") if arguments.bandwidth else regime.bandwidth
+        link = LinkEmulation(bandwidth=bandwidth, order=arguments.order, shared="port" if arguments.one_port else "")
     return Job(
         regime=regime,
         model=None if arguments.model in REGIMES else arguments.model,
-        link=LinkEmulation(bandwidth=bandwidth, order=arguments.order, shared="port" if arguments.one_port else ""),
-        ranks=arguments.ranks,
-        arms=parse_arms(tuple(arguments.arms.split(",")) if arguments.arms else regime.arms),
+        sizes=_sizes(arguments),
+        link=link,
+        ranks=arguments.ranks or (2 if link is not None or arguments.transport == "loopback" else 1),
+        arms=arms,
         steps=arguments.steps,
         device=arguments.device,
+        hardware=arguments.hardware,
+        transport=arguments.transport,
     )
+
+
+def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
+    """What goes with a GPU alone, and what does not."""
+    if arguments.device == "cuda":
+        check_device(torch.device("cuda"))
+        if arguments.bandwidth or arguments.one_port or arguments.order != "fair":
+            raise ChunkflowError(
+                "--bandwidth, --one-port and --order are of an emulated link: --device cuda has its own."
+            )
+        if arguments.transport == "processes" and (arguments.ranks or 1) > 1:
+            raise ChunkflowError(
+                "--ranks on one GPU needs --transport loopback; ranks on several: torchrun your own script."
+            )
+        return
+    peers = [a.name for a in arms if a.policy is None]
+    if peers:
+        raise ChunkflowError(f"--arms {','.join(peers)}: measured on a GPU only, with --device cuda.")
+    if arguments.model in PRESETS or arguments.transport == "loopback" or arguments.hardware:
+        raise ChunkflowError("Presets, --transport loopback and --hardware are for --device cuda.")
+
+
+def _sizes(arguments: argparse.Namespace) -> Sizes | None:
+    given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
+    given = {n: v for n, v in given.items() if v is not None}
+    if arguments.model in PRESETS:
+        sizes = replace(PRESETS[arguments.model].sizes, **given)
+        PRESETS[arguments.model].shape(sizes)
+        return sizes
+    if given:
+        raise ChunkflowError(f"--{next(iter(given))} is a size of a preset; {arguments.model} has its own.")
+    return None
 
 
 def _regime(arguments: argparse.Namespace) -> Regime:
     if arguments.model in REGIMES:
         return REGIMES[arguments.model]
-    if ":" not in arguments.model and ".py" not in arguments.model:
+    own = ":" in arguments.model or ".py" in arguments.model
+    if not own and arguments.model not in PRESETS:
         raise ChunkflowError(
             f"There is no regime {arguments.model!r}: give one of {', '.join(REGIMES)}, or file.py:function for your own."
         )
-    if not arguments.bandwidth:
+    if own and arguments.device != "cuda" and not arguments.bandwidth:
         raise ChunkflowError("--bandwidth is needed for a model of your own: bytes a second, as 200MB.")
-    load_build(arguments.model)
+    if own:
+        load_build(arguments.model)
     return Regime(
-        family="", size=Size(), bandwidth=0.0, chunk_bytes=DEFAULT_MIN_BYTES, arms=PEERS, shows=arguments.model
+        family="",
+        size=Size(),
+        bandwidth=0.0,
+        chunk_bytes=DEFAULT_CHUNK_BYTES if arguments.device == "cuda" else DEFAULT_MIN_BYTES,
+        arms=GPU_ARMS if arguments.device == "cuda" else PEERS,
+        shows=arguments.model,
     )

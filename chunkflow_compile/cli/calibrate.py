@@ -35,6 +35,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="SIZE",
         help="on the cpu: a link of so many bytes a second, as 200MB, for programs that use it",
     )
+    parser.add_argument(
+        "--loopback",
+        action="store_true",
+        help="collectives of one process, through host memory: what one GPU can measure of a link that both share",
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -52,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):  # what cannot be made is named by the next line
             out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
-    profile = calibrate(torch.device(arguments.device), arguments.name or out.stem, emulated)
+    profile = calibrate(torch.device(arguments.device), arguments.name or out.stem, emulated, arguments.loopback)
     out.write_text(profile.to_json())
     print(describe(profile))
     print(f"\nprofile: {out}")

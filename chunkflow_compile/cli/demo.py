@@ -8,9 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.ranks import Job, run_job
+from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
-from chunkflow_compile.bench.summary import describe, summarise, title
+from chunkflow_compile.bench.summary import describe, summarise
 from chunkflow_compile.cli.output import add_json, check_json, say, write_json
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -53,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
         dump=dump,
     )
     ranks = run_job(job)
-    found = summarise(title(job), ranks)
+    found = summarise(job, ranks)
     arms, base = found.record.arms, found.record.arms["resident"].step_s or 1.0
     columns: dict[str, dict[str, object]] = {
         "to resident": {name: f"{(arm.step_s or 0.0) / base:.3f}" for name, arm in arms.items()},

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, get_args
 
 from chunkflow_compile.cli.output import Progress, first_line, save_traceback
 from chunkflow_compile.hardware.profiles import profile_names
@@ -22,6 +22,7 @@ from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES, Cut
+from chunkflow_compile.passes.search import Yield
 from chunkflow_compile.passes.traced import Traced
 from chunkflow_compile.units import parse_bytes
 
@@ -84,6 +85,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> 
         metavar="X",
         help="longest step over resident weights: the smallest plan (default 1.02)",
     )
+    parser.add_argument(
+        "--yield",
+        dest="yields",
+        choices=get_args(Yield),
+        default="auto",
+        help="how copies keep out of the way of collectives (default auto: as predicted)",
+    )
     sizes = parser.add_argument_group("sizes of a preset (defaults: its published ones)")
     for name, text in (
         ("frames", "frames of video"),
@@ -112,6 +120,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         memory=arguments.memory,
         slowdown=arguments.slowdown,
         hardware=arguments.hardware,
+        yields=arguments.yields,
         chunk_bytes=parse_bytes(_number(arguments.chunk_bytes), "--chunk-bytes"),
         min_bytes=parse_bytes(_number(arguments.min_bytes), "--min-bytes"),
         group_bytes=parse_bytes(_number(arguments.group_bytes), "--group-bytes"),

@@ -10,6 +10,7 @@ import statistics
 import tempfile
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,8 +23,14 @@ from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
-from chunkflow_compile.runtime.device import copy_host_bytes, make_port
+from chunkflow_compile.runtime.bytes import copy_host_bytes
+from chunkflow_compile.runtime.cuda import register
+from chunkflow_compile.runtime.device import make_port
+from chunkflow_compile.runtime.host_memory import near_cpus, own_pages
 from chunkflow_compile.runtime.link import Port
+
+from .loopback import join_loopback
+from .machine import device_name
 
 MIB = 1 << 20
 RANKS = 2
@@ -44,13 +51,15 @@ class _Line:
     rate: float
 
 
-def calibrate(device: torch.device, name: str, emulated: LinkEmulation | None = None) -> Hardware:
+def calibrate(
+    device: torch.device, name: str, emulated: LinkEmulation | None = None, loopback: bool = False
+) -> Hardware:
     """The profile of ``device`` under ``name``, with a progress bar.  Raises ChunkflowError if a rank fails.
 
     ``emulated``: a link that copies and collectives pass, of which the profile says so, and which programs that are given
-    it run on.
+    it run on.  ``loopback``: collectives are those of one process, through host memory, which one GPU can measure.
     """
-    link = RANKS if device.type == "cpu" or torch.cuda.device_count() >= RANKS else 1
+    link = RANKS if device.type == "cpu" or loopback or torch.cuda.device_count() >= RANKS else 1
     with tqdm(total=6 if link > 1 else 5, unit="stage") as progress:
 
         def stage(text: str) -> None:
@@ -75,7 +84,7 @@ def calibrate(device: torch.device, name: str, emulated: LinkEmulation | None = 
         together = None
         if link > 1:
             stage("collectives, alone and beside copies")
-            together = _on_ranks(device, emulated)
+            together = _on_ranks(device, emulated, loopback)
             progress.update()
     profile = _profile(name, device, gemms, attention, memory, launch, copy, together)
     return profile if emulated is None else replace(profile, link_emulation=emulated)
@@ -100,7 +109,7 @@ def _profile(
     copy: _Line,
     together: _Together | None,
 ) -> Hardware:
-    by = f"measured on {_device_name(device)}, torch {torch.__version__}"
+    by = f"measured on {device_name(device)}, torch {torch.__version__}"
     alone = "not measured, one device only: "
     shared = together is None or max(together.copy_slowdown, together.collective_slowdown) > 1.05
     return Hardware(
@@ -188,33 +197,37 @@ def _copier(device: torch.device, size: int, port: Port | None = None) -> Callab
                 port.send("copy", size, start)
 
         return copy
-    pinned = source.pin_memory()
-    return lambda: target.copy_(pinned, non_blocking=True)
+    pinned = own_pages(source, near_cpus(device))
+    unpin = register(pinned, device)
+
+    def copy_pinned() -> None:
+        target.copy_(pinned, non_blocking=True)
+
+    weakref.finalize(copy_pinned, unpin)
+    return copy_pinned
 
 
-def _on_ranks(device: torch.device, emulated: LinkEmulation | None) -> _Together:
+def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> _Together:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_rank, (device.type, folder, emulated), nprocs=RANKS)
+            spawn(_rank, (device.type, folder, emulated, loopback), nprocs=1 if loopback else RANKS)
         except ProcessException as error:
             raise ChunkflowError(f"A rank of the calibration failed: {error}") from error
         result: _Together = torch.load(Path(folder) / "rank0.pt", weights_only=False)
         return result
 
 
-def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None) -> None:
+def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loopback: bool) -> None:
     torch.set_num_threads(1)
     port = _make_link(emulated)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        "nccl" if kind == "cuda" else "gloo",
-        init_method=f"file://{folder}/meet",
-        rank=rank,
-        world_size=RANKS,
-        timeout=_TIMEOUT,
-    )
+    if loopback:
+        join_loopback(RANKS)
+    else:
+        backend, meet = "nccl" if kind == "cuda" else "gloo", f"file://{folder}/meet"
+        dist.init_process_group(backend, init_method=meet, rank=rank, world_size=RANKS, timeout=_TIMEOUT)
     try:
         points = []
         for size in COLLECTIVE_SIZES:
@@ -304,7 +317,3 @@ def _line(points: Sequence[tuple[int, float]]) -> _Line:
             f"{large} bytes took no longer than {small}: the machine is too busy to be measured. Run calibrate again."
         )
     return _Line(latency=latency, rate=round((large - small) / (seconds - latency)))
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"

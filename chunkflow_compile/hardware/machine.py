@@ -56,6 +56,11 @@ class Machine:
     profile: str | None
 
 
+def device_name(device: torch.device) -> str:
+    """A card's name, or the threads of the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
+
+
 def look() -> Machine:
     """Looks at this machine; allocates nothing on a GPU and changes nothing."""
     memory = _memory()

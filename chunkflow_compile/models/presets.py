@@ -18,7 +18,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.traced import Traced
 
 from .families import FAMILIES, Config, Shape
-from .weightless import trace_without_weights
+from .weightless import default_dtype, trace_without_weights
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +64,14 @@ class Preset:
             width=sizes.width // self.spatial,
             text=sizes.text,
         )
+
+    def build(self, sizes: Sizes | None, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+        """The model in bfloat16 with random weights on ``device``, and the inputs of one call."""
+        family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
+        with default_dtype(torch.bfloat16), device:
+            model = family.build(self.config).eval()
+            inputs = family.inputs(self.config, shape, None)
+        return model, {k: _as_bfloat16(v) for k, v in inputs.items()}
 
     def trace(self, degree: int = 1, sizes: Sizes | None = None, min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
         """One rank's forward in bfloat16, of ``degree`` ranks; in one process, without weights.

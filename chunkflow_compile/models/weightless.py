@@ -35,7 +35,7 @@ def trace_without_weights(
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_ranks(degree), torch.no_grad():
-        with fake, _default_dtype(dtype):  # fake parameters cannot be converted afterwards
+        with fake, default_dtype(dtype):  # fake parameters cannot be converted afterwards
             model, inputs = build()
         if degree > 1 and hasattr(model, "enable_parallelism"):
             enable_ulysses(model, degree)  # a device mesh reads real tensors
@@ -83,7 +83,8 @@ def load_build(name: str) -> Build:
 
 
 @contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """What parameters are made in."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:

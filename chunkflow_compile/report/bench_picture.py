@@ -20,11 +20,13 @@ def draw_arms(record: Record, predicted: Mapping[str, ArmRecord], path: Path) ->
         lengths = [1e3 * _part(record.arms[name], part) for name in names]
         axes.barh(names, lengths, left=begins, color=colour, label=part, height=0.62)
         begins = [a + b for a, b in zip(begins, lengths, strict=True)]
-    steps = [1e3 * (predicted[name].step_s or 0.0) for name in names]
-    axes.plot(steps, names, "D", color="black", markersize=4, label="predicted step")
+    steps = [1e3 * (p.step_s or 0.0) for p in predicted.values()]
+    axes.plot(steps, list(predicted), "D", color="black", markersize=4, label="predicted step")
     for name, end in zip(names, begins, strict=True):
         arm = record.arms[name]
-        share = (arm.weights_device_bytes or 0) / (arm.weights_total_bytes or 1)
+        if arm.weights_device_bytes is None:
+            continue
+        share = arm.weights_device_bytes / (arm.weights_total_bytes or 1)
         axes.annotate(f"  {100 * share:.0f} % of weights on device", (end, name), va="center", fontsize=8)
     if (resident := record.arms.get("resident")) is not None and resident.step_s:
         axes.axvline(1e3 * resident.step_s, linestyle=":", color="gray")

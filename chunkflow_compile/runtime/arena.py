@@ -40,8 +40,7 @@ class Arena:
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
         """``make``: makes the streams, given the device and its kind.  Raises ChunkflowError for unknown devices."""
-        self.device = torch.device(device)
-        check_device(self.device)
+        self.device = check_device(torch.device(device))
         self.lock = ProcessLock()  # held for a step
         self.holder: object = None  # the executor whose chunks lie in the memory
         self._make = make
@@ -116,12 +115,15 @@ class Arena:
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not None]
             if not self._tenants and self._streams is not None:
-                streams, self._streams, self._memory, self.holder = self._streams, None, None, None
+                streams, memory = self._streams, self._memory
+                self._streams = self._memory = self.holder = None
                 streams.close()
+                del memory  # not sooner: copies may have been under way into it
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:
-            raw = self.streams.allocate(nbytes + ALIGNMENT)
+            with torch.inference_mode(False):  # which would not let copies into it once the mode is left
+                raw = self.streams.allocate(nbytes + ALIGNMENT)
         except RuntimeError as error:
             raise ChunkflowError(
                 f"The device {self.device} has no room for an arena of {nbytes} bytes ({str(error).splitlines()[0]}). "
@@ -139,29 +141,3 @@ class Arena:
             "An arena is memory of this process's device and cannot be copied or pickled: make another with "
             "chunkflow_compile.Arena(device)."
         )
-
-
-def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    """The bytes of one slot, uint8."""
-    return arena[offset : offset + nbytes]
-
-
-def as_weight(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """uint8 ``data`` seen with the dtype, shape and strides of ``like``."""
-    return data.view(like.dtype).as_strided(like.shape, like.stride())
-
-
-def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a dense tensor in memory order, uint8, whatever the order of its strides."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
-
-
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill one run of memory, each once, so that a copy of bytes is a copy of it."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda p: p[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True

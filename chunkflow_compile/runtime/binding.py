@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .arena import Arena
 from .measurement import WindowSeconds
-from .traffic import Copied
 
 
 @dataclass(frozen=True)
@@ -35,8 +34,6 @@ class Step:
 
     env: list[Any]
     windows: WindowSeconds
-    start: float = 0.0
-    copied: Copied = field(default_factory=Copied)
     primed: int = 0
     collectives: int = 0
     moved: int = 0

@@ -2,12 +2,12 @@
 
 Three devices: ``cpu``, the embedded default, computes on the calling thread and copies on one thread that stands for the
 copy engine; ``threads`` has a thread for every stream, compute included, so that the host runs ahead as on a GPU;
-``cuda`` is not there yet.  What the executor does on one of them it does on all.  On the first two a link can be emulated.
+``cuda`` is one.  What the executor does on one of them it does on all.  On the first two a link can be emulated.
 """
 
 from __future__ import annotations
 
-import ctypes
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,15 +19,17 @@ import torch.distributed as dist
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 
+from .bytes import copy_host_bytes
+from .cuda import CudaDevice, TorchCuda
 from .link import Port
-from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream, end_with
+from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream, Watch, end_with
 
 
 class Stream(Protocol):
     """Work in order."""
 
-    def run(self, work: Callable[[], None]) -> None:
-        """Enqueues ``work``."""
+    def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
+        """Enqueues ``work``; profilers of the device are told its ``name``."""
 
     def record(self, event: Any) -> None:
         """Marks this point of the stream."""
@@ -72,12 +74,26 @@ class Device(Protocol):
         What they hold may still be under way, as on a GPU.
         """
 
+    def start(self, step: int) -> Any:
+        """In front of a program's step, counted from 0; what :meth:`finish` is given."""
+
+    def finish(self, begun: Any, over: Callable[[float, float], None]) -> None:
+        """Behind a step.  ``over`` is told when it began and ended, once that is known; or never, if it is not measured."""
+
+    def collect(self, wait: bool = False) -> None:
+        """Tells what is known by now of the steps issued; of all of them, with ``wait``."""
+
+    def settle(self) -> None:
+        """Returns when the copies that delivered steps read are over: the host may write where they came from."""
+
     def close(self) -> None:
         """Ends the streams."""
 
 
 class _HostDevice:
     """What devices of host threads have in common.  ``port``: the emulated link that bytes pass; None for none."""
+
+    compute: Any
 
     def __init__(self, engine: Engine, port: Port | None) -> None:
         self.engine = engine
@@ -103,6 +119,18 @@ class _HostDevice:
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Threads read any memory."""
         return lambda: None
+
+    def start(self, step: int) -> float:
+        return time.perf_counter()
+
+    def finish(self, begun: float, over: Callable[[float, float], None]) -> None:
+        self.compute.run(lambda: over(begun, time.perf_counter()))
+
+    def collect(self, wait: bool = False) -> None:
+        """Threads tell at once."""
+
+    def settle(self) -> None:
+        """A step that is delivered has read its weights."""
 
     def close(self) -> None:
         self.engine.close()
@@ -144,18 +172,22 @@ class ThreadsDevice(_HostDevice):
         self.compute.synchronize()
 
 
-def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies between host tensors (uint8, equal sizes) by one thread, as a copy engine does.
-
-    Tensor.copy_ would spread over the compute's threads.  ctypes releases the GIL.
-    """
-    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
-
-
-def check_device(device: torch.device) -> None:
-    """Raises ChunkflowError for a device that programs cannot run on."""
-    if device.type != "cpu":
-        raise ChunkflowError(f"ChunkFlow does not run on {device.type} yet: place the model on the cpu.")
+def check_device(device: torch.device) -> torch.device:
+    """The device, a GPU with its number.  Raises ChunkflowError for one that programs cannot run on."""
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise ChunkflowError(f"ChunkFlow does not run on {device.type}: place the model on cuda, or on the cpu.")
+    if not torch.cuda.is_available():
+        build = "is built for the CPU only" if torch.version.cuda is None else "finds no GPU or no driver"
+        raise ChunkflowError(
+            f"There is no {device}: this torch ({torch.__version__}) {build}. Run chunkflow doctor, "
+            "or place the model on the cpu."
+        )
+    index = torch.cuda.current_device() if device.index is None else device.index
+    if index >= torch.cuda.device_count():
+        raise ChunkflowError(f"There is no cuda:{index}: this process sees {torch.cuda.device_count()} GPUs.")
+    return torch.device("cuda", index)
 
 
 @dataclass(frozen=True)
@@ -166,9 +198,28 @@ class DeviceKind:
     link: LinkEmulation | None = None
 
 
+def check_kind(device: torch.device, kind: DeviceKind, policy: str) -> None:
+    """Raises ChunkflowError for what a GPU does not do."""
+    if device.type != "cuda":
+        return
+    if kind.threads:
+        raise ChunkflowError('debug="threads" stands for a GPU where there is none: leave it out on cuda.')
+    if kind.link is not None:
+        raise ChunkflowError(
+            "The hardware profile emulates a link, and cuda has one: give a profile without link_emulation."
+        )
+    if policy == "host-yield":
+        raise ChunkflowError(
+            "Policy host-yield holds copies back on a thread that copies, and on cuda none does: use policy chunkflow, which "
+            "yields by events of the device, or compare the two on the cpu."
+        )
+
+
 def make_device(device: torch.device, kind: DeviceKind) -> Device:
     """The device that runs programs whose weights are on ``device``.  Raises ChunkflowError if there is none."""
-    check_device(device)
+    device = check_device(device)
+    if device.type == "cuda":
+        return CudaDevice(TorchCuda(device))
     port = None if kind.link is None else make_port(kind.link)
     return ThreadsDevice(port=port) if kind.threads else CpuDevice(port)
 

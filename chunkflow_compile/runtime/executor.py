@@ -14,7 +14,6 @@ What orders the streams, and nothing else does:
 from __future__ import annotations
 
 import contextlib
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -32,9 +31,10 @@ from chunkflow_compile.passes.rewrite import SOURCE, Program
 
 from .binding import Binding, Step
 from .host_flag import HostFlag
-from .measurement import StepMeasurement, no_seconds
+from .measurement import RegionWatch, StepMeasurement, no_seconds
 from .outputs import owning
 from .traffic import Traffic
+from .values import over, releases
 
 # A step every second for an hour; old measurements make room for new ones.
 KEPT_MEASUREMENTS = 3600
@@ -58,7 +58,8 @@ class Executor:
         self._poison = poison
         self.device = device = binding.arena.streams
         self.binding = binding
-        self.measurements: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self._measurements: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self._steps = 0
         self.traffic = Traffic()
         self._flag = HostFlag() if program.plan.policy == "host-yield" else None
         self._regions = regions
@@ -94,18 +95,24 @@ class Executor:
         values = self.binding.values
         inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
         step = Step(inputs + [None] * (len(self._number) - len(inputs)), no_seconds(self._windows))
-        step.start, step.copied = time.perf_counter(), self.traffic.copied
+        begun = self.device.start(self._steps)
+        self._steps += 1
         step.primed = 0 if self.binding.arena.holder is self else self._prime()
         for issue in self._instructions:
             issue(step)
-        self.device.compute.run(partial(self._finish, step))
+        self.device.finish(begun, partial(self._finish, step))
         return step
 
-    def _finish(self, step: Step) -> None:
-        copied = self.traffic.copied.since(step.copied)
-        self.measurements.append(
+    def measured_steps(self, wait: bool = False) -> deque[StepMeasurement]:
+        """The newest steps that were measured, oldest first; those under way too, with ``wait``."""
+        self.device.collect(wait)
+        return self._measurements
+
+    def _finish(self, step: Step, begin: float, end: float) -> None:
+        copied = self.traffic.settle(end)
+        self._measurements.append(
             StepMeasurement(
-                step_s=time.perf_counter() - step.start,
+                step_s=end - begin,
                 exposed_h2d_s=sum(step.windows.exposed_s),
                 collective_s=sum(step.windows.collective_s),
                 copy_s=copied.seconds,
@@ -128,6 +135,8 @@ class Executor:
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # who waited for what failed has raised it already
                 stream.synchronize()
+        self.device.collect(True)
+        self.traffic.forget()
 
     def vacate(self) -> None:
         """Waits for work in flight and lets go of the memory: nothing runs any more."""
@@ -167,7 +176,7 @@ class Executor:
         compute.record(self._handover)
         copy.wait(self._handover)
         for weight, target, source in self._keeping:
-            copy.run(partial(self._copy, target, source))
+            self._copy(target, source, f"keep {weight}")
             copy.record(self._arrival[weight])
             step.moved += source.numel()
         for issue in self._priming:
@@ -187,7 +196,7 @@ class Executor:
 
     def _prepare(self, module: GraphModule) -> Iterator[_Issue]:
         """The nodes made ready; behind each, the values are dropped that nobody needs any more."""
-        release = self._releases()
+        release = releases(self._number)
         opened: int | None = None
         window = 0  # the region that runs next
         for node in module.graph.nodes:
@@ -204,26 +213,6 @@ class Executor:
             yield issue
             if numbers := release.get(node):
                 yield partial(self._drop, tuple(numbers))
-
-    def _releases(self) -> dict[Node, list[int]]:
-        """Node -> the values that are dropped behind it.
-
-        Compute drops them, behind their last reader; what a collective reads, behind its completion, where compute has
-        waited for it.  The outputs themselves stay: the caller takes them.
-        """
-        release: dict[Node, list[int]] = {}
-        for node, number in self._number.items():
-            ends = [self._over(reader) for reader in node.users if reader in self._number]
-            last = max(ends, key=self._number.__getitem__, default=node)
-            if node.op != "output" and last.op != "output":
-                release.setdefault(last, []).append(number)
-        return release
-
-    def _over(self, reader: Node) -> Node:
-        if collective_kind(reader) is None:
-            return reader
-        completions = [u for v in (reader, *reader.users) for u in v.users if is_wait_tensor(u)]
-        return max(completions, key=self._number.__getitem__, default=reader)
 
     def _drop(self, numbers: tuple[int, ...], step: Step) -> None:
         env = step.env
@@ -258,17 +247,18 @@ class Executor:
         slot, host, size = self.binding.slots[weight], self.binding.hosts[weight], self.program.plan.chunk_bytes
         first, end = prefetch.first * size, prefetch.end * size
         nbytes = host[first:end].numel()
-        copies: list[Callable[[], None]] = [
-            partial(self._copy, slot[first:end], host[first:end])
-        ]  # neighbours of one window are one copy
-        if self._flag is not None:  # but where the flag is looked at between chunks
-            parts = [slice(begin, begin + size) for begin in range(first, end, size)]
-            copies = [c for part in parts for c in (self._flag.hold, partial(self._copy, slot[part], host[part]))]
-        arrival, stream = self._arrival[weight], self.device.copy
+        # neighbours of one window are one copy, but where the flag is looked at between chunks
+        length = size if self._flag is not None else end - first
+        parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
+        copies = [(slot[part], host[part]) for part in parts]
+        arrival, stream, flag = self._arrival[weight], self.device.copy, self._flag
+        name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"
 
         def issue(step: Step) -> None:
-            for copy in copies:
-                stream.run(copy)
+            for target, source in copies:
+                if flag is not None:
+                    stream.run(flag.hold)
+                self._copy(target, source, name)
             stream.record(arrival)
             step.moved += nbytes
             self._writes.pop(prefetch, None)
@@ -276,8 +266,10 @@ class Executor:
 
         return issue
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.traffic.copy(source.numel(), partial(self.device.copy_bytes, target, source))
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+        """Enqueues a copy."""
+        work = partial(self.device.copy_bytes, target, source)
+        self.device.copy.run(work, self.traffic.copy(source.numel()), name)
 
     def _open(self, issue: _Issue, step: Step) -> None:
         self.device.compute.record(self._opening)
@@ -295,18 +287,16 @@ class Executor:
     def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> _Issue:
         """``window``: to which the time of compute is counted."""
         number, run, read = self._number[node], self.device.compute.run, self._reader(node)
+        name = "" if window is None else " ".join(w for w in (node.name, *self.program.plan.regions[window]) if w)
 
         def issue(step: Step) -> None:
             env = step.env
 
             def work() -> None:
                 args, kwargs = read(env)
-                start = time.perf_counter()
                 env[number] = function(*args, **kwargs)
-                if window is not None:
-                    step.windows.compute_s[window] += time.perf_counter() - start
 
-            run(work)
+            run(work, None if window is None else RegionWatch(step.windows, window), name)
 
         return issue
 
@@ -330,21 +320,22 @@ class Executor:
         compute, stream, started, ended = self.device.compute, self.device.collective, self._started, self._ended
         number, function, read = self._number[node], self._told(node), self._reader(node)
         begins = collective_kind(node) is not None
-        ends = is_wait_tensor(node) or (begins and self._over(node) is node)
+        ends = is_wait_tensor(node) or (begins and over(node, self._number) is node)
+        name = str(node.meta.get(SOURCE, node.name))
 
         def issue(step: Step) -> None:
             env = step.env
 
             def work() -> None:
                 args, kwargs = read(env)
-                env[number] = self.traffic.collective(step.windows, window, lambda: function(*args, **kwargs))
+                env[number] = function(*args, **kwargs)
 
             if begins and self._flag is not None:
                 self._flag.set()
             if begins and stream is not compute:
                 compute.record(started)
                 stream.wait(started)
-            stream.run(work)
+            stream.run(work, self.traffic.collective(step.windows, window), name)
             step.collectives += begins
             if ends and stream is not compute:
                 stream.record(ended)
@@ -361,7 +352,7 @@ class Executor:
         while collective_kind(collective) is None:
             collective = collective.all_input_nodes[0]
         name = str(collective.meta.get(SOURCE, collective.name))
-        brought = self._crossing.get(name, 0) if self._over(collective) is node else 0
+        brought = self._crossing.get(name, 0) if over(collective, self._number) is node else 0
 
         def call(*args: Any, **kwargs: Any) -> Any:
             try:
@@ -371,7 +362,7 @@ class Executor:
                 return result
             except RuntimeError as error:
                 raise ChunkflowError(
-                    f"The collective {name} failed in step {len(self.measurements)}: a rank died or did not arrive in time "
+                    f"The collective {name} failed in step {self._steps - 1}: a rank died or did not arrive in time "
                     f"({error}). The model is intact: restore(model) brings its weights back."
                 ) from error
 

@@ -13,6 +13,7 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .device import Device
+from .host_memory import near_cpus, own_pages
 
 # Attribute of an offloaded parameter that leads to its home: identity, where a name could be wrong.
 HOME = "_chunkflow_home"
@@ -20,14 +21,19 @@ HOME = "_chunkflow_home"
 
 @dataclass(eq=False)
 class Home:
-    """One offloaded parameter.  ``host``: its values, on the CPU.  ``names``: every name of it in the model."""
+    """One offloaded parameter.  ``host``: its values, on the CPU.  ``names``: every name of it in the model.
+
+    ``origin``: the device that it came from.
+    """
 
     names: tuple[str, ...]
     parameter: nn.Parameter
     host: torch.Tensor
     store: HostStore
+    origin: torch.device
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
-    _unpin: Callable[[], None] | None = None
+    _unpin: weakref.finalize[[Device, Callable[[], None]], Home] | None = None
+    _copied_by: Device | None = None
 
     @property
     def name(self) -> str:
@@ -49,18 +55,36 @@ class Home:
         self._resident = version, weakref.ref(made)
         return made
 
-    def pin(self, device: Device) -> None:
-        """Lets the device copy from the host memory by itself, once; where it cannot be pinned, the store warns."""
-        if self._unpin is None and self.store.pins:
-            try:
-                self._unpin = device.pin(self.host)
-            except OSError as error:
-                self.store.pageable(self, error)
+    def pin(self, device: Device, budget: int) -> None:
+        """Lets the device copy from the host memory by itself, once; where it cannot be pinned, the store warns.
+
+        ``budget``: most bytes of the store that are pinned.
+        """
+        self._copied_by = device
+        if self._unpin is not None or not self.store.pins:
+            return
+        try:
+            if self.store.pinned_bytes + self.nbytes > budget:
+                raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
+            # a model that is dropped, not restored, must not leave pinned pages behind that are mapped no more
+            self._unpin = weakref.finalize(self, _unpin, device, device.pin(self.host))
+            self._unpin.atexit = False
+        except OSError as error:
+            self.store.pageable(self, error)
 
     def unpin(self) -> None:
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+
+    @property
+    def pinned(self) -> bool:
+        return self._unpin is not None
+
+    def settle(self) -> None:
+        """Waits for copies that read the host memory and that a step that has returned needs."""
+        if self._copied_by is not None:
+            self._copied_by.settle()
 
     def check(self, parameter: torch.Tensor) -> None:
         """Raises ChunkflowError if the parameter is no longer the empty one that offload left."""
@@ -82,24 +106,33 @@ class Home:
 class HostStore:
     """The offloaded parameters of the model ``root``, whose programs run on ``device``.
 
-    ``pins``: whether host memory is pinned; False once it could not be.
+    ``pins``: whether host memory is pinned; False once it could not be.  ``pages``: whether each weight gets pages of its
+    own, which a GPU can have pinned.
     """
 
     root: nn.Module
     device: torch.device
     homes: list[Home] = field(default_factory=list)
     pins: bool = True
+    pages: bool = False
+    _cpus: frozenset[int] | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(h.nbytes for h in self.homes if h.pinned)
 
     def add(self, names: tuple[str, ...], parameter: nn.Parameter) -> Home:
         """Moves one parameter's bytes into the store and leaves it 0 bytes of storage on the store's device.
 
-        On the CPU the bytes stay where they are and change owner, so no second copy is ever made.
+        On the CPU the bytes stay where they are and change owner, so no second copy is ever made.  For a GPU they move, and
+        one weight at a time is there twice.
         """
         with torch.inference_mode(False), torch.no_grad():
             values = parameter.detach()
             if values.is_inference():  # has no version, by which a session notices new values
                 values = values.clone()
-            home = Home(names, parameter, values if values.device.type == "cpu" else values.to("cpu"), self)
+            host = own_pages(values, self._near()) if self.pages or values.device.type != "cpu" else values
+            home = Home(names, parameter, host, self, values.device)
             empty = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=self.device)
             empty.untyped_storage().resize_(0)
             self.homes.append(home)  # before the parameter is emptied: an interrupt here loses nothing
@@ -107,26 +140,48 @@ class HostStore:
             parameter.data = empty
         return home
 
-    def release(self) -> None:
-        """Gives every parameter its bytes back."""
+    def release(self, device: torch.device | None = None) -> None:
+        """Gives every parameter its bytes back, where it came from or on ``device``.
+
+        Raises ChunkflowError if there is no room for one; it and those behind it stay in the store.
+        """
         with torch.inference_mode(False), torch.no_grad():
             for home in reversed(self.homes):  # again from the start, if an interrupt comes
                 if home_of(home.parameter) is home:
                     home.unpin()
-                    home.parameter.data = home.host.to(self.device)
+                    home.parameter.data = _brought(home, device or home.origin)
                     home.parameter.__dict__.pop(HOME, None)
             self.homes.clear()
+
+    def _near(self) -> frozenset[int]:
+        if self._cpus is None:
+            self._cpus = near_cpus(self.device)
+        return self._cpus
 
     def pageable(self, home: Home, error: OSError) -> None:
         """Goes on without pinned memory, and says so once."""
         self.pins = False
-        pinned = sum(h.nbytes for h in self.homes if h._unpin is not None)
         warnings.warn(
-            f"The host memory of {home.name} ({home.nbytes} bytes) could not be pinned, behind {pinned} bytes that were "
-            f"({error}): it and the weights behind it are copied from pageable memory, which is slower. "
+            f"The host memory of {home.name} ({home.nbytes} bytes) could not be pinned, behind {self.pinned_bytes} bytes "
+            f"that were ({error}): it and the weights behind it are copied from pageable memory, which is slower. "
             "Raise the limit of locked memory (ulimit -l), or give the process more memory.",
             stacklevel=2,
         )
+
+
+def _unpin(device: Device, undo: Callable[[], None]) -> None:
+    device.settle()
+    undo()
+
+
+def _brought(home: Home, device: torch.device) -> torch.Tensor:
+    try:
+        return home.host.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ChunkflowError(
+            f"There is no room on {device} for {home.name} ({home.nbytes} bytes): it and the weights in front of it stay in "
+            "host memory. Free memory and restore again, or restore to host memory: restore(model, 'cpu')."
+        ) from error
 
 
 def home_of(parameter: object) -> Home | None:

@@ -33,6 +33,21 @@ def no_seconds(windows: int) -> WindowSeconds:
     return WindowSeconds(*(array("d", bytes(8 * windows)) for _ in WindowSeconds._fields))
 
 
+class RegionWatch:
+    """Counts a region's seconds to its window."""
+
+    def __init__(self, windows: WindowSeconds, window: int) -> None:
+        self._windows = windows
+        self._window = window
+        self._begin = 0.0
+
+    def begins(self, at: float) -> None:
+        self._begin = at
+
+    def ends(self, at: float) -> None:
+        self._windows.compute_s[self._window] += at - self._begin
+
+
 @dataclass(frozen=True, kw_only=True)
 class StepMeasurement:
     """One run of a program.

@@ -25,9 +25,10 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.rewrite import Program
 from chunkflow_compile.passes.verify import verify_together
 
-from .arena import Arena, as_weight, flat_bytes, slot_bytes
+from .arena import Arena
 from .binding import Binding
-from .device import DeviceKind
+from .bytes import as_weight, flat_bytes, slot_bytes
+from .device import DeviceKind, check_kind
 from .executor import Executor
 from .host_store import Home, home_of
 from .locks import ProcessLock
@@ -43,7 +44,8 @@ class Code:
     ``make``: makes the program by other settings of the passes, given by name; the same regions run it.
     ``replan_after``: warm steps behind which it is made from what they took; 0 for never.
     ``folder``: gets what was measured.  ``kind``: of device; ``poison``: as the executor's.  ``verified``: whether the
-    program was, and is to be with others in its arena.  ``advice``: a sentence on what would fit, where the arena does not.
+    program was, and is to be with others in its arena.  ``pin_bytes``: most host bytes to pin.  ``advice``: a sentence on
+    what would fit, where the arena does not.
     """
 
     program: Program
@@ -54,6 +56,7 @@ class Code:
     kind: DeviceKind
     poison: bool = False
     verified: bool = True
+    pin_bytes: int = 0
     advice: Callable[..., str] = str
 
     def remade(self, **settings: Any) -> Code:
@@ -85,6 +88,7 @@ class Session:
         self._replan_after = code.replan_after
         self.program = code.program
         self.arena = arena
+        check_kind(arena.device, code.kind, code.program.plan.policy)
         self._folder = code.folder
         self._steps = 0
         self.started = time.monotonic()
@@ -111,8 +115,8 @@ class Session:
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The newest steps, oldest first."""
-        return tuple(self.executor.measurements)
+        """The newest steps that were measured, oldest first; waits for those under way."""
+        return tuple(self.executor.measured_steps(wait=True))
 
     def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
         """Whether the session can run on ``parameters`` as they are now; False if it must be made anew.
@@ -143,7 +147,9 @@ class Session:
 
     def _replan(self) -> None:
         """Behind the steps asked for: a plan from what they took, run from the next step on if it is another."""
-        warm = [m for m in self.measurements[1:] if not m.primed_bytes]  # the first pays for first touches
+        warm = [
+            m for m in list(self.executor.measured_steps())[1:] if not m.primed_bytes
+        ]  # the first pays for first touches
         if len(warm) < self._replan_after:
             return
         self._replan_after = 0
@@ -160,20 +166,21 @@ class Session:
         with self.arena.lock():
             if not self.closed:
                 try:
-                    self._save()
+                    self._save(wait=True)
                     self.executor.vacate()
                 finally:  # an interrupt must not keep the memory
                     self.closed = True
                     self._gone.detach()
                     self.arena.leave(self)
 
-    def _save(self) -> None:
+    def _save(self, wait: bool = False) -> None:
         """Into the folder of the dump, if there is one; a full disk must not end a step."""
-        if self._folder is not None and self.measurements:
+        steps = self.executor.measured_steps(wait) if self._folder is not None else ()
+        if self._folder is not None and steps:
             path = self._folder / MEASURED_FILE
             with contextlib.suppress(OSError):
                 part = path.with_suffix(".part")  # never half a file, for who reads meanwhile
-                part.write_text(measured(self.plan, self.measurements).to_json())
+                part.write_text(measured(self.plan, steps).to_json())
                 part.replace(path)
 
     def _bind(self, memory: torch.Tensor) -> Binding:
@@ -187,7 +194,7 @@ class Session:
             if weight.offset is None:
                 values[weight.name] = home.resident()
                 continue
-            home.pin(self.arena.streams)
+            home.pin(self.arena.streams, self.code.pin_bytes)
             slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
             values[weight.name] = as_weight(slots[weight.name], home.host)
         return Binding(self.arena, values, slots, {name: flat_bytes(self._homes[name].host) for name in slots})
@@ -250,7 +257,7 @@ class Runner:
             _log.warning("the plan stays as it is: %s", error)
             return
         if stale is not None and stale.plan == fresh.plan:
-            fresh.executor.measurements.extend(stale.executor.measurements)
+            fresh.executor.measured_steps().extend(stale.executor.measured_steps())
         self._sessions[id(first)] = fresh
 
     def _choice(self, first: nn.Parameter) -> Choice:

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -29,6 +29,16 @@ _T = TypeVar("_T")
 
 # Is told for how many seconds a stream stood still.
 Waited = Callable[[float], None]
+
+
+class Watch(Protocol):
+    """Is told when a piece of work begins and ends, seconds of the device's clock; at once, or behind the step."""
+
+    def begins(self, at: float) -> None: ...
+
+    def ends(self, at: float) -> None: ...
+
+
 # Which of the streams that could go on does: names in, one of them out.
 Choose = Callable[[Sequence[str]], str]
 
@@ -259,8 +269,8 @@ class Engine:
 class CallingStream:
     """The calling thread as a stream: work is over when ``run`` returns."""
 
-    def run(self, work: Callable[[], None]) -> None:
-        work()
+    def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
+        _watched(work, watch)()
 
     def record(self, event: HostEvent) -> None:
         event.reach(event.mark())
@@ -291,8 +301,8 @@ class ThreadStream:
         """For work that knows better than its thread when it ended."""
         self._engine.of(self._name).ended = at
 
-    def run(self, work: Callable[[], None]) -> None:
-        self._engine.put(self._name, _Item(work=_as_here(work)))
+    def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
+        self._engine.put(self._name, _Item(work=_as_here(_watched(work, watch))))
 
     def record(self, event: HostEvent) -> None:
         self._engine.put(self._name, _Item(event=event, mark=event.mark(), record=True))
@@ -307,6 +317,20 @@ class ThreadStream:
         over.acquire()  # a plain lock, as in Bell
         if (error := self._engine.take_failure(self._name)) is not None:
             raise ChunkflowError(str(error)) from error
+
+
+def _watched(work: Callable[[], None], watch: Watch | None) -> Callable[[], None]:
+    if watch is None:
+        return work
+
+    def run() -> None:
+        watch.begins(time.perf_counter())
+        try:
+            work()
+        finally:
+            watch.ends(time.perf_counter())
+
+    return run
 
 
 def _as_here(work: Callable[[], None]) -> Callable[[], None]:

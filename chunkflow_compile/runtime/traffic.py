@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from .link import LaneName
 from .measurement import WindowSeconds
+
+_UNDER_WAY = float("inf")
 
 
 class Copied(NamedTuple):
@@ -18,50 +20,94 @@ class Copied(NamedTuple):
     alone_s: float = 0.0
     alone_bytes: int = 0
 
-    def since(self, before: Copied) -> Copied:
-        """What was added."""
+    def plus(self, other: Copied) -> Copied:
         return Copied(
-            self.seconds - before.seconds,
-            self.nbytes - before.nbytes,
-            self.alone_s - before.alone_s,
-            self.alone_bytes - before.alone_bytes,
+            self.seconds + other.seconds,
+            self.nbytes + other.nbytes,
+            self.alone_s + other.alone_s,
+            self.alone_bytes + other.alone_bytes,
         )
+
+
+@dataclass(eq=False)
+class Transfer:
+    """One on the link, from ``begin`` to ``end``, seconds of the device's clock; infinite while it is under way.
+
+    A copy has ``nbytes``; a collective, or its completion, the ``window`` of ``windows`` that its seconds count to.
+    """
+
+    log: deque[Transfer]
+    nbytes: int = 0
+    windows: WindowSeconds | None = None
+    window: int = 0
+    begin: float = _UNDER_WAY
+    end: float = _UNDER_WAY
+
+    def begins(self, at: float) -> None:
+        self.begin = at
+        self.log.append(self)
+
+    def ends(self, at: float) -> None:
+        self.end = at
 
 
 class Traffic:
-    """Counts transfers.  Each lane is one thread, so that a count of it is written by one and read by the other."""
+    """The transfers of a program.  Each lane is told its own by one thread; :meth:`settle` is called by a third."""
 
     def __init__(self) -> None:
-        self.copied = Copied()
-        self._begun: dict[LaneName, int] = {"copy": 0, "collective": 0}
-        self._over: dict[LaneName, int] = {"copy": 0, "collective": 0}
+        self._counted = 0
+        self._copies: deque[Transfer] = deque()
+        self._collectives: deque[Transfer] = deque()
+        self._settled: deque[Transfer] = deque()  # collectives that copies still under way ran beside
 
-    def copy(self, nbytes: int, work: Callable[[], None]) -> None:
-        """Runs a copy and counts it."""
-        seconds, alone = self._run("copy", "collective", work)[1:]
-        was = self.copied
-        self.copied = Copied(
-            was.seconds + seconds,
-            was.nbytes + nbytes,
-            was.alone_s + seconds * alone,
-            was.alone_bytes + nbytes * alone,
-        )
+    def copy(self, nbytes: int) -> Transfer:
+        """A copy that is about to run."""
+        return Transfer(self._copies, nbytes)
 
-    def collective(self, windows: WindowSeconds, window: int, work: Callable[[], Any]) -> Any:
-        """Runs a collective, or its completion, and counts its seconds to a window; returns what it returns."""
-        result, seconds, alone = self._run("collective", "copy", work)
-        windows.collective_s[window] += seconds
-        windows.beside_s[window] += 0.0 if alone else seconds
-        return result
+    def collective(self, windows: WindowSeconds, window: int) -> Transfer:
+        """A collective, or its completion, that is about to run."""
+        return Transfer(self._collectives, 0, windows, window)
 
-    def _run(self, lane: LaneName, other: LaneName, work: Callable[[], Any]) -> tuple[Any, float, bool]:
-        """What ``work`` returned, its seconds, and whether the other lane carried nothing meanwhile."""
-        before, idle = self._begun[other], self._begun[other] == self._over[other]
-        self._begun[lane] += 1
-        start = time.perf_counter()
-        try:
-            result = work()
-        finally:
-            seconds = time.perf_counter() - start
-            self._over[lane] += 1
-        return result, seconds, idle and self._begun[other] == before
+    def settle(self, now: float) -> Copied:
+        """Counts what is over at ``now``, when no collective is under way: collectives to their windows; the copies are
+        returned."""
+        fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
+        for found, beside in _beside(fresh, list(self._copies)):
+            assert found.windows is not None
+            seconds = found.end - found.begin
+            found.windows.collective_s[found.window] += seconds
+            found.windows.beside_s[found.window] += seconds * beside
+        self._settled.extend(fresh)
+        ended: list[Transfer] = []
+        while self._copies and self._copies[0].end <= now:
+            ended.append(self._copies.popleft())
+        over = Copied()
+        for copy, beside in _beside(ended, list(self._settled)):
+            seconds, alone = copy.end - copy.begin, not beside
+            over = over.plus(Copied(seconds, copy.nbytes, seconds * alone, copy.nbytes * alone))
+        since = min((c.begin for c in list(self._copies)), default=now)
+        while self._settled and self._settled[0].end <= since:
+            self._settled.popleft()
+        self._counted += over.nbytes
+        return over
+
+    @property
+    def copied_bytes(self) -> int:
+        """Of all copies that are over."""
+        return self._counted + sum(c.nbytes for c in list(self._copies) if c.end < _UNDER_WAY)
+
+    def forget(self) -> None:
+        """Drops what no step counts: one failed."""
+        self._counted = self.copied_bytes
+        self._copies.clear()
+        self._collectives.clear()
+        self._settled.clear()
+
+
+def _beside(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
+    """Each of the transfers of one lane, and whether any of the other's ran at the same time; both in order of time."""
+    position = 0
+    for transfer in transfers:
+        while position < len(others) and others[position].end <= transfer.begin:
+            position += 1
+        yield transfer, position < len(others) and others[position].begin < transfer.end

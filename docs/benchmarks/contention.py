@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 
 from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.ranks import Job, run_job
+from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
-from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise, title
+from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.bench_picture import draw_arms
 
@@ -39,28 +40,46 @@ as fast, and compute for twice as slow, as they are; `replanned` is the same wit
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=6, help="that count, an arm (default 6)")
+    parser.add_argument(
+        "--steps",
+        action="append",
+        default=["6"],
+        metavar="N|REGIME=N",
+        help="that count, an arm (default 6); a single one is off by a tenth, so that figures to keep want more",
+    )
     parser.add_argument("--only", choices=REGIMES, action="append", help="these regimes alone")
     arguments = parser.parse_args()
+    steps = _steps(arguments.steps)
     start, parts = time.monotonic(), []
     for name in arguments.only or REGIMES:
         regime = REGIMES[name]
         link = LinkEmulation(bandwidth=regime.bandwidth)
-        job = Job(regime=regime, link=link, ranks=RANKS, arms=parse_arms(regime.arms), steps=arguments.steps)
-        found = summarise(title(job), run_job(job))
+        job = Job(regime=regime, link=link, ranks=RANKS, arms=parse_arms(regime.arms), steps=steps[name])
+        found = summarise(job, run_job(job))
         picture = arguments.out.with_name(f"{arguments.out.stem}_{name}.png")
         draw_arms(found.record, found.predicted, picture)
         picture.with_suffix(".json").write_text(found.to_json())
         parts += [f"## {name}: {regime.shows}", describe(job, found), f"```\n{bench_table(found)}\n```"]
-        parts += [*(f"* {line}" for line in _findings(found)), f"![arms of {name}]({picture.name})"]
+        parts += [*(f"* {line}" for line in _findings(found, link)), f"![arms of {name}]({picture.name})"]
     took = f"torch {torch.__version__}, {RANKS} ranks of one core; all of it took {time.monotonic() - start:.0f} s."
-    command = f"python docs/benchmarks/contention.py --out {arguments.out} --steps {arguments.steps}"
+    command = " ".join(
+        [f"python docs/benchmarks/contention.py --out {arguments.out}", *(f"--steps {s}" for s in arguments.steps[1:])]
+    )
     arguments.out.write_text(
         "\n\n".join([ABOUT, f"```\n{command}\n```", took, *parts]).replace("\n\n* ", "\n* ") + "\n"
     )
 
 
-def _findings(found: BenchRecord) -> Iterator[str]:
+def _steps(given: Sequence[str]) -> dict[str, int]:
+    """Steps of each regime; what stands later wins."""
+    found: dict[str, int] = {}
+    for text in given:
+        name, _, count = text.rpartition("=")
+        found.update(dict.fromkeys([name] if name else REGIMES, int(count)))
+    return found
+
+
+def _findings(found: BenchRecord, link: LinkEmulation) -> Iterator[str]:
     """What the regime is there to show, in figures of this run."""
     arms = found.record.arms
     step = {name: arm.step_s or 0.0 for name, arm in arms.items()}
@@ -83,7 +102,7 @@ def _findings(found: BenchRecord) -> Iterator[str]:
     for share in BUDGETS:
         mine, prefix = (arms.get(f"{policy}@{share}%") for policy in ("chunkflow", "layerwise-prefix"))
         if mine is not None and prefix is not None and mine.step_s and prefix.step_s:
-            bound = max(base, (mine.moved_bytes_per_step or 0) / found.link.requested)
+            bound = max(base, (mine.moved_bytes_per_step or 0) / link.bandwidth)
             yield (
                 f"residency {share} %: {mine.step_s / bound:.3f} of max(resident, streamed bytes / link), and "
                 f"{prefix.step_s / mine.step_s:.2f}x as fast as a leading prefix of whole layers in the same bytes"

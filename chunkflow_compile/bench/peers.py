@@ -1,0 +1,39 @@
+"""What people use today, on a model of the same weights: plain torch.compile, and diffusers' group offload."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+INDUCTOR = "inductor"
+GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED = "diffusers-group-offload", "diffusers-group-offload-compiled"
+PEER_ARMS = (INDUCTOR, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
+
+
+def make_peer(name: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
+    """The model, on ``device`` or on the host as the peer wants it, ready to be called.
+
+    Raises ChunkflowError if it has no group offload.
+    """
+    if name == INDUCTOR:
+        return torch.compile(model, fullgraph=True, dynamic=False)
+    if not hasattr(model, "enable_group_offload"):
+        raise ChunkflowError(f"--arms {name}: {type(model).__name__} is no model of diffusers.")
+    model.to("cpu")
+    offload: Any = model.enable_group_offload
+    offload(
+        onload_device=device,
+        offload_device=torch.device("cpu"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+        use_stream=device.type == "cuda",
+    )
+    if name == GROUP_OFFLOAD_COMPILED:  # its hooks break a whole graph, so that diffusers compiles block by block
+        compile_blocks: Any = model.compile_repeated_blocks
+        compile_blocks(dynamic=False)
+    return model

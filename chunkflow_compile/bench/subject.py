@@ -1,0 +1,53 @@
+"""What is measured: a model with random weights, and the inputs of each step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkflow_compile.models.presets import PRESETS, preset
+from chunkflow_compile.models.small import small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.models.weightless import load_build
+
+from .job import Job
+
+# Below 0 are steps that do not count.
+_FIRST = 3
+
+
+def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+    """The model on ``device``, split over the ranks, and what makes the inputs of a step; the same every time."""
+    torch.manual_seed(0)
+    if job.model is None:
+        regime = job.regime
+        model = small_model(regime.family, regime.size).to(device)
+        return _split(job, model), lambda step: _on(device, small_inputs(regime.family, regime.size, step + _FIRST))
+    made, given = preset(job.model).build(job.sizes, device) if job.model in PRESETS else load_build(job.model)()
+    return _split(job, made.to(device)), lambda step: _changed(_on(device, given), step)
+
+
+def first(output: Any) -> torch.Tensor:
+    """The first tensor of what a model returns: itself, of a tuple, or of diffusers' output."""
+    found: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
+    return found
+
+
+def _split(job: Job, model: nn.Module) -> nn.Module:
+    splits = job.ranks > 1 and hasattr(model, "enable_parallelism")
+    return enable_ulysses(model, job.ranks) if splits else model
+
+
+def _on(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+
+
+def _changed(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The inputs of another step: every floating tensor a little smaller, as latents lose noise."""
+    return {
+        k: v / (1 + 0.01 * (step + _FIRST)) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        for k, v in inputs.items()
+    }

@@ -1,0 +1,250 @@
+"""The arms of a measurement in turns: a model compiled once, every arm a plan of its own on the same lowered regions.
+
+Steps are taken in random order of the arms: an arm is switched to between two calls, takes one step that does not count,
+because it begins cold, and then those that do.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkflow_compile.hardware.emulated import on_emulated_link
+from chunkflow_compile.hardware.machine import device_name
+from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.timings import Timings
+from chunkflow_compile.placing import offload, programs, restore
+from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, measured
+from chunkflow_compile.runtime.runner import Code, Session
+from chunkflow_compile.simulate.arms import play_program
+
+from .arms import REPLAN_AFTER, REPLANNED, settings_of
+from .job import RESIDENT, ArmRun, Job, RankRun, Run
+from .link_error import link_error
+from .peers import make_peer
+from .subject import build, first
+
+# Steps that count in one turn of an arm: fewer would make half of the time cold steps, more would let the machine change.
+TURN = 3
+# Resident steps that the plans are made from, behind one that pays for first touches.
+CALIBRATION = 3
+
+
+def count_steps(job: Job) -> int:
+    """What the progress bar counts."""
+    return 2 + len(job.arms) * (1 + job.steps) + TURN * (REPLANNED in [a.name for a in job.arms])
+
+
+class Turns:
+    """One rank's part of a job."""
+
+    def __init__(self, job: Job, rank: int, progress: Any) -> None:
+        self.job = job
+        self.progress = progress
+        self.device = torch.device("cuda" if job.device == "cuda" else "cpu")
+        machine = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
+        self.hardware = machine if job.link is None else on_emulated_link(machine, job.link, job.ranks)
+        self.profile = Path(job.folder) / f"hardware{rank}.json"
+        self.profile.write_text(self.hardware.to_json())
+        self.times: dict[str, list[float]] = {a.name: [] for a in job.arms}
+        self.host: dict[str, list[float]] = {a.name: [] for a in job.arms}
+        self.peaks: dict[str, int] = {}
+        self.measurements: dict[str, list[StepMeasurement]] = {a.name: [] for a in job.arms}
+        self.outputs: dict[str, dict[int, torch.Tensor]] = {a.name: {} for a in job.arms}
+        self.peers: dict[str, Callable[..., Any]] = {}
+        self.held: dict[str, int] = {}
+
+    def run(self) -> RankRun:
+        job = self.job
+        link = None if job.link is None else link_error(job.link)
+        self.progress.set_description("compile")
+        self._compile()
+        self.progress.update()
+        self.progress.set_description("measure regions")
+        timings = self._calibrate()
+        self.progress.update()
+        codes = self._codes(timings)
+        self._make_peers()
+        resident = codes[RESIDENT].program.plan if RESIDENT in codes else None
+        order = random.Random(job.seed)  # the same on every rank: the arms' collectives must meet
+        if REPLANNED in codes:  # its plan comes behind its first steps, which are those of misjudged
+            self._turn(REPLANNED, codes, range(-TURN, 0))
+        arms = sorted(a.name for a in job.arms)
+        for begin in range(0, job.steps, TURN):
+            for name in order.sample(arms, len(arms)):
+                self._turn(name, codes, range(begin, min(begin + TURN, job.steps)))
+        if resident is not None:  # the machine of these steps, not that of a minute ago
+            timings = self._timings(resident, self.measurements[RESIDENT])
+        total = self._session.program.problem.total_bytes
+        found = RankRun(
+            arms=self._results(codes, timings),
+            peers={name: Run(**self._run(name)) for name in self.peers},
+            total_bytes=total,
+            link=link,
+            machine=device_name(self.device),
+        )
+        restore(self.model, "cpu")
+        return found
+
+    @property
+    def _session(self) -> Session:
+        return programs(self.model)[-1]
+
+    def _compile(self) -> None:
+        """The model on the device, every region lowered, one step run."""
+        self.model, self.inputs = build(self.job, self.device)
+        if self.job.ranks > 1:  # diffusers' parallel hooks settle in their first call; only then it traces whole
+            self.model(**self.inputs(0))
+        offload(self.model, self.device)
+        options: dict[str, Any] = {
+            "policy": RESIDENT,
+            "hardware": str(self.profile),
+            "chunk_bytes": self.job.regime.chunk_bytes,
+            "debug": "threads" if self.job.device == "threads" else (),
+            "dump": self.job.dump,
+        }
+        self.compiled = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=options)
+        self.compiled(**self.inputs(0))
+
+    def _make_peers(self) -> None:
+        for arm in self.job.arms:
+            if arm.policy is None:
+                self.progress.set_description(f"{arm.name}: compile")
+                before = self._allocated()
+                peer = make_peer(arm.name, build(self.job, self.device)[0], self.device)
+                peer(**self.inputs(0))
+                self.peers[arm.name] = peer
+                self.held[arm.name] = self._allocated() - before
+                self.progress.update()
+
+    def _calibrate(self) -> Timings:
+        for step in range(CALIBRATION):
+            self.compiled(**self.inputs(step))
+        session = self._session
+        return self._timings(session.plan, session.measurements[-CALIBRATION + 1 :])
+
+    def _timings(self, resident: Plan, steps: Sequence[StepMeasurement]) -> Timings:
+        """What regions and collectives take here, with all weights resident; the mean over the ranks."""
+        mine = measured(resident, steps).timings()
+        everyone: list[Any] = [mine] * self.job.processes
+        if self.job.processes > 1:
+            dist.all_gather_object(everyone, mine)
+        return replace(
+            mine,
+            compute_s=tuple(fmean(column) for column in zip(*(t.compute_s for t in everyone), strict=True)),
+            collective_s=tuple(fmean(column) for column in zip(*(t.collective_s for t in everyone), strict=True)),
+        )
+
+    def _codes(self, timings: Timings) -> dict[str, Code]:
+        """A program for each arm of ours, of the same regions."""
+        code = self._session.code
+        layerwise = code.remade(policy="layerwise", timings=timings)
+        codes = {}
+        for arm in self.job.arms:
+            if arm.policy is None:
+                continue
+            self.progress.set_description(f"{arm.name}: plan")
+            made = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
+            if made is None:
+                plan, problem = layerwise.program.plan, code.program.problem
+                made = code.remade(**settings_of(arm, plan, problem, timings, self.hardware.copy_rate))
+            codes[arm.name] = replace(made, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
+            self.progress.update()
+        return codes
+
+    def _turn(self, name: str, codes: dict[str, Code], steps: Sequence[int]) -> None:
+        """Steps of one arm, behind one that begins cold; those below 0 do not count."""
+        call = self.peers.get(name, self.compiled)
+        if name in codes:
+            self._session.choice.code = codes[name]
+        call(**self.inputs(steps[0]))
+        self._finish()
+        dist.barrier()
+        foreign = self._foreign(name)
+        for step in steps:
+            self.progress.set_description(f"{name}: step {max(step, 0) + 1} of {self.job.steps}")
+            inputs = self.inputs(step)
+            self._finish()
+            start = time.perf_counter()
+            output = call(**inputs)
+            host = time.perf_counter() - start
+            self._finish()
+            if step >= 0:
+                self.times[name].append(time.perf_counter() - start)
+                self.host[name].append(host)
+            self.outputs[name][step] = first(output).cpu()
+            self.progress.update()
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) - foreign
+            self.peaks[name] = max(peak, self.peaks.get(name, 0))
+        if name in codes:
+            session = self._session
+            if steps[0] >= 0:
+                self.measurements[name] += session.measurements[-len(steps) :]
+            codes[name] = session.choice.code
+
+    def _finish(self) -> None:
+        """Waits for the device."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _allocated(self) -> int:
+        if self.device.type != "cuda":
+            return 0
+        gc.collect()
+        self._finish()
+        return torch.cuda.memory_allocated(self.device)
+
+    def _foreign(self, name: str) -> int:
+        """Bytes that other arms hold on the device while this one runs; the peak is counted from here."""
+        if self.device.type != "cuda":
+            return 0
+        mine = self.held.get(name, self._allocated() - sum(self.held.values()))
+        foreign = self._allocated() - mine
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return foreign
+
+    def _run(self, name: str) -> dict[str, Any]:
+        """The fields of a :class:`Run`."""
+        right = self.outputs.get(RESIDENT, {})
+        off = [_difference(value, right[step]) for step, value in self.outputs[name].items() if step in right]
+        return {
+            "steps_s": tuple(self.times[name]),
+            "host_s": tuple(self.host[name]),
+            "peak_bytes": self.peaks.get(name),
+            "difference": max(off) if off else None,
+        }
+
+    def _results(self, codes: Mapping[str, Code], timings: Timings) -> dict[str, ArmRun]:
+        for name, code in codes.items():
+            if code.folder is not None:  # of all turns, where the session of each knew its own
+                text = measured(code.program.plan, self.measurements[name]).to_json()
+                (code.folder / MEASURED_FILE).write_text(text)
+        return {
+            name: ArmRun(
+                **self._run(name),
+                plan=code.program.plan,
+                folder=code.folder,
+                predicted=play_program(code.program, self.hardware, timings),
+                measurements=tuple(self.measurements[name]),
+            )
+            for name, code in codes.items()
+        }
+
+
+def _difference(value: torch.Tensor, right: torch.Tensor) -> float:
+    """0 for equal bits; else the largest difference, over the largest value."""
+    if torch.equal(value, right):
+        return 0.0
+    off = (value.float() - right.float()).abs().max() / right.float().abs().max()
+    return max(float(off.nan_to_num(float("inf"))), 1e-30)

@@ -1,0 +1,105 @@
+"""Collectives on one device: a process group for benchmarks whose bytes go to host memory and come back.
+
+NCCL does so on nodes whose GPUs cannot reach each other: what a rank receives comes over its own PCIe link, beside the
+copies of weights.  One process stands for rank 0 of several; its peers send what it would have sent them.  So its results
+are those of no model that runs on several ranks, but they are the same every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+NAME = "loopback"
+
+
+class Loopback(dist.ProcessGroup):
+    """Rank 0 of ``size``."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)  # type: ignore[call-arg]
+        self._size = size
+        self._staging: dict[torch.device, torch.Tensor] = {}
+        self._streams: dict[torch.device, Any] = {}
+        self._group_name = ""
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]
+        return self._group_name
+
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def alltoall_base(
+        self, output: torch.Tensor, sent: torch.Tensor, output_splits: Any, input_splits: Any, *_: Any
+    ) -> Any:
+        if list(output_splits or ()) != list(input_splits or ()):
+            raise NotImplementedError("a peer of the loopback group sends as much as it is sent")
+        parts = output_splits or [len(output) // self._size] * self._size
+        return self._work(output, list(zip(output.split(parts), sent.split(parts), strict=True)))
+
+    def allgather_into_tensor_coalesced(
+        self, outputs: Sequence[torch.Tensor], sent: Sequence[torch.Tensor], *_: Any
+    ) -> Any:
+        (output,), (mine,) = outputs, sent
+        return self._work(output, [(part, mine.reshape(part.shape)) for part in output.chunk(self._size)])
+
+    all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]  # as torch 2.13 calls it
+
+    def barrier(self, *_: Any) -> Any:
+        return self._work(None, [])
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    def _work(self, result: Any, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
+        """Copies each part but the rank's own to the host and back, on a stream of its own."""
+        device = parts[0][0].device if parts else torch.device("cpu")
+        future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
+        if device.type == "cuda":
+            if device not in self._streams:
+                self._streams[device] = torch.cuda.Stream(device)
+            stream = self._streams[device]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            with torch.cuda.stream(stream):
+                self._carry(parts)
+                future.set_result(result)
+        else:
+            self._carry(parts)
+            future.set_result(result)
+        make: Any = torch._C._distributed_c10d.__dict__["_create_work_from_future"]  # in every release, in no stub
+        return make(future)
+
+    def _carry(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for rank, (target, source) in enumerate(parts):
+            if rank == 0:
+                target.copy_(source)
+                continue
+            staged = self._stage(source)
+            staged.copy_(source, non_blocking=True)
+            target.copy_(staged.reshape(target.shape), non_blocking=True)
+
+    def _stage(self, like: torch.Tensor) -> torch.Tensor:
+        """Pinned host memory for one part; in the order of one stream, parts may use it one after the other."""
+        nbytes = like.numel() * like.element_size()
+        held = self._staging.get(like.device)
+        if held is None or held.numel() < nbytes:
+            held = torch.empty(nbytes, dtype=torch.uint8, pin_memory=like.device.type == "cuda")
+            self._staging[like.device] = held
+        return held[:nbytes].view(like.dtype).view(like.shape)
+
+
+def join_loopback(size: int) -> None:
+    """Makes a loopback group of ``size`` ranks the process's default group."""
+    if NAME.upper() not in dist.Backend.__dict__:
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+    store: Any = dist.__dict__["HashStore"]()
+    dist.init_process_group(NAME, rank=0, world_size=size, store=store, timeout=timedelta(minutes=1))
+
+
+def _create(common: Any, _: Any) -> Loopback:
+    return Loopback(common.group_size)

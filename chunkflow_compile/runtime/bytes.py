@@ -1,0 +1,41 @@
+"""Tensors as the bytes that they are."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+
+def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies between host tensors (uint8, equal sizes) by one thread, as a copy engine does.
+
+    Tensor.copy_ would spread over the compute's threads.  ctypes releases the GIL.
+    """
+    ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+    """The bytes of one slot, uint8."""
+    return arena[offset : offset + nbytes]
+
+
+def as_weight(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """uint8 ``data`` seen with the dtype, shape and strides of ``like``."""
+    return data.view(like.dtype).as_strided(like.shape, like.stride())
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor in memory order, uint8, whatever the order of its strides."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's elements fill one run of memory, each once, so that a copy of bytes is a copy of it."""
+    expected = 1
+    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda p: p[1]):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

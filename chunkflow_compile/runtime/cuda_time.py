@@ -1,0 +1,132 @@
+"""Time on a GPU: marks between the work on its streams, read when the GPU has passed them.
+
+A mark is a timed event.  Events are made in the first steps and used again: a step takes a frame of them from a small ring,
+and the frame is read behind it, in front of a later step.  Nobody waits: where no frame is free, a step is not measured.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from .streams import Waited, Watch
+
+# A mark costs the host 1 to 2 us, and a step of 60 blocks has two thousand: all of the first steps are measured, then some.
+FIRST_STEPS = 32
+EVERY = 16
+# The host is seldom more than a step ahead: a GPU takes some thousand kernels at once.
+FRAMES = 4
+
+
+class Frame:
+    """The marks of one step."""
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event = event
+        self._events: list[Any] = []
+        self._used = 0
+        self._told: list[Callable[[Callable[[int], float]], None]] = []
+        self._ends: tuple[int, ...] = ()
+
+    def open(self, stream: Any) -> None:
+        self._used, self._ends = 0, ()
+        self._told.clear()
+        self.mark(stream)
+
+    def mark(self, stream: Any) -> int:
+        """The number of a new mark at this point of ``stream``."""
+        if self._used == len(self._events):
+            self._events.append(self._event())
+        self._events[self._used].record(stream)
+        self._used += 1
+        return self._used - 1
+
+    def between(self, begin: int, end: int, watch: Watch) -> None:
+        def tell(at: Callable[[int], float]) -> None:
+            watch.begins(at(begin))
+            watch.ends(at(end))
+
+        self._told.append(tell)
+
+    def stood(self, begin: int, end: int, waited: Waited) -> None:
+        self._told.append(lambda at: waited(at(end) - at(begin)))
+
+    def close(self, compute: Any, copy: Any, over: Callable[[float, float], None]) -> None:
+        end = self.mark(compute)
+        self._ends = end, self.mark(copy)
+        self._told.append(lambda at: over(at(0), at(end)))
+
+    def passed(self) -> bool:
+        return all(self._events[i].query() for i in self._ends)
+
+    def wait(self) -> None:
+        for i in self._ends:
+            self._events[i].synchronize()
+
+    def since(self, before: Frame) -> float:
+        """Seconds from the first mark of another frame to the first of this."""
+        return float(before._events[0].elapsed_time(self._events[0])) / 1e3
+
+    def tell(self, start: float) -> None:
+        """``start``: the time of the first mark."""
+
+        @cache
+        def at(mark: int) -> float:
+            return start + float(self._events[0].elapsed_time(self._events[mark])) / 1e3
+
+        for told in self._told:
+            told(at)
+        self._told.clear()
+
+
+class Clock:
+    """Seconds of the GPU since the first frame.  ``event``: makes a timed event."""
+
+    def __init__(self, event: Callable[[], Any]) -> None:
+        self._event = event
+        self._free = [Frame(event) for _ in range(FRAMES)]
+        self._pending: deque[Frame] = deque()
+        self._open: Frame | None = None
+        self._newest: tuple[Frame, float] | None = None  # read last, and the time of its first mark
+        self._lock = threading.RLock()
+
+    def frame(self, step: int, stream: Any) -> Frame | None:
+        """A frame for a step, counted from 0; None if it is not measured."""
+        with self._lock:
+            if self._open is not None:  # its step failed
+                self._free.append(self._open)
+                self._open = None
+            if not self._free or not (step < FIRST_STEPS or step % EVERY == 0):
+                return None
+            self._open = self._free.pop()
+            self._open.open(stream)
+            return self._open
+
+    def close(self, frame: Frame, compute: Any, copy: Any, over: Callable[[float, float], None]) -> None:
+        """``over`` is told when the step began and ended."""
+        with self._lock:
+            frame.close(compute, copy, over)
+            self._open = None
+            self._pending.append(frame)
+
+    def collect(self, wait: bool = False) -> None:
+        """Reads the frames that the GPU has passed; with ``wait``, all."""
+        with self._lock:
+            while self._pending:
+                if wait:
+                    self._pending[0].wait()
+                elif not self._pending[0].passed():
+                    return
+                self._read(self._pending.popleft())
+
+    def _read(self, frame: Frame) -> None:
+        start = 0.0
+        if self._newest is not None:
+            before, begun = self._newest
+            start = begun + frame.since(before)
+            self._free.append(before)  # not sooner: the clock goes on from it
+        self._newest = frame, start
+        frame.tell(start)

@@ -1,0 +1,170 @@
+"""On a GPU: the card measured, then models at full size with random weights, arms in turns; a case is left out when the
+time is over.
+
+python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import diffusers
+import torch
+
+from chunkflow_compile.bench.arms import parse_arms
+from chunkflow_compile.bench.job import RESIDENT, Job, Transport
+from chunkflow_compile.bench.peers import GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED, INDUCTOR
+from chunkflow_compile.bench.ranks import run_job
+from chunkflow_compile.bench.regimes import PEERS, Regime
+from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise
+from chunkflow_compile.cli.calibrate import describe as describe_profile
+from chunkflow_compile.hardware.calibrate import calibrate
+from chunkflow_compile.hardware.machine import look
+from chunkflow_compile.models.presets import PRESETS
+from chunkflow_compile.models.small import Size
+from chunkflow_compile.options import DEFAULT_CHUNK_BYTES
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.runtime.device import check_device
+
+# What a case takes at least, compilation with empty caches included: it is not begun with less time left.
+CASE_S = 100.0
+OURS = (RESIDENT, "layerwise", "chunkflow")
+
+ABOUT = """\
+# On a GPU
+
+Real models at full size, random weights in bfloat16, one card. `resident`, `layerwise` and `chunkflow` are programs of one
+compilation; `inductor` is plain `torch.compile` with all weights on the card; `diffusers-group-offload` is
+`enable_group_offload(block_level, use_stream=True)`, alone and with `compile_repeated_blocks`. Steps are taken in turns, in
+random order. *Peak* is what the allocator held for the arm, weights and activations; *host* is the time until the call
+returned; *copied at* is the rate while copies ran; *differs by* is the largest difference from `resident`, over its largest
+value. In the loopback case one process stands for two ranks, and its all-to-alls pass pinned host memory, as NCCL's do on
+nodes without peer access.
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model at one size.  ``transport``: "loopback" for two ranks on one card."""
+
+    model: str
+    sizes: dict[str, int]
+    arms: tuple[str, ...]
+    transport: Transport = "processes"
+
+    @property
+    def ranks(self) -> int:
+        return 2 if self.transport == "loopback" else 1
+
+
+# In the order of what is to be known first.  A forward of 5 or 12 billion weights takes as long as their copy, F*, at some
+# 10,000 tokens on a card of 500 TFLOP/s behind 50 GB/s: sizes lie on both sides.
+CASES = (
+    Case("wan2.2-ti2v-5b", {"frames": 81}, (*OURS, INDUCTOR, GROUP_OFFLOAD)),
+    Case("flux.1-dev", {"height": 2048, "width": 2048}, (*OURS, INDUCTOR, GROUP_OFFLOAD)),
+    Case("wan2.2-ti2v-5b", {"frames": 81}, PEERS, "loopback"),
+    Case("wan2.2-ti2v-5b", {"frames": 33}, (*OURS, INDUCTOR, GROUP_OFFLOAD)),
+    Case("flux.1-dev", {"height": 1024, "width": 1024}, (*OURS, INDUCTOR, GROUP_OFFLOAD)),
+    Case("wan2.2-ti2v-5b", {"frames": 17}, (*OURS, INDUCTOR, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seconds", type=float, default=520.0, help="for all of it (default 520)")
+    parser.add_argument("--steps", type=int, default=6, help="that count, an arm (default 6)")
+    arguments = parser.parse_args()
+    start, device = time.monotonic(), check_device(torch.device("cuda"))
+    machine = look()
+    profile = calibrate(device, "this card", loopback=True)
+    hardware = arguments.out.with_name(f"{arguments.out.stem}_hardware.json")
+    hardware.write_text(profile.to_json())
+    parts, records, longest = [], [], CASE_S
+    for case in CASES:
+        left = arguments.seconds - (time.monotonic() - start)
+        if left < longest:
+            parts.append(f"## {case.model}, {_sizes(case)}: not measured, the time was over")
+            continue
+        began = time.monotonic()
+        try:
+            job = _job(case, arguments.steps, str(hardware))
+            found = summarise(job, run_job(job))
+            parts += [f"## {case.model}, {_sizes(case)}", describe(job, found), f"```\n{bench_table(found)}\n```"]
+            parts += [f"* {line}" for line in _findings(found, profile)]
+            records.append(json.loads(found.to_json()))
+        except Exception as error:  # noqa: BLE001  (the other cases are worth their time)
+            parts.append(f"## {case.model}, {_sizes(case)}: failed\n\n```\n{str(error)[-3000:]}\n```")
+        longest = max(longest, time.monotonic() - began)
+        _write(arguments.out, machine, profile, parts, records, time.monotonic() - start)
+    _write(arguments.out, machine, profile, parts, records, time.monotonic() - start)
+
+
+def _job(case: Case, steps: int, hardware: str) -> Job:
+    regime = Regime(
+        family="", size=Size(), bandwidth=0.0, chunk_bytes=DEFAULT_CHUNK_BYTES, arms=case.arms, shows=case.model
+    )
+    return Job(
+        regime=regime,
+        link=None,
+        ranks=case.ranks,
+        arms=parse_arms(case.arms),
+        steps=steps,
+        model=case.model,
+        sizes=replace(PRESETS[case.model].sizes, **case.sizes),
+        device="cuda",
+        hardware=hardware,
+        transport=case.transport,
+    )
+
+
+def _sizes(case: Case) -> str:
+    return ", ".join(f"{k} {v}" for k, v in case.sizes.items()) + (", loopback" if case.ranks > 1 else "")
+
+
+def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
+    """What the case is there to show, in figures of this run."""
+    arms = found.record.arms
+    mine = arms["chunkflow"].step_s or 0.0
+    for name, arm in arms.items():
+        if name != "chunkflow" and arm.step_s:
+            yield f"chunkflow takes {mine / arm.step_s:.3f} of the step of {name}"
+    base, peak = found.peak_bytes.get(INDUCTOR), found.peak_bytes.get("chunkflow")
+    if base and peak:
+        yield f"its peak is {100 * (1 - peak / base):.0f} % below that of {INDUCTOR}"
+    if rate := found.copy_rate.get("chunkflow"):
+        yield f"it copies at {100 * rate / profile.copy_rate:.0f} % of the calibrated rate"
+    yield f"its host needs {100 * found.host_s['chunkflow'] / mine:.1f} % of the step"
+    for name in ("layerwise", "chunkflow"):
+        if (inflation := found.inflation.get(name)) is not None:
+            yield f"collectives are inflated by {100 * inflation:.1f} % under {name}"
+    off = {n: (p.step_s or 0.0) / (arms[n].step_s or 1.0) - 1 for n, p in found.predicted.items()}
+    worst = max(off, key=lambda n: abs(off[n]))
+    yield f"the prediction is off by at most {100 * abs(off[worst]):.1f} % ({worst})"
+
+
+def _write(
+    out: Path, machine: object, profile: Hardware, parts: Sequence[str], records: Sequence[object], took: float
+) -> None:
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, diffusers {diffusers.__version__}"
+    ran = (
+        f"{date}, {torch.cuda.get_device_name()}, driver {getattr(machine, 'driver', None)}, {versions}; {took:.0f} s."
+    )
+    text = "\n\n".join([ABOUT, f"```\npython docs/benchmarks/gpu.py --out {out}\n```", ran, _fenced(profile), *parts])
+    out.write_text(text.replace("\n\n* ", "\n* ") + "\n")
+    body = {"date": date, "machine": ran, "profile": json.loads(profile.to_json()), "cases": list(records)}
+    out.with_suffix(".json").write_text(json.dumps(body, indent=1) + "\n")
+
+
+def _fenced(profile: Hardware) -> str:
+    return f"```\n{describe_profile(profile)}\n```"
+
+
+if __name__ == "__main__":
+    main()

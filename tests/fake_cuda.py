@@ -1,0 +1,109 @@
+"""A GPU for tests on a machine without one: side streams are threads, the caller's stream is the calling thread."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.bytes import copy_host_bytes
+from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
+
+
+class FakeStream:
+    def __init__(self, cuda: FakeCuda, stream: CallingStream | ThreadStream) -> None:
+        self.cuda = cuda
+        self.stream = stream
+
+    def wait_event(self, event: FakeEvent) -> None:
+        self.stream.wait(event.event)
+
+    def synchronize(self) -> None:
+        self.cuda.calls["synchronize"] += 1
+        self.stream.synchronize()
+
+
+class FakeEvent:
+    def __init__(self, cuda: FakeCuda, timed: bool) -> None:
+        self.cuda = cuda
+        self.timed = timed
+        self.event = HostEvent(cuda.engine.bell)
+
+    def record(self, stream: FakeStream) -> None:
+        stream.stream.record(self.event)
+
+    def query(self) -> bool:
+        return self.event.reached >= self.event.made
+
+    def synchronize(self) -> None:
+        self.cuda.calls["synchronize"] += 1
+        self.event.block(self.event.made)
+
+    def elapsed_time(self, end: FakeEvent) -> float:
+        assert self.timed and end.timed and self.query() and end.query(), "as torch.cuda.Event asks for"
+        return (end.event.reached_at - self.event.reached_at) * 1e3
+
+
+class FakeCuda:
+    """``copy_s``: how long a copy takes at least.  ``calls``: of its methods, by name; ``pinned``: address -> bytes;
+    ``names``: what profilers would be told."""
+
+    def __init__(self, copy_s: float = 0.0) -> None:
+        self.copy_s = copy_s
+        self.engine = Engine(("copy",))
+        self.calls: Counter[str] = Counter()
+        self.pinned: dict[int, int] = {}
+        self.names: list[str] = []
+        self.callers = self._current = FakeStream(self, CallingStream())
+
+    def stream(self) -> FakeStream:
+        self.calls["stream"] += 1
+        return FakeStream(self, ThreadStream(self.engine, "copy"))
+
+    def current(self) -> FakeStream:
+        return self.callers
+
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        self._current = stream
+        try:
+            yield
+        finally:
+            self._current = self.callers
+
+    def event(self, timed: bool) -> FakeEvent:
+        self.calls["event"] += 1
+        return FakeEvent(self, timed)
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        self.names.append(name)
+        yield
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        self.calls["allocate"] += 1
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        def work() -> None:
+            time.sleep(self.copy_s)
+            copy_host_bytes(target, source)
+
+        assert self._current is not self.callers, "copies have a stream of their own"
+        self._current.stream.run(work)
+
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        address = host.data_ptr()
+        self.pinned[address] = host.numel() * host.element_size()
+        return lambda: self.pinned.pop(address) and None
+
+    def arena(self) -> Arena:
+        """An arena whose programs run on this GPU."""
+        device: Any = CudaDevice(self)
+        return Arena(make=lambda *_: device)

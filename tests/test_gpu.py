@@ -1,0 +1,246 @@
+"""On a GPU: pytest -m gpu, or make test-gpu.  Skipped where there is none."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import Stack, UlyssesStack
+from torch import nn
+
+from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
+from chunkflow_compile.hardware.loopback import join_loopback
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.runtime.host_store import home_of
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="not measured: no GPU"),
+    pytest.mark.usefixtures("no_grad"),
+]
+MIB = 1 << 20
+OPTIONS: dict[str, Any] = {
+    "min_bytes": 4096,
+    "chunk_bytes": 1 << 16,
+    "hardware": "rtx-4090-pcie",
+    "policy": "layerwise",
+}
+FAMILIES = ["wan", "flux", "hunyuanvideo", "qwen-image"]
+
+
+def twins(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
+    torch.manual_seed(0)
+    model, twin = make().eval(), make().eval().cuda()
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    torch.manual_seed(1)
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+
+
+def resident(model: nn.Module, **options: Any) -> Any:
+    """The same regions with all weights on the device, to be equal to bit for bit."""
+    return compiled(model, policy="resident", **{k: v for k, v in options.items() if k not in ("policy", "memory")})
+
+
+def check_moved(model: nn.Module, steps: int) -> None:
+    session = programs(model)[0]
+    session.executor.intact_slots()
+    primed = sum(m.primed_bytes for m in session.measurements)
+    assert session.plan.moved_bytes > 0 and len(session.measurements) == steps
+    assert session.executor.traffic.copied_bytes == session.plan.moved_bytes * steps + primed
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"policy": "chunkflow", "memory": "1MiB"}, {"policy": "layerwise-barrier"}])
+def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: dict[str, Any]) -> None:
+    size = Size(layers=3, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)
+    model, twin = twins(lambda: small_model(family, size))
+    offload(model, "cuda", min_bytes=4096)
+    run, right = compiled(model, **options), resident(twin)
+    for step in range(5):
+        inputs = {k: v.cuda() if torch.is_tensor(v) else v for k, v in small_inputs(family, size, step).items()}
+        got, want = run(**inputs), right(**inputs)
+        assert torch.equal(got[0], want[0]), step
+    check_moved(model, 5)
+    restore(model)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+@pytest.mark.parametrize("slow", ["compute", "copy"])
+def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
+    """Whatever a missing event would let overtake has the time to: a millisecond in front of regions, or of copies."""
+    model, twin = twins(lambda: Stack(8, width=256))
+    offload(model, "cuda", min_bytes=4096)
+    run, right = compiled(model, debug="poison"), resident(twin)
+    run(torch.randn(64, 8, device="cuda"))
+    executor = programs(model)[0].executor
+    ballast = torch.randn(2048, 2048, device="cuda")
+
+    def heavy() -> None:
+        ballast @ ballast
+
+    if slow == "compute":
+        issues = executor._instructions
+        executor._instructions = [i for issue in issues for i in (lambda step: heavy(), issue)]
+    else:
+        copy = executor.device.copy_bytes
+        executor.device.copy_bytes = lambda target, source: (heavy(), copy(target, source))
+    for _ in range(6):
+        x = torch.randn(64, 8, device="cuda")
+        assert torch.equal(run(x), right(x))
+
+
+def test_without_arrivals_numbers_are_wrong() -> None:
+    """The test above can fail."""
+    model, twin = twins(lambda: Stack(8, width=1024))
+    offload(model, "cuda", min_bytes=4096)
+    run, right = compiled(model), resident(twin)
+    x = torch.randn(64, 8, device="cuda")
+    assert torch.equal(run(x), right(x))
+    executor = programs(model)[0].executor
+    executor.forget()
+    for slot in executor.binding.slots.values():
+        slot.fill_(255)
+    copy, ballast = executor.device.copy_bytes, torch.randn(4096, 4096, device="cuda")
+    executor.device.copy_bytes = lambda target, source: (ballast @ ballast, copy(target, source))
+    executor.device.compute.wait = lambda event, waited=None: None
+    assert not torch.equal(run(x), right(x))
+
+
+def test_a_weight_larger_than_the_cache() -> None:
+    model, twin = twins(lambda: Stack(2, width=8192))  # 512 MiB a weight
+    offload(model, "cuda", min_bytes=MIB)
+    run, right = compiled(model, chunk_bytes=16 * MIB, min_bytes=MIB), resident(twin, min_bytes=MIB)
+    for _ in range(3):
+        x = torch.randn(16, 8, device="cuda")
+        assert torch.equal(run(x), right(x))
+    check_moved(model, 3)
+
+
+def test_pinned_bytes_are_those_of_the_weights_and_are_given_back() -> None:
+    model, _ = twins(lambda: Stack(4, width=512))
+    offload(model, "cuda", min_bytes=4096)
+    run = compiled(model)
+    run(torch.randn(4, 8, device="cuda"))
+    streamed = {w.name for w in programs(model)[0].plan.streamed}
+    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
+    assert streamed and all(h.pinned == (h.name in streamed) == h.host.is_pinned() for h in homes)
+    assert homes[0].store.pinned_bytes == sum(h.nbytes for h in homes if h.name in streamed)
+    restore(model)
+    assert not any(h.host.is_pinned() for h in homes)
+
+
+def test_memory_stays_within_the_budget() -> None:
+    model, _ = twins(lambda: Stack(24, width=1024))
+    total, budget = sum(p.numel() * p.element_size() for p in model.parameters()), 40 * MIB
+    before = torch.cuda.memory_allocated()
+    offload(model, "cuda", min_bytes=4096)
+    run, x = compiled(model, policy="chunkflow", memory=budget), torch.randn(64, 8, device="cuda")
+    run(x)
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(3):
+        run(x)
+    activations = 8 * 64 * 1024 * 4 * 8
+    assert torch.cuda.max_memory_allocated() - before <= budget + activations < total
+    held = torch.cuda.memory_allocated()
+    for _ in range(3):
+        run(x)
+    assert torch.cuda.memory_allocated() == held, "a step leaves nothing behind"
+
+
+def test_several_models_in_one_arena() -> None:
+    arena, pairs = Arena("cuda"), [twins(partial(Stack, 6, width=w)) for w in (256, 128)]
+    runs = []
+    for model, twin in pairs:
+        offload(model, "cuda", min_bytes=4096)
+        runs.append((compiled(model, arena=arena), resident(twin)))
+    for _ in range(3):
+        for run, right in runs:
+            x = torch.randn(16, 8, device="cuda")
+            assert torch.equal(run(x), right(x))
+    assert arena.nbytes == max(programs(m)[0].plan.arena_bytes for m, _ in pairs)
+
+
+def test_the_caller_may_use_another_stream() -> None:
+    model, twin = twins(lambda: Stack(6, width=512))
+    offload(model, "cuda", min_bytes=4096)
+    run, right = compiled(model), resident(twin)
+    for _ in range(4):
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            x = torch.randn(16, 8, device="cuda")
+            got = run(x)
+        stream.synchronize()
+        assert torch.equal(got, right(x))
+
+
+def test_what_was_measured_can_be_explained() -> None:
+    model, _ = twins(lambda: Stack(6, width=512))
+    offload(model, "cuda", min_bytes=4096)
+    run = compiled(model)
+    for _ in range(4):
+        run(torch.randn(16, 8, device="cuda"))
+    step = programs(model)[0].measurements[-1]
+    assert 0 < sum(step.windows.compute_s) <= step.step_s and step.copy_s > 0
+    assert explain(run).plan == programs(model)[0].plan.digest
+
+
+def test_an_arena_that_does_not_fit() -> None:
+    model, twin = twins(lambda: Stack(4, width=512))
+    offload(model, "cuda", min_bytes=4096)
+    run = compiled(model)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(1e-5)
+    try:
+        with pytest.raises(Exception, match=r"no room for an arena of .* the least that this model runs in is memory="):
+            run(torch.randn(4, 8, device="cuda"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    restore(model)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_cards_that_are_not_there() -> None:
+    model, _ = twins(lambda: Stack(2))
+    with pytest.raises(ChunkflowError, match=r"There is no cuda:63: this process sees \d+ GPUs"):
+        offload(model, "cuda:63")
+    with pytest.raises(ChunkflowError, match="leave it out on cuda"):
+        offload(model, "cuda", min_bytes=0)
+        compiled(model, debug="threads")(torch.randn(4, 8, device="cuda"))
+
+
+def test_collectives_through_host_memory() -> None:
+    join_loopback(2)
+    try:
+        model, twin = twins(lambda: UlyssesStack(4, width=256))
+        offload(model, "cuda", min_bytes=4096)
+        run, right = compiled(model), resident(twin)
+        for _ in range(4):
+            x = torch.randn(64, 256, device="cuda")
+            assert torch.equal(run(x), right(x))
+        assert programs(model)[0].measurements[-1].collective_s > 0
+    finally:
+        dist.destroy_process_group()
+
+
+def two_on_one_card(rank: int) -> None:
+    model, twin = twins(lambda: UlyssesStack(3, width=256))
+    offload(model, "cuda", min_bytes=4096)
+    run, right = compiled(model), resident(twin)
+    for _ in range(4):
+        x = torch.randn(64, 256, device="cuda", generator=torch.Generator("cuda").manual_seed(rank))
+        assert torch.equal(run(x), right(x))
+    check_moved(model, 4)
+
+
+def test_two_processes_on_one_card(on_ranks: Callable[..., None]) -> None:
+    on_ranks(two_on_one_card)
