@@ -50,7 +50,7 @@ class Loopback(dist.ProcessGroup):
 
     all_gather_single_coalesced = allgather_into_tensor_coalesced  # type: ignore[assignment]  # as torch 2.13 calls it
 
-    def barrier(self, *_: Any) -> Any:
+    def barrier(self, *_: Any, **__: Any) -> Any:
         return self._work(None, [])
 
     def getBackendName(self) -> str:
