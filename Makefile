@@ -29,10 +29,10 @@ unit: $(VENV)/ready
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu -n 0 -rs tests/test_gpu.py
 
-# The same with the benchmark: at most nine minutes, or SECONDS=...; writes docs/benchmarks/gpu.md and .json.
+# At most nine minutes, or SECONDS=...; all cases or CASES=1,3.  Writes docs/benchmarks/gpu.md and .json.
 SECONDS ?= 520
 bench-gpu: $(VENV)/ready
-	$(BIN)/python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md --seconds $(SECONDS)
+	$(BIN)/python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md --seconds $(SECONDS) --cases "$(CASES)"
 
 # The race tests on other random programs for ten minutes, or MINUTES=...
 MINUTES ?= 10

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import lower_regions, warm_up
 from chunkflow_compile.modules import ModelIndex
@@ -58,7 +58,7 @@ def chunkflow(
     for parameter in found.values():
         if (home := home_of(parameter)) is not None:
             home.check(parameter)
-    device = check_device(_device(found, example_inputs))
+    device = check_device(_device(found, example_inputs, graph))
     chosen = chosen.on(device)
     check_kind(device, chosen.device_kind(), chosen.policy)
     if chosen.arena is not None and chosen.arena.device != device:
@@ -199,7 +199,8 @@ def _specialise(inputs: Sequence[Any]) -> None:
                 int(size)
 
 
-def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any]) -> torch.device:
+def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any], graph: GraphModule) -> torch.device:
+    """The device of the weights, which all inputs are on, but those that forward itself moves (tables that are no buffers)."""
     devices = {p.device for p in parameters.values()}
     if len(devices) > 1:
         raise ChunkflowError(f"The weights are on {', '.join(sorted(map(str, devices)))}: move them to one device.")
@@ -207,9 +208,16 @@ def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any]) -> to
         raise ChunkflowError("The graph has no parameters: there is nothing to stream.")
     device = devices.pop()
     for position, value in enumerate(inputs):
-        if isinstance(value, torch.Tensor) and value.dim() and value.device != device:
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.device == device:
+            continue
+        if not _is_moved(graph.graph.find_nodes(op="placeholder")[position]):
             raise ChunkflowError(
                 f"The weights are on {device}, but input {position} is on {value.device}: move it there, or place the model "
                 "for the input's device with chunkflow_compile.offload(model, device)."
             )
     return device
+
+
+def _is_moved(node: Node) -> bool:
+    """Whether all that forward does with an input is to move it."""
+    return all(u.op == "call_method" and u.target in ("to", "cuda") for u in node.users)

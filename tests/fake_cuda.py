@@ -90,6 +90,9 @@ class FakeCuda:
         self.calls["allocate"] += 1
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def keep(self, memory: torch.Tensor, stream: FakeStream) -> None:
+        self.calls["keep"] += 1
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         def work() -> None:
             time.sleep(self.copy_s)

@@ -71,7 +71,7 @@ def run_ahead(bench: Bench, turns: Sequence[Turn], device: ThreadsDevice, exact:
         steps = [executors[id(program)].enqueue(bench.arguments(program, x)) for program, x in turns]
         device.deliver()
         device.copy.synchronize()
-        due = sum(p.plan.moved_bytes for p, _ in turns) + sum(s.primed for s in steps)
+        due = sum(p.plan.moved_bytes for p, _ in turns) + sum(s.cost.primed for s in steps)
         copied = sum(e.traffic.copied_bytes for e in executors.values())
         assert not exact or copied == due, "every byte of the plans was copied, and no other"
         return [step.outputs[0] for step in steps]

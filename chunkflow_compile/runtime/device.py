@@ -46,12 +46,14 @@ class Device(Protocol):
     """A device: where the arena lies and which streams there are.
 
     ``collective``: the stream that collectives run on; the same object as ``compute`` where they run in its order.
+    ``closed``: whether nothing runs on it any more.
     """
 
     name: str
     compute: Any
     copy: Any
     collective: Any
+    closed: bool
 
     def event(self) -> Any:
         """A new event, with no mark."""
@@ -97,6 +99,7 @@ class _HostDevice:
 
     def __init__(self, engine: Engine, port: Port | None) -> None:
         self.engine = engine
+        self.closed = False
         self.copy = ThreadStream(engine, "copy")
         self.port = port
         end_with(self, engine)
@@ -133,6 +136,7 @@ class _HostDevice:
         """A step that is delivered has read its weights."""
 
     def close(self) -> None:
+        self.closed = True
         self.engine.close()
 
 

@@ -29,7 +29,7 @@ from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.rewrite import SOURCE, Program
 
-from .binding import Binding, Step
+from .binding import Binding, Cost, Step
 from .host_flag import HostFlag
 from .measurement import RegionWatch, StepMeasurement, no_seconds
 from .outputs import owning
@@ -94,13 +94,13 @@ class Executor:
         """Issues one step; its outputs are there when the device has delivered.  More steps may be issued before."""
         values = self.binding.values
         inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
-        step = Step(inputs + [None] * (len(self._number) - len(inputs)), no_seconds(self._windows))
+        step = Step(inputs + [None] * (len(self._number) - len(inputs)), Cost(no_seconds(self._windows)))
         begun = self.device.start(self._steps)
         self._steps += 1
-        step.primed = 0 if self.binding.arena.holder is self else self._prime()
+        step.cost.primed = 0 if self.binding.arena.holder is self else self._prime()
         for issue in self._instructions:
             issue(step)
-        self.device.finish(begun, partial(self._finish, step))
+        self.device.finish(begun, partial(self._finish, step.cost))  # not the step: its values would live as long
         return step
 
     def measured_steps(self, wait: bool = False) -> deque[StepMeasurement]:
@@ -108,20 +108,20 @@ class Executor:
         self.device.collect(wait)
         return self._measurements
 
-    def _finish(self, step: Step, begin: float, end: float) -> None:
+    def _finish(self, cost: Cost, begin: float, end: float) -> None:
         copied = self.traffic.settle(end)
         self._measurements.append(
             StepMeasurement(
                 step_s=end - begin,
-                exposed_h2d_s=sum(step.windows.exposed_s),
-                collective_s=sum(step.windows.collective_s),
+                exposed_h2d_s=sum(cost.windows.exposed_s),
+                collective_s=sum(cost.windows.collective_s),
                 copy_s=copied.seconds,
                 alone_s=copied.alone_s,
                 alone_bytes=copied.alone_bytes,
-                collectives=step.collectives,
-                moved_bytes=step.moved,
-                primed_bytes=step.primed,
-                windows=step.windows,
+                collectives=cost.collectives,
+                moved_bytes=cost.moved,
+                primed_bytes=cost.primed,
+                windows=cost.windows,
             )
         )
 
@@ -135,7 +135,8 @@ class Executor:
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # who waited for what failed has raised it already
                 stream.synchronize()
-        self.device.collect(True)
+        with contextlib.suppress(ChunkflowError):
+            self.device.collect(True)
         self.traffic.forget()
 
     def vacate(self) -> None:
@@ -171,18 +172,18 @@ class Executor:
         """Takes the arena over: fetches what stays in the slots, and what the step before would have fetched."""
         compute, copy = self.device.compute, self.device.copy
         self.binding.arena.holder = None  # whatever interrupts this: nobody's chunks are whole
-        step = Step([], no_seconds(self._windows))
+        step = Step([], Cost(no_seconds(self._windows)))
         self._writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
         for weight, target, source in self._keeping:
             self._copy(target, source, f"keep {weight}")
             copy.record(self._arrival[weight])
-            step.moved += source.numel()
+            step.cost.moved += source.numel()
         for issue in self._priming:
             issue(step)
         self.binding.arena.holder = self
-        return step.moved
+        return step.cost.moved
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Weight, slot and host bytes of the chunks that stay, which are theirs until the arena changes hands."""
@@ -260,7 +261,7 @@ class Executor:
                     stream.run(flag.hold)
                 self._copy(target, source, name)
             stream.record(arrival)
-            step.moved += nbytes
+            step.cost.moved += nbytes
             self._writes.pop(prefetch, None)
             self._writes[prefetch] = None
 
@@ -277,8 +278,10 @@ class Executor:
         issue(step)
 
     def _wait(self, arrival: Any, window: int, step: Step) -> None:
+        exposed = step.cost.windows.exposed_s
+
         def waited(seconds: float) -> None:
-            step.windows.exposed_s[window] += seconds
+            exposed[window] += seconds
 
         if self._flag is not None:
             self._flag.drop()  # compute that runs beside a collective must not wait for a copy that waits for the flag
@@ -296,7 +299,7 @@ class Executor:
                 args, kwargs = read(env)
                 env[number] = function(*args, **kwargs)
 
-            run(work, None if window is None else RegionWatch(step.windows, window), name)
+            run(work, None if window is None else RegionWatch(step.cost.windows, window), name)
 
         return issue
 
@@ -335,8 +338,8 @@ class Executor:
             if begins and stream is not compute:
                 compute.record(started)
                 stream.wait(started)
-            stream.run(work, self.traffic.collective(step.windows, window), name)
-            step.collectives += begins
+            stream.run(work, self.traffic.collective(step.cost.windows, window), name)
+            step.cost.collectives += begins
             if ends and stream is not compute:
                 stream.record(ended)
                 compute.wait(ended)

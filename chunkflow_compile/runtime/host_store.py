@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -32,8 +33,8 @@ class Home:
     store: HostStore
     origin: torch.device
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
-    _unpin: weakref.finalize[[Device, Callable[[], None]], Home] | None = None
-    _copied_by: Device | None = None
+    _unpin: weakref.finalize[[list[Device], Callable[[], None]], Home] | None = None
+    _copied_by: list[Device] = field(default_factory=list)
 
     @property
     def name(self) -> str:
@@ -60,14 +61,14 @@ class Home:
 
         ``budget``: most bytes of the store that are pinned.
         """
-        self._copied_by = device
+        self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
         if self._unpin is not None or not self.store.pins:
             return
         try:
             if self.store.pinned_bytes + self.nbytes > budget:
                 raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
             # a model that is dropped, not restored, must not leave pinned pages behind that are mapped no more
-            self._unpin = weakref.finalize(self, _unpin, device, device.pin(self.host))
+            self._unpin = weakref.finalize(self, _unpin, self._copied_by, device.pin(self.host))
             self._unpin.atexit = False
         except OSError as error:
             self.store.pageable(self, error)
@@ -83,8 +84,8 @@ class Home:
 
     def settle(self) -> None:
         """Waits for copies that read the host memory and that a step that has returned needs."""
-        if self._copied_by is not None:
-            self._copied_by.settle()
+        for device in self._copied_by:
+            device.settle()
 
     def check(self, parameter: torch.Tensor) -> None:
         """Raises ChunkflowError if the parameter is no longer the empty one that offload left."""
@@ -169,9 +170,15 @@ class HostStore:
         )
 
 
-def _unpin(device: Device, undo: Callable[[], None]) -> None:
-    device.settle()
-    undo()
+def _unpin(devices: Sequence[Device], undo: Callable[[], None]) -> None:
+    """Behind the copies that read the memory; a device that failed must not keep a model from being restored."""
+    for device in devices:
+        with contextlib.suppress(ChunkflowError):
+            device.settle()
+    try:
+        undo()
+    except OSError as error:
+        warnings.warn(f"Host memory stays pinned: {error}.", stacklevel=2)
 
 
 def _brought(home: Home, device: torch.device) -> torch.Tensor:

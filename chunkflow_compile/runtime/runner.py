@@ -192,7 +192,13 @@ class Session:
                 continue
             home.check(home.parameter)
             if weight.offset is None:
-                values[weight.name] = home.resident()
+                try:
+                    values[weight.name] = home.resident()
+                except torch.OutOfMemoryError as error:
+                    raise ChunkflowError(
+                        f"The device {self.arena.device} has no room for {weight.name} ({weight.nbytes} bytes), which stays "
+                        f"on it. {self.code.advice()}Free memory on the device, or give less as memory=."
+                    ) from error
                 continue
             home.pin(self.arena.streams, self.code.pin_bytes)
             slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
