@@ -200,7 +200,7 @@ def _specialise(inputs: Sequence[Any]) -> None:
 
 
 def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any], graph: GraphModule) -> torch.device:
-    """The device of the weights, which all inputs are on, but those that forward itself moves (tables that are no buffers)."""
+    """The device of the weights; all inputs are there, but those that forward itself moves (tables that are no buffers)."""
     devices = {p.device for p in parameters.values()}
     if len(devices) > 1:
         raise ChunkflowError(f"The weights are on {', '.join(sorted(map(str, devices)))}: move them to one device.")
