@@ -14,6 +14,7 @@ import torch
 from conftest import OPTIONS, RESIDENT
 from helpers import Stack
 from torch import nn
+from torch.torch_version import TorchVersion
 
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
 from chunkflow_compile.passes.errors import FindingError
@@ -230,6 +231,9 @@ def in_threads(*works: Callable[[], None]) -> None:
         raise errors[0]
 
 
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.12", reason="torch 2.11 crashes where threads compile at once, on any backend"
+)
 @pytest.mark.parametrize("placed_first", [False, True])
 def test_threads_that_call_one_model_first_at_once_take_turns(placed_first: bool, no_grad: None) -> None:
     for seed in range(5):
