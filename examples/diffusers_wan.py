@@ -24,7 +24,10 @@ STEPS = 5
 
 @torch.no_grad()
 def main() -> None:
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    ranks, local = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     torch.manual_seed(0)
     transformer = WanTransformer3DModel(
         patch_size=(1, 2, 2),
@@ -38,17 +41,15 @@ def main() -> None:
         num_layers=12,
         rope_max_seq_len=64,
     ).eval()
-    latent, text = torch.randn(1, 16, 2, 32, 32), torch.randn(1, 64, 64)
+    latent, text = torch.randn(1, 16, 2, 32, 32).to(device), torch.randn(1, 64, 64).to(device)
     scheduler = FlowMatchEulerDiscreteScheduler()
-    scheduler.set_timesteps(STEPS)
+    scheduler.set_timesteps(STEPS, device=device)
 
     if ranks > 1:
-        dist.init_process_group("gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
         enable_ulysses(transformer, ranks)
-        # diffusers' parallel hooks settle in their first call; after it the model traces into one graph.
-        transformer(latent, scheduler.timesteps[:1], text)
 
-    chunkflow_compile.offload(transformer, "cpu")
+    chunkflow_compile.offload(transformer, device)
     compiled = torch.compile(transformer, backend="chunkflow", fullgraph=True)
     for t in scheduler.timesteps:
         velocity = compiled(latent, t[None], text, return_dict=False)[0]

@@ -103,8 +103,6 @@ class Turns:
     def _compile(self) -> None:
         """The model on the device, every region lowered, one step run."""
         self.model, self.inputs = build(self.job, self.device)
-        if self.job.ranks > 1:  # diffusers' parallel hooks settle in their first call; only then it traces whole
-            self.model(**self.inputs(0))
         offload(self.model, self.device)
         options: dict[str, Any] = {
             "policy": RESIDENT,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -13,7 +14,8 @@ from torch.torch_version import TorchVersion
 def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
     """Splits the sequence of a diffusers transformer over ``degree`` ranks; returns ``model``.
 
-    torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph.
+    torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph, also
+    where the model was not called before: one that does not fit the device could not be.
     """
     from diffusers import ContextParallelConfig
 
@@ -28,7 +30,17 @@ def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
         model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree), cp_plan=parallel_plan(model))  # type: ignore[operator]
     finally:
         model.__dict__.pop("_resolve_parallel_config", None)
+    for module in model.modules():
+        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values():
+            _settle(getattr(hook, "module_forward_metadata", None))
     return model
+
+
+def _settle(metadata: Any) -> None:
+    """Looks up, in front of the first call, where the arguments are that a hook splits: Dynamo does not trace that."""
+    if metadata is not None and metadata.cached_parameter_indices is None:
+        names = list(inspect.signature(metadata._cls.forward).parameters)[1:]  # without self
+        metadata.cached_parameter_indices = {name: i for i, name in enumerate(names)}
 
 
 def parallel_plan(model: nn.Module) -> dict[str, Any]:

@@ -39,8 +39,6 @@ def trace_without_weights(
             model, inputs = build()
         if degree > 1 and hasattr(model, "enable_parallelism"):
             enable_ulysses(model, degree)  # a device mesh reads real tensors
-            with fake:
-                model(**inputs)  # diffusers' parallel hooks settle in their first call
         with fake:
             return trace(model, inputs, min_bytes)
 
