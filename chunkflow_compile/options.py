@@ -97,8 +97,8 @@ class Options:
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "refine", "verify"."""
 
     pin_memory: int | str | None = None
-    """Most host bytes to pin, as bytes or "64GB"; the weights behind them are copied from pageable memory, which is slower.
-    On a GPU only.  Four fifths of the machine's memory by default, divided by LOCAL_WORLD_SIZE."""
+    """Most host bytes to pin for the model, as bytes or "64GB"; the weights behind them are copied from pageable memory,
+    which is slower.  On a GPU only.  By default four fifths of the machine's memory over LOCAL_WORLD_SIZE."""
 
     debug: str | Sequence[str] = ()
     """"poison" overwrites evicted weights with NaN, so that a reader that comes too late is seen; "threads" runs every

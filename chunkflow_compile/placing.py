@@ -19,7 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.bytes import is_dense
 from chunkflow_compile.runtime.device import DeviceKind, check_device
-from chunkflow_compile.runtime.host_store import Home, HostStore, home_of
+from chunkflow_compile.runtime.host_store import Home, HostStore, brought, home_of
 from chunkflow_compile.runtime.locks import ProcessLock
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class Placement:
             with torch.no_grad():
                 for tensor, origin in everything or self._carried:
                     if tensor.device != origin:
-                        tensor.data = tensor.data.to(origin)
+                        tensor.data = brought(tensor.data, origin, "a small weight or a buffer")
             self._carried.clear()
             self.guards.remove()  # behind: an interrupt must leave no empty weight without them
             self.root.__dict__.pop(_PLACEMENT, None)
@@ -153,7 +153,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     Compiled functions of the model stay usable: their next call places it again.  A model that is not placed is left
     as it is.
     """
-    target = None if device is None else torch.device(device)
+    target = None if device is None else check_device(torch.device(device))
     for placement in _placements(model):
         placement.undo(target)
     return model

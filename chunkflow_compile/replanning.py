@@ -42,6 +42,8 @@ def replan(
             "policy": chosen.policy,
             "plan": chosen.given_plan(),
         }
+        if chosen.policy != "chunkflow":  # whose plans do not depend on it
+            goal["yields"] = chosen.yields
     elif as_measured:
         goal = {"plan": None}  # which would be run whatever was measured
     codes = []

@@ -20,8 +20,10 @@ class FakeStream:
     def __init__(self, cuda: FakeCuda, stream: CallingStream | ThreadStream) -> None:
         self.cuda = cuda
         self.stream = stream
+        self.awaited: list[FakeEvent] = []
 
     def wait_event(self, event: FakeEvent) -> None:
+        self.awaited.append(event)
         self.stream.wait(event.event)
 
     def synchronize(self) -> None:

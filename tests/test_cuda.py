@@ -149,7 +149,8 @@ def test_the_callers_stream_may_be_another_in_every_step(no_grad: None) -> None:
         cuda.callers = FakeStream(cuda, CallingStream())
         x = torch.randn(4, 8)
         assert torch.equal(run(x), twin(x))
-        assert programs(model)[0].executor.device._handover.event.made == changes, "it waits for the one before"
+        handover = programs(model)[0].executor.device._handover
+        assert handover.event.made == changes and (handover in cuda.callers.awaited) == (changes > 0)
 
 
 @pytest.mark.parametrize("yields", ["soft", "hard"])
@@ -212,18 +213,20 @@ def test_a_clock_waits_for_nobody() -> None:
     for _ in range(FRAMES - 1):
         found = frames[-1]
         assert found is not None
-        clock.close(found, caller, copy, lambda a, b: told.append((a, b)))
+        clock.close(found, caller, copy, lambda a, b, whole: told.append((a, b)))
         frames.append(clock.frame(0, caller))
     assert frames[-1] is not None
-    clock.close(frames[-1], caller, copy, lambda a, b: told.append((a, b)))
+    clock.close(frames[-1], caller, copy, lambda a, b, whole: told.append((a, b)))
     assert clock.frame(0, caller) is None, "all are under way: the step is not measured"
     clock.collect()
     assert not told
     engine.resume()
     clock.collect(wait=True)
     assert len(told) == FRAMES and told == sorted(told) and all(a <= b for a, b in told)
-    assert clock.frame(FIRST_STEPS, caller) is not None or FIRST_STEPS % EVERY
-    assert clock.frame(FIRST_STEPS + 1, caller) is None, "later steps are measured now and then"
+    later = {step: clock.frame(step, caller) for step in range(FIRST_STEPS + 1, FIRST_STEPS + 2 * EVERY + 2)}
+    pair = FIRST_STEPS + EVERY - 1
+    assert {s for s, f in later.items() if f} == {pair, pair + 1, pair + EVERY, pair + EVERY + 1}
+    assert clock.frame(pair, caller).whole is False and clock.frame(pair + 1, caller).whole is True
     engine.close()
 
 
@@ -297,14 +300,15 @@ def test_a_model_that_is_dropped_gives_its_pages_back(no_grad: None) -> None:
 
 @needs_no_gpu
 def test_what_is_said_where_there_is_no_gpu(no_grad: None) -> None:
-    model = Stack(2).eval()
+    model, x = Stack(2).eval(), torch.ones(1, 8)
+    before = model(x)
     with pytest.raises(ChunkflowError, match=r"There is no cuda: this torch .* Run chunkflow doctor"):
         offload(model, "cuda", min_bytes=0)
     with pytest.raises(ChunkflowError, match=r"There is no cuda:3: this torch"):
         Arena("cuda:3")
     with pytest.raises(ChunkflowError, match="ChunkFlow does not run on meta: place the model on cuda, or on the cpu"):
         check_device(torch.device("meta"))
-    assert torch.equal(model(torch.ones(1, 8)), model(torch.ones(1, 8))), "as it was"
+    assert torch.equal(model(x), before), "as it was"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import multiprocessing
 import os
@@ -217,9 +218,13 @@ def test_a_weight_changed_under_the_plan(running: tuple[Stack, Stack, nn.Module,
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Interrupts arrive: a job that a shell starts in the background is born with them ignored."""
+    """Interrupts arrive: a job that a shell starts in the background is born with them ignored, and what comes while the
+    collector calls back (hypothesis lets it) Python drops."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.collect()
+    gc.disable()
     yield
+    gc.enable()
     signal.signal(signal.SIGINT, before)
 
 

@@ -82,7 +82,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
             key=lambda link: abs(link.shared / link.requested - 1),
             default=None,
         ),
-        steps=len(steps[names[0]]),
+        steps=len(next(iter(steps.values()))),
         machine=ranks[0].machine,
     )
 
@@ -103,8 +103,9 @@ def _title(job: Job) -> str:
 def describe(job: Job, found: BenchRecord) -> str:
     """What stands above the table."""
     stood = ", of which one process stands for all" if job.processes < job.ranks else ""
+    machine = f" ({found.machine})" if job.device == "cuda" else ""
     text = (
-        f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device} ({found.machine}), "
+        f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device}{machine}, "
         f"medians of {found.steps} steps, slowest rank"
     )
     return text if found.link is None else f"{text}\n{found.link}"

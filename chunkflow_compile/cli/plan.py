@@ -48,8 +48,10 @@ def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     if arguments.curve:
         check_writable(Path(arguments.curve))
-    if arguments.curve is not None and (arguments.weights or arguments.memory or arguments.slowdown):
-        raise ChunkflowError("--curve is of all budgets: it goes without --memory, --slowdown and --weights.")
+    if arguments.curve is not None and (
+        arguments.weights or arguments.memory or arguments.slowdown or arguments.yields != "auto"
+    ):
+        raise ChunkflowError("--curve is of all budgets: it goes without --memory, --slowdown, --yield and --weights.")
     if arguments.curve is not None:
         return _curve(arguments)
     found, plan = target.load_and_plan(arguments, Progress(2))

@@ -51,6 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
             chunk_bytes=settings.chunk_bytes,
             memory=settings.memory,
             slowdown=settings.slowdown,
+            yields=settings.yields,
         )
     record = Record(
         model=f"{found.title}, simulated on {found.hardware.name}",

@@ -15,7 +15,7 @@ from chunkflow_compile.cli.output import Progress, first_line, save_traceback
 from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.models.presets import PRESETS, preset
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
-from chunkflow_compile.options import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Options
+from chunkflow_compile.options import ALIASES, DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
@@ -165,8 +165,9 @@ def refuse_options(arguments: argparse.Namespace) -> None:
     add_arguments(parser)
     for name, default in vars(parser.parse_args(["plan.json"])).items():
         if name != "model" and getattr(arguments, name) != default:
+            option = ALIASES.get(name, name).replace("_", "-")
             raise ChunkflowError(
-                f"--{name.replace('_', '-')} is an option of a model: the plan {arguments.model} was made with its own."
+                f"--{option} is an option of a model: the plan {arguments.model} was made with its own."
             )
 
 

@@ -300,6 +300,8 @@ def _copies_back_to_back(device: torch.device, copy: Callable[[], object], over:
             copy()
             if len(marks) > _AHEAD:
                 marks[-_AHEAD].synchronize()
+        marks.append(torch.cuda.Event(enable_timing=True))
+        marks[-1].record()
         marks[-1].synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 

@@ -15,7 +15,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .cuda_time import Clock, Frame
-from .streams import Waited, Watch
+from .streams import Over, Waited, Watch
 
 
 class Cuda(Protocol):
@@ -139,7 +139,7 @@ class CudaDevice:
         self.frame = self._clock.frame(step, current)
         return self.frame
 
-    def finish(self, begun: Frame | None, over: Callable[[float, float], None]) -> None:
+    def finish(self, begun: Frame | None, over: Over) -> None:
         self.frame = None
         if begun is not None:
             self._clock.close(begun, self.compute.stream, self.copy.stream, over)

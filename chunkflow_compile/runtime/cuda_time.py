@@ -12,9 +12,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from .streams import Waited, Watch
+from .streams import Over, Waited, Watch
 
-# A mark costs the host 1 to 2 us, and a step of 60 blocks has two thousand: all of the first steps are measured, then some.
+# A mark costs the host 1 to 2 us, and a step of 60 blocks has two thousand: all of the first steps are measured, then the
+# second of two now and then, which needs what the first left on the link.
 FIRST_STEPS = 32
 EVERY = 16
 # The host is seldom more than a step ahead: a GPU takes some thousand kernels at once.
@@ -30,9 +31,11 @@ class Frame:
         self._used = 0
         self._told: list[Callable[[Callable[[int], float]], None]] = []
         self._ends: tuple[int, ...] = ()
+        self.whole = True
 
-    def open(self, stream: Any) -> None:
-        self._used, self._ends = 0, ()
+    def open(self, stream: Any, whole: bool) -> None:
+        """``whole``: whether the step before was measured too."""
+        self._used, self._ends, self.whole = 0, (), whole
         self._told.clear()
         self.mark(stream)
 
@@ -54,10 +57,10 @@ class Frame:
     def stood(self, begin: int, end: int, waited: Waited) -> None:
         self._told.append(lambda at: waited(at(end) - at(begin)))
 
-    def close(self, compute: Any, copy: Any, over: Callable[[float, float], None]) -> None:
-        end = self.mark(compute)
+    def close(self, compute: Any, copy: Any, over: Over) -> None:
+        end, whole = self.mark(compute), self.whole
         self._ends = end, self.mark(copy)
-        self._told.append(lambda at: over(at(0), at(end)))
+        self._told.append(lambda at: over(at(0), at(end), whole))
 
     def passed(self) -> bool:
         return all(self._events[i].query() for i in self._ends)
@@ -91,6 +94,7 @@ class Clock:
         self._pending: deque[Frame] = deque()
         self._open: Frame | None = None
         self._newest: tuple[Frame, float] | None = None  # read last, and the time of its first mark
+        self._before = True
         self._lock = threading.RLock()
 
     def frame(self, step: int, stream: Any) -> Frame | None:
@@ -99,14 +103,16 @@ class Clock:
             if self._open is not None:  # its step failed
                 self._free.append(self._open)
                 self._open = None
-            if not self._free or not (step < FIRST_STEPS or step % EVERY == 0):
+            before, self._before = self._before or step == 0, False
+            if not self._free or not (step < FIRST_STEPS or (step + 1) % EVERY < 2):
                 return None
+            self._before = True
             self._open = self._free.pop()
-            self._open.open(stream)
+            self._open.open(stream, before)
             return self._open
 
-    def close(self, frame: Frame, compute: Any, copy: Any, over: Callable[[float, float], None]) -> None:
-        """``over`` is told when the step began and ended."""
+    def close(self, frame: Frame, compute: Any, copy: Any, over: Over) -> None:
+        """``over`` is told once the GPU has passed the step."""
         with self._lock:
             frame.close(compute, copy, over)
             self._open = None

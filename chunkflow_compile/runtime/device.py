@@ -22,7 +22,7 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from .bytes import copy_host_bytes
 from .cuda import CudaDevice, TorchCuda
 from .link import Port
-from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream, Watch, end_with
+from .streams import CallingStream, Choose, Engine, HostEvent, Over, ThreadStream, Watch, end_with
 
 
 class Stream(Protocol):
@@ -79,8 +79,8 @@ class Device(Protocol):
     def start(self, step: int) -> Any:
         """In front of a program's step, counted from 0; what :meth:`finish` is given."""
 
-    def finish(self, begun: Any, over: Callable[[float, float], None]) -> None:
-        """Behind a step.  ``over`` is told when it began and ended, once that is known; or never, if it is not measured."""
+    def finish(self, begun: Any, over: Over) -> None:
+        """Behind a step.  ``over`` is told, once that is known; or never, if the step is not measured."""
 
     def collect(self, wait: bool = False) -> None:
         """Tells what is known by now of the steps issued; of all of them, with ``wait``."""
@@ -126,8 +126,8 @@ class _HostDevice:
     def start(self, step: int) -> float:
         return time.perf_counter()
 
-    def finish(self, begun: float, over: Callable[[float, float], None]) -> None:
-        self.compute.run(lambda: over(begun, time.perf_counter()))
+    def finish(self, begun: float, over: Over) -> None:
+        self.compute.run(lambda: over(begun, time.perf_counter(), True))
 
     def collect(self, wait: bool = False) -> None:
         """Threads tell at once."""
@@ -179,7 +179,7 @@ class ThreadsDevice(_HostDevice):
 def check_device(device: torch.device) -> torch.device:
     """The device, a GPU with its number.  Raises ChunkflowError for one that programs cannot run on."""
     if device.type == "cpu":
-        return device
+        return torch.device("cpu")
     if device.type != "cuda":
         raise ChunkflowError(f"ChunkFlow does not run on {device.type}: place the model on cuda, or on the cpu.")
     if not torch.cuda.is_available():

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -103,13 +103,19 @@ class Executor:
         self.device.finish(begun, partial(self._finish, step.cost))  # not the step: its values would live as long
         return step
 
-    def measured_steps(self, wait: bool = False) -> deque[StepMeasurement]:
+    def measured_steps(self, wait: bool = False) -> tuple[StepMeasurement, ...]:
         """The newest steps that were measured, oldest first; those under way too, with ``wait``."""
         self.device.collect(wait)
-        return self._measurements
+        return tuple(self._measurements)
 
-    def _finish(self, cost: Cost, begin: float, end: float) -> None:
+    def adopt(self, steps: Iterable[StepMeasurement]) -> None:
+        """Goes on behind the steps of a program that this one takes the place of."""
+        self._measurements.extend(steps)
+
+    def _finish(self, cost: Cost, begin: float, end: float, whole: bool) -> None:
         copied = self.traffic.settle(end)
+        if not whole:
+            return
         self._measurements.append(
             StepMeasurement(
                 step_s=end - begin,

@@ -18,7 +18,7 @@ import torch
 
 from .bytes import copy_host_bytes, flat_bytes
 
-# Of the machine's memory, what all ranks together may pin: what is pinned cannot be swapped out, nor moved.
+# Of the machine's memory, what one model may pin on all ranks together: what is pinned cannot be swapped out, nor moved.
 MOST_PINNED = 0.8
 
 
@@ -66,7 +66,7 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def pin_budget(ranks: int) -> int:
-    """Bytes that one of ``ranks`` processes on this machine may pin if it is not told."""
+    """Bytes that a model may pin in one of ``ranks`` processes on this machine if it is not told."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(MOST_PINNED * total) // max(1, ranks)
 

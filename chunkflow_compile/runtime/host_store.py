@@ -65,7 +65,7 @@ class Home:
         if self._unpin is not None or not self.store.pins:
             return
         try:
-            if self.store.pinned_bytes + self.nbytes > budget:
+            if device.name == "cuda" and self.store.pinned_bytes + self.nbytes > budget:
                 raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
             # a model that is dropped, not restored, must not leave pinned pages behind that are mapped no more
             self._unpin = weakref.finalize(self, _unpin, self._copied_by, device.pin(self.host))
@@ -147,12 +147,13 @@ class HostStore:
         Raises ChunkflowError if there is no room for one; it and those behind it stay in the store.
         """
         with torch.inference_mode(False), torch.no_grad():
-            for home in reversed(self.homes):  # again from the start, if an interrupt comes
+            while self.homes:  # each is dropped behind its return: an interrupt loses none
+                home = self.homes[-1]
                 if home_of(home.parameter) is home:
                     home.unpin()
-                    home.parameter.data = _brought(home, device or home.origin)
+                    home.parameter.data = brought(home.host, device or home.origin, home.name)
                     home.parameter.__dict__.pop(HOME, None)
-            self.homes.clear()
+                self.homes.pop()
 
     def _near(self) -> frozenset[int]:
         if self._cpus is None:
@@ -170,24 +171,28 @@ class HostStore:
         )
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may come anywhere
 def _unpin(devices: Sequence[Device], undo: Callable[[], None]) -> None:
     """Behind the copies that read the memory; a device that failed must not keep a model from being restored."""
-    for device in devices:
-        with contextlib.suppress(ChunkflowError):
-            device.settle()
     try:
-        undo()
-    except OSError as error:
-        warnings.warn(f"Host memory stays pinned: {error}.", stacklevel=2)
+        for device in devices:
+            with contextlib.suppress(ChunkflowError):
+                device.settle()
+    finally:
+        try:
+            undo()
+        except OSError as error:
+            warnings.warn(f"Host memory stays pinned: {error}.", stacklevel=2)
 
 
-def _brought(home: Home, device: torch.device) -> torch.Tensor:
+def brought(values: torch.Tensor, device: torch.device, name: str) -> torch.Tensor:
+    """The values on a device.  Raises ChunkflowError with ``name`` if it has no room."""
     try:
-        return home.host.to(device)
+        return values.to(device)
     except torch.OutOfMemoryError as error:
         raise ChunkflowError(
-            f"There is no room on {device} for {home.name} ({home.nbytes} bytes): it and the weights in front of it stay in "
-            "host memory. Free memory and restore again, or restore to host memory: restore(model, 'cpu')."
+            f"There is no room on {device} for {name} ({values.nbytes} bytes): it and the weights in "
+            "front of it stay in host memory. Free memory and restore again, or restore(model, 'cpu')."
         ) from error
 
 

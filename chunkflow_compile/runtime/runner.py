@@ -116,7 +116,7 @@ class Session:
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The newest steps that were measured, oldest first; waits for those under way."""
-        return tuple(self.executor.measured_steps(wait=True))
+        return self.executor.measured_steps(wait=True)
 
     def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
         """Whether the session can run on ``parameters`` as they are now; False if it must be made anew.
@@ -147,9 +147,7 @@ class Session:
 
     def _replan(self) -> None:
         """Behind the steps asked for: a plan from what they took, run from the next step on if it is another."""
-        warm = [
-            m for m in list(self.executor.measured_steps())[1:] if not m.primed_bytes
-        ]  # the first pays for first touches
+        warm = [m for m in self.executor.measured_steps()[1:] if not m.primed_bytes]  # the first pays for first touches
         if len(warm) < self._replan_after:
             return
         self._replan_after = 0
@@ -174,11 +172,12 @@ class Session:
                     self.arena.leave(self)
 
     def _save(self, wait: bool = False) -> None:
-        """Into the folder of the dump, if there is one; a full disk must not end a step."""
-        steps = self.executor.measured_steps(wait) if self._folder is not None else ()
-        if self._folder is not None and steps:
-            path = self._folder / MEASURED_FILE
-            with contextlib.suppress(OSError):
+        """Into the folder of the dump, if there is one; a full disk, or a device that failed, must not end a step."""
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError, ChunkflowError):
+            if steps := self.executor.measured_steps(wait):
+                path = self._folder / MEASURED_FILE
                 part = path.with_suffix(".part")  # never half a file, for who reads meanwhile
                 part.write_text(measured(self.plan, steps).to_json())
                 part.replace(path)
@@ -263,7 +262,7 @@ class Runner:
             _log.warning("the plan stays as it is: %s", error)
             return
         if stale is not None and stale.plan == fresh.plan:
-            fresh.executor.measured_steps().extend(stale.executor.measured_steps())
+            fresh.executor.adopt(stale.executor.measured_steps())
         self._sessions[id(first)] = fresh
 
     def _choice(self, first: nn.Parameter) -> Choice:

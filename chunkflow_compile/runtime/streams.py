@@ -39,6 +39,9 @@ class Watch(Protocol):
     def ends(self, at: float) -> None: ...
 
 
+# Is told when a step began and ended, seconds of the device's clock, and whether the step before was measured too: copies of
+# it that were not would be missed beside the collectives of this one.
+Over = Callable[[float, float, bool], None]
 # Which of the streams that could go on does: names in, one of them out.
 Choose = Callable[[Sequence[str]], str]
 

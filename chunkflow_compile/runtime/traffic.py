@@ -93,7 +93,7 @@ class Traffic:
 
     @property
     def copied_bytes(self) -> int:
-        """Of all copies that are over."""
+        """Of all copies that were told of and are over."""
         return self._counted + sum(c.nbytes for c in list(self._copies) if c.end < _UNDER_WAY)
 
     def forget(self) -> None:

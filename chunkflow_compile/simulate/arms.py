@@ -9,6 +9,7 @@ from chunkflow_compile.passes.place import BUDGETED, Policy, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.rewrite import Program, program_items
+from chunkflow_compile.passes.search import Yield
 from chunkflow_compile.passes.timeline import Simulator, Timeline
 from chunkflow_compile.passes.timings import Timings
 from chunkflow_compile.report.record import ArmRecord
@@ -37,6 +38,7 @@ def plan_arms(
     chunk_bytes: int,
     memory: int | None = None,
     slowdown: float | None = None,
+    yields: Yield = "auto",
 ) -> dict[Policy, Plan]:
     """A plan for each policy; the goal is for those that have a choice.  Raises what ``place`` raises."""
     return {
@@ -47,6 +49,7 @@ def plan_arms(
             chunk_bytes=chunk_bytes,
             memory=memory if policy in BUDGETED else None,
             slowdown=slowdown if policy == "chunkflow" else None,
+            yields=yields if policy == "chunkflow" else "auto",
         )
         for policy in policies
     }
