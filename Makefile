@@ -46,6 +46,7 @@ docs: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
 	$(BIN)/python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
+	$(BIN)/python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md
 
 # Policies side by side on an emulated link: eight minutes on two cores.
 contention: $(VENV)/ready

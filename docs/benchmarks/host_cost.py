@@ -1,0 +1,128 @@
+"""What the executor costs the host: a call of 60 blocks issued to a GPU that does nothing, so that only its own time is left.
+
+python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch.fx import Node
+
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.presets import PRESETS
+from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.rewrite import Program, rewrite
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.binding import Binding
+from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.cuda_time import FIRST_STEPS
+from chunkflow_compile.runtime.executor import Executor
+
+BLOCKS, DEGREE, STEPS = 60, 2, 3 * FIRST_STEPS
+
+
+class IdleGpu:
+    """A GPU whose every call is over at once: a stream, an event and the GPU itself."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_: self
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, end: object) -> float:
+        return 1.0
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def on(self, stream: object) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    named = on
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    preset = PRESETS["wan2.2-t2v-a14b"]
+    preset = replace(preset, config={**preset.config, "num_layers": BLOCKS})
+    cut = make_cut(preset.trace(DEGREE))
+    machine = load_profile("h100-pcie-x2")
+    program = rewrite(cut, place(cut.problem, machine, memory=cut.problem.total_bytes // 2))
+    predicted = program.plan.predicted
+    assert predicted is not None
+    times = _issue(program)
+    rows = [
+        (name, f"{1e3 * statistics.median(found):.1f} ms", f"{100 * statistics.median(found) / predicted.step_s:.2f} %")
+        for name, found in (("measured", times[1:FIRST_STEPS]), ("not measured", times[FIRST_STEPS:]))
+    ]
+    table = tabulate(rows, headers=("step", "host", "of the predicted step"), disable_numparse=True)
+    chunks = sum(w.streamed_chunks for w in program.plan.streamed)
+    about = (
+        f"`{preset.name}` with {BLOCKS} blocks, Ulysses degree {DEGREE}, half of its weights resident: "
+        f"{len(cut.problem.regions)} regions, {chunks} chunks. The executor's own time to issue one call, medians; regions, "
+        "collectives, copies and the calls of CUDA cost nothing here, and come on top on a GPU (**not measured**). "
+        f"The call is predicted to take {predicted.step_s:.1f} s on {machine.name}. torch {torch.__version__}, one core."
+    )
+    command = "python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md"
+    arguments.out.write_text(f"# The host's share\n\n{about}\n\n```\n{command}\n```\n\n```\n{table}\n```\n")
+
+
+@dataclass(eq=False)
+class Tenant:
+    """Holds a place in an arena."""
+
+    plan: Plan
+    code: None = None
+
+    def close(self) -> None:
+        """Nobody else comes."""
+
+
+class IdleExecutor(Executor):
+    """Whose collectives bring nothing: there is no group."""
+
+    def _told(self, node: Node) -> Callable[..., Any]:
+        return lambda *_: None
+
+
+def _issue(program: Program) -> list[float]:
+    """Seconds to issue each of some steps."""
+    device: Any = CudaDevice(IdleGpu())
+    arena = Arena(make=lambda *_: device)
+    tenant = Tenant(replace(program.plan, arena_bytes=1))
+    slots = dict.fromkeys([w.name for w in program.plan.streamed], arena.join(tenant))
+    regions: dict[str, Callable[..., Sequence[Any]]] = {
+        name: partial(_nothing, len(region.outputs)) for name, region in program.regions.items()
+    }
+    executor = IdleExecutor(program, regions, Binding(arena, {}, slots, slots))
+    inputs = [None] * len(program.module.graph.find_nodes(op="placeholder"))
+    times = []
+    for _ in range(STEPS):
+        start = time.perf_counter()
+        executor.enqueue(inputs)
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def _nothing(outputs: int, *_: Any) -> Sequence[Any]:
+    return [None] * outputs
+
+
+if __name__ == "__main__":
+    main()
