@@ -28,6 +28,7 @@ from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.small import Size
 from chunkflow_compile.options import DEFAULT_CHUNK_BYTES
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.runtime.device import check_device
 
@@ -81,7 +82,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=6, help="that count, an arm (default 6)")
     parser.add_argument("--cases", default="", metavar="N,M", help=f"by number, of 1 to {len(CASES)} (default: all)")
     arguments = parser.parse_args()
-    start, device = time.monotonic(), check_device(torch.device("cuda"))
+    start = time.monotonic()
+    try:
+        device = check_device(torch.device("cuda"))
+    except ChunkflowError as error:
+        parser.exit(2, f"{error}\n")
     machine = look()
     profile = calibrate(device, "this card", loopback=True)
     hardware = arguments.out.with_name(f"{arguments.out.stem}_hardware.json")
