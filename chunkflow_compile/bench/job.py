@@ -19,6 +19,8 @@ from .regimes import Regime
 
 # The arm that others are compared with: the same program with all weights on the device.
 RESIDENT = "resident"
+# Steps that count in one turn of an arm: fewer would make half of the time cold steps, more would let the machine change.
+TURN = 3
 # "processes": each rank one, gloo between them; "loopback": one process, whose peers are host memory.
 Transport = Literal["processes", "loopback"]
 

@@ -29,13 +29,11 @@ from chunkflow_compile.runtime.runner import Code, Session
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
-from .job import RESIDENT, ArmRun, Job, RankRun, Run
+from .job import RESIDENT, TURN, ArmRun, Job, RankRun, Run
 from .link_error import link_error
 from .peers import make_peer
 from .subject import build, first
 
-# Steps that count in one turn of an arm: fewer would make half of the time cold steps, more would let the machine change.
-TURN = 3
 # Resident steps that the plans are made from, behind one that pays for first touches.
 CALIBRATION = 3
 

@@ -295,23 +295,27 @@ def _copies_back_to_back(device: torch.device, copy: Callable[[], object], over:
     marks: list[Any] = []
     with torch.cuda.stream(torch.cuda.Stream(device)):
         while not over.is_set():
-            marks.append(torch.cuda.Event(enable_timing=True))
-            marks[-1].record()
+            marks.append(_mark())
             copy()
             if len(marks) > _AHEAD:
                 marks[-_AHEAD].synchronize()
-        marks.append(torch.cuda.Event(enable_timing=True))
-        marks[-1].record()
+        marks.append(_mark())
         marks[-1].synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
 
+def _mark() -> Any:
+    """A timed event at this point of the current stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
 def _timed_by_events(work: Callable[[], object]) -> float:
     """Seconds on the current stream."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
+    begin = _mark()
     work()
-    end.record()
+    end = _mark()
     end.synchronize()
     return float(begin.elapsed_time(end)) / 1e3
 

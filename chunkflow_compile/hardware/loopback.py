@@ -7,6 +7,7 @@ are those of no model that runs on several ranks, but they are the same every ti
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
@@ -60,19 +61,20 @@ class Loopback(dist.ProcessGroup):
         """Copies each part but the rank's own to the host and back, on a stream of its own."""
         device = parts[0][0].device if parts else torch.device("cpu")
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
-        if device.type == "cuda":
-            if device not in self._streams:
-                self._streams[device] = torch.cuda.Stream(device)
-            stream = self._streams[device]
-            stream.wait_stream(torch.cuda.current_stream(device))
-            with torch.cuda.stream(stream):
-                self._carry(parts)
-                future.set_result(result)
-        else:
+        with self._aside(device):
             self._carry(parts)
             future.set_result(result)
         make: Any = torch._C._distributed_c10d.__dict__["_create_work_from_future"]  # in every release, in no stub
         return make(future)
+
+    def _aside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """On a GPU, the stream of its own, behind what the caller's has to do."""
+        if device.type != "cuda":
+            return contextlib.nullcontext()
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)
+        self._streams[device].wait_stream(torch.cuda.current_stream(device))
+        return torch.cuda.stream(self._streams[device])
 
     def _carry(self, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for rank, (target, source) in enumerate(parts):

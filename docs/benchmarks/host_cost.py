@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from sixty_blocks import sixty_blocks
 from tabulate import tabulate
 from torch.fx import Node
 
-from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.rewrite import Program, rewrite
@@ -31,7 +29,7 @@ from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import FIRST_STEPS
 from chunkflow_compile.runtime.executor import Executor
 
-BLOCKS, DEGREE, STEPS = 60, 2, 3 * FIRST_STEPS
+STEPS = 3 * FIRST_STEPS
 
 
 class IdleGpu:
@@ -59,10 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    preset = PRESETS["wan2.2-t2v-a14b"]
-    preset = replace(preset, config={**preset.config, "num_layers": BLOCKS})
-    cut = make_cut(preset.trace(DEGREE))
-    machine = load_profile("h100-pcie-x2")
+    title, cut, machine = sixty_blocks()
     program = rewrite(cut, place(cut.problem, machine, memory=cut.problem.total_bytes // 2))
     predicted = program.plan.predicted
     assert predicted is not None
@@ -74,7 +69,7 @@ def main() -> None:
     table = tabulate(rows, headers=("step", "host", "of the predicted step"), disable_numparse=True)
     chunks = sum(w.streamed_chunks for w in program.plan.streamed)
     about = (
-        f"`{preset.name}` with {BLOCKS} blocks, Ulysses degree {DEGREE}, half of its weights resident: "
+        f"{title}, half of its weights resident: "
         f"{len(cut.problem.regions)} regions, {chunks} chunks. The executor's own time to issue one call, medians; regions, "
         "collectives, copies and the calls of CUDA cost nothing here, and come on top on a GPU (**not measured**). "
         f"The call is predicted to take {predicted.step_s:.1f} s on {machine.name}. torch {torch.__version__}, one core."

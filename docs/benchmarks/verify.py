@@ -9,30 +9,24 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import torch
+from sixty_blocks import BLOCKS, sixty_blocks
 from tabulate import tabulate
 
-from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.place import place
 from chunkflow_compile.passes.rewrite import rewrite
 from chunkflow_compile.passes.verify import verify, verify_together
 
-BLOCKS, DEGREE, RUNS = 60, 2, 5
+RUNS = 5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     arguments = parser.parse_args()
-    preset = PRESETS["wan2.2-t2v-a14b"]
-    preset = replace(preset, config={**preset.config, "num_layers": BLOCKS})
-    cut = make_cut(preset.trace(DEGREE))
-    machine = load_profile("h100-pcie-x2")
+    title, cut, machine = sixty_blocks()
     smallest, half = (
         rewrite(cut, place(cut.problem, machine, **goal))
         for goal in ({"slowdown": 1.02}, {"memory": cut.problem.total_bytes // 2})
@@ -47,7 +41,7 @@ def main() -> None:
     table = tabulate(rows, headers=headers, disable_numparse=True)
     chunks = sum(w.streamed_chunks for w in smallest.plan.streamed)
     about = (
-        f"`{preset.name}` with {BLOCKS} blocks, Ulysses degree {DEGREE}, planned for {machine.name}: "
+        f"{title}, planned for {machine.name}: "
         f"{len(cut.problem.regions)} regions, {len(cut.problem.collectives)} collectives, {chunks} chunks a step. "
         f"torch {torch.__version__}, one core."
     )

@@ -1,0 +1,21 @@
+"""The program that benchmarks of long programs take: a Wan of 60 blocks, traced without weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.presets import PRESETS
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.regions import Cut
+
+BLOCKS, DEGREE = 60, 2
+
+
+def sixty_blocks() -> tuple[str, Cut, Hardware]:
+    """What it is, its regions, and the machine that it is planned for."""
+    preset = PRESETS["wan2.2-t2v-a14b"]
+    preset = replace(preset, config={**preset.config, "num_layers": BLOCKS})
+    title = f"`{preset.name}` with {BLOCKS} blocks, Ulysses degree {DEGREE}"
+    return title, make_cut(preset.trace(DEGREE)), load_profile("h100-pcie-x2")
