@@ -66,6 +66,8 @@ class Hardware:
     """Factor, at least 1, by which a collective in flight stretches a copy; 1 if the link is not shared."""
     collective_slowdown: float
     """Factor, at least 1, by which a copy in flight stretches a collective; 1 if the link is not shared."""
+    compute_slowdown: float = 1.0
+    """Factor, at least 1, by which a copy in flight stretches compute: it takes memory bandwidth, on a CPU time of a core."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
     """A link to emulate while programs run; None for the machine's own."""
@@ -111,7 +113,8 @@ class Hardware:
             if name not in fields:
                 close = difflib.get_close_matches(name, list(fields), n=1, cutoff=0.0)[0]
                 raise ChunkflowError(f"Unknown hardware field {name!r}; did you mean {close!r}?")
-        missing = [n for n in fields if n not in body and n not in ("sources", "link_emulation")]
+        optional = ("compute_slowdown", "sources", "link_emulation")
+        missing = [n for n in fields if n not in body and n not in optional]
         if missing:
             raise ChunkflowError(f"The hardware profile lacks {', '.join(missing)}.")
         if body.get("link_emulation") is not None:
@@ -134,6 +137,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "collective_bandwidth": (1e5, 1e13),
     "copy_slowdown": (1, 100),
     "collective_slowdown": (1, 100),
+    "compute_slowdown": (1, 100),
 }
 
 

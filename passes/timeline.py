@@ -2,8 +2,9 @@
 
 Three lanes.  *Compute* takes the items in order, as a device stream does.  *Collective* runs collectives one at a time in
 the order of their start.  *Copy* runs chunks one at a time in the order of issue; a chunk is issued when compute comes
-to its prefetch.  On a shared link a copy and a collective in flight together each slow down by the profile's factor:
-2 for both is a fair share of a link that either fills alone.
+to its prefetch.  On a shared link a copy and the bytes of a collective in flight together each slow down by the profile's
+factor: 2 for both is a fair share of a link that either fills alone.  A collective begins with its latency, in which ranks
+meet and nothing crosses the link.  A copy in flight stretches compute by the profile's factor, and that latency like it.
 
 It knows no policy: what it plays is all that it sees.
 """
@@ -25,6 +26,7 @@ from .timings import Timings
 # Steps settle in two or three; a schedule that still drifts after this many is reported as it then is.
 MOST_STEPS = 12
 _SETTLED = 1e-9
+_NEVER = float("inf")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,8 +63,10 @@ class Simulator:
         ]
         if timings is not None:
             timings.check(problem)
-            self.compute_s = timings.regions(problem)
+            self.compute_s = timings.regions(problem, self.hardware)
             self.collective_s = timings.collectives(problem, self.collective_s)
+        crossing = (c.nbytes / self.hardware.collective_bandwidth for c in problem.collectives)
+        self.link_s = [min(alone, link) for alone, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
 
     def with_slower_copies(self, factor: float) -> Simulator:
@@ -90,6 +94,7 @@ class _Step:
     """What one step adds up to while it runs."""
 
     start: float
+    compute: float = 0.0
     exposed: float = 0.0
     collective: float = 0.0
     inflation: float = 0.0
@@ -107,7 +112,9 @@ class _Run:
         hardware = simulator.hardware
         self.copy_factor = hardware.copy_slowdown if hardware.shared_link else 1.0
         self.collective_factor = hardware.collective_slowdown if hardware.shared_link else 1.0
+        self.compute_factor = hardware.compute_slowdown
         self.now = 0.0
+        self.compute_end = _NEVER  # of the region under way
         self.step = _Step(0.0)
         self.live = 0
         self.streamed: dict[str, int] = {}
@@ -118,8 +125,9 @@ class _Run:
         self.issued = self.arrived = 0
         self.newest: dict[str, int] = {}
         self.arrival: dict[int, float] = {}
-        # Collective lane.
+        # Collective lane: what is queued, and the seconds left of the first, in its latency and on the link.
         self.collectives: deque[int] = deque()
+        self.latency_left = 0.0
         self.collective_left = 0.0
         self.collective_start = 0.0
         self.started: dict[int, int] = {}
@@ -158,7 +166,7 @@ class _Run:
             wanted = self.newest.get(item.weight, 0)
             reached = self.now
             while self.arrived < wanted:
-                self._advance(None)
+                self._advance()
             waited = self.now - reached
             step.exposed += waited
             if waited and self.spans:
@@ -167,11 +175,15 @@ class _Run:
                 step.slack[item.weight] = -waited if waited else reached - self.arrival.get(wanted, reached)
         elif isinstance(item, Compute):
             start = self.now
-            end = start + self.simulator.compute_s[item.region]
-            while self.now < end:
-                self._advance(end)
+            self.compute_end = start + self.simulator.compute_s[item.region] * (
+                self.compute_factor if self.copies else 1
+            )
+            while self.now < self.compute_end:
+                self._advance()
+            self.compute_end = _NEVER
+            step.compute += self.now - start
             if self.spans:
-                step.spans.append(("compute", self.simulator.problem.regions[item.region].name, start, end))
+                step.spans.append(("compute", self.simulator.problem.regions[item.region].name, start, self.now))
         elif isinstance(item, Collect):
             self.started[item.collective] = self.started.get(item.collective, 0) + 1
             self.collectives.append(item.collective)
@@ -179,7 +191,7 @@ class _Run:
                 self._start_collective()
         elif isinstance(item, Await):
             while self.finished.get(item.collective, 0) < self.started.get(item.collective, 0):
-                self._advance(None)
+                self._advance()
         else:
             self.live -= self.streamed[item.weight]
 
@@ -198,32 +210,35 @@ class _Run:
         self.step.peak = max(self.step.peak, self.live)
 
     def _start_collective(self) -> None:
-        self.collective_left = self.simulator.collective_s[self.collectives[0]]
+        first = self.collectives[0]
+        self.collective_left = self.simulator.link_s[first]
+        self.latency_left = self.simulator.collective_s[first] - self.collective_left
         self.collective_start = self.now
 
-    def _advance(self, limit: float | None) -> None:
-        """To the next end of a copy or a collective, or to ``limit`` if that is sooner."""
-        both = bool(self.copies) and bool(self.collectives)
+    def _advance(self) -> None:
+        """To the next end: of the region under way, of the first copy, of the first collective or of its latency."""
+        copying, collecting, latency = bool(self.copies), bool(self.collectives), self.latency_left > 0
+        both = copying and collecting and not latency
         copy_factor = self.copy_factor if both else 1.0
         collective_factor = self.collective_factor if both else 1.0
-        copy_end = self.copy_left * copy_factor if self.copies else float("inf")
-        collective_end = self.collective_left * collective_factor if self.collectives else float("inf")
-        delta = min(copy_end, collective_end)
-        at_limit = limit is not None and limit - self.now < delta
-        if at_limit:
-            assert limit is not None
-            delta = limit - self.now
-            self.now = limit
-        else:
-            self.now += delta
-        if self.copies:
+        if latency:
+            collective_factor = self.compute_factor if copying else 1.0
+        copy_end = self.copy_left * copy_factor if copying else _NEVER
+        left = self.latency_left if latency else self.collective_left
+        collective_end = left * collective_factor if collecting else _NEVER
+        compute_end = self.compute_end - self.now
+        delta = min(copy_end, collective_end, compute_end)
+        self.now = self.compute_end if delta == compute_end else self.now + delta
+        if copying:
             self.step.copy += delta
             self.copy_left -= delta / copy_factor
-            if not at_limit and copy_end <= collective_end:
+            if copy_end == delta:
                 self._end_copy()
-        if self.collectives:
+        if latency:
+            self.latency_left = 0.0 if collective_end == delta else left - delta / collective_factor
+        elif collecting:
             self.collective_left -= delta / collective_factor
-            if not at_limit and collective_end <= copy_end:
+            if collective_end == delta:
                 self._end_collective()
 
     def _end_copy(self) -> None:
@@ -234,6 +249,8 @@ class _Run:
             self.step.spans.append(("copy", f"{op.weight}[{op.first}:{op.end}]", self.copy_start, self.now))
         if self.copies:
             self._start_copy()
+        elif self.compute_factor > 1:  # what is left of the region goes on undisturbed
+            self.compute_end = self.now + (self.compute_end - self.now) / self.compute_factor
 
     def _end_collective(self) -> None:
         index = self.collectives.popleft()
@@ -251,7 +268,7 @@ class _Run:
         step = self.step
         return Timeline(
             step_s=length,
-            compute_s=sum(self.simulator.compute_s),
+            compute_s=step.compute,
             exposed_s=step.exposed,
             collective_s=step.collective,
             inflation_s=step.inflation,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import Any
 
 from .errors import ChunkflowError
 from .hardware import Hardware
@@ -21,13 +22,17 @@ class Timings:
 
     ``compute_s``: of each region, with the host's share of the step.  ``collective_s``: of the collectives that are awaited
     in front of each region, alone on the link; None where there never was a moment without copies, 0 without collectives.
-    ``copy_rate``: bytes/s of a copy that has the link to itself, None if none was seen.
+    ``copy_rate``: bytes/s of a copy that has the link to itself, None if none was seen.  ``copying``: share of the step, 0 to
+    1, that copies were under way beside what was timed.  ``compute_slowdown``: factor by which they were seen to stretch
+    compute, None if that was not told.
     """
 
     problem: str
     compute_s: tuple[float, ...]
     collective_s: tuple[float | None, ...]
     copy_rate: float | None = None
+    copying: float = 0.0
+    compute_slowdown: float | None = None
 
     def check(self, problem: Problem) -> None:
         """Raises ChunkflowError if these are the timings of another problem."""
@@ -38,15 +43,23 @@ class Timings:
             )
 
     def machine(self, hardware: Hardware) -> Hardware:
-        """``hardware`` with the copies that were seen; overheads of a chunk are in their rate."""
-        name = f"{hardware.name}, as measured"
-        if self.copy_rate is None:
-            return replace(hardware, name=name)
-        return replace(hardware, name=name, h2d_bandwidth=self.copy_rate, eta_pref=1.0, chunk_s=0.0)
+        """``hardware`` with the copies that were seen, and what they did to compute; overheads of a chunk are in their rate.
 
-    def regions(self, problem: Problem) -> list[float]:
-        """Seconds of each region."""
-        return _means([r.key for r in problem.regions], self.compute_s)
+        Bytes of collectives, which are never seen without their latency, cross a shared link faster or slower by as much.
+        """
+        seen: dict[str, Any] = {"name": f"{hardware.name}, as measured"}
+        if self.compute_slowdown is not None:
+            seen["compute_slowdown"] = self.compute_slowdown
+        if (rate := self.copy_rate) is not None:
+            off = rate / hardware.copy_rate if hardware.shared_link else 1.0
+            seen |= {"h2d_bandwidth": rate, "eta_pref": 1.0, "chunk_s": 0.0}
+            seen["collective_bandwidth"] = off * hardware.collective_bandwidth
+        return replace(hardware, **seen)
+
+    def regions(self, problem: Problem, hardware: Hardware) -> list[float]:
+        """Seconds of each region without copies beside it."""
+        stretched = 1 + self.copying * (hardware.compute_slowdown - 1)
+        return [s / stretched for s in _means([r.key for r in problem.regions], self.compute_s)]
 
     def collectives(self, problem: Problem, expected: Sequence[float]) -> list[float]:
         """Seconds of each collective alone; ``expected``: what the profile says, for those that were never seen alone."""

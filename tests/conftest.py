@@ -22,6 +22,10 @@ OPTIONS: dict[str, Any] = {
 # The same with all weights on the device.
 RESIDENT: dict[str, Any] = {**{k: v for k, v in OPTIONS.items() if k != "slowdown"}, "policy": "resident"}
 
+# A model of two blocks for the command line, and options there at which it streams.
+MODEL = f"{Path(__file__).parent / 'two_blocks.py'}:stack"
+SIZES = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096", "--slowdown", "1.5")
+
 
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:

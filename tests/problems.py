@@ -89,11 +89,16 @@ def small_problems(draw: st.DrawFn, chunks: int = 5) -> Problem:
 
 def machines() -> st.SearchStrategy[Hardware]:
     shared = st.builds(
-        lambda copy, collective, rate: replace(
-            MACHINE, copy_slowdown=copy, collective_slowdown=collective, h2d_bandwidth=CHUNK * rate * 1e6
+        lambda copy, collective, compute, rate: replace(
+            MACHINE,
+            copy_slowdown=copy,
+            collective_slowdown=collective,
+            compute_slowdown=compute,
+            h2d_bandwidth=CHUNK * rate * 1e6,
         ),
         st.sampled_from([1.0, 2.0, 3.0]),
         st.sampled_from([1.0, 2.0, 3.0]),
+        st.sampled_from([1.0, 1.0, 1.1, 1.5]),
         st.sampled_from([0.5, 1.0, 2.0]),
     )
     return shared | st.just(replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0))

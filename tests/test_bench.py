@@ -24,6 +24,7 @@ from chunkflow_compile.bench.peers import PEER_ARMS
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.summary import bench_table, describe, summarise
+from chunkflow_compile.bench.turns import Share, seen_slowdown
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
@@ -41,6 +42,14 @@ def build():
     return UlyssesStack(5, width=512, heads=4).eval(), {"x": torch.randn(64, 512)}
 """
 ARMS = ["resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "layerwise-prefix@20%", "replanned"]
+
+
+def test_what_copies_do_to_compute_is_told_from_all_arms() -> None:
+    arms = {"resident": Share(2.0, 0.0), "layerwise": Share(2.3, 1.0), "chunkflow": Share(2.1, 0.5)}
+    slow = {name: Share(2 * compute_s, copying) for name, (compute_s, copying) in arms.items()}
+    assert seen_slowdown([arms, slow]) == pytest.approx(1 + 0.4 / 3)
+    assert seen_slowdown([{**arms, "layerwise": Share(1.7, 1.0)}]) == 1, "noise"
+    assert seen_slowdown([{"resident": Share(2.0, 0.0)}]) == 1
 
 
 def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,15 +8,21 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from conftest import MODEL, SIZES
 from helpers import Stack
 
 from chunkflow_compile import offload, programs
 from chunkflow_compile.cli.main import COMMANDS, main
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.plan import Plan
+
+HERE = Path(__file__).parent
+OWN = "examples/ulysses_dit.py:planned"
 
 
 def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,9 +50,6 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(tmp_path: Path) -> None
     program = Path(re.search(r"(?m)^program: (.*)$", done.stdout)[1])
     assert program.is_relative_to(dump)
     assert "prefetch('blocks.1." in program.read_text() and "all_to_all_single" in program.read_text()
-
-
-OWN = "examples/ulysses_dit.py:planned"
 
 
 def test_plan_prints_tables_and_writes_a_plan_that_runs_on_its_model_alone(tmp_path: Path) -> None:
@@ -137,14 +140,37 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path) -> None:
         (["plan", OWN, "--hardware", "cpu", "--memory", "1MiB"], "Give memory="),
         (["simulate", "wan2.2-ti2v-5b", "--frames", "80"], "frames 80 is not 4 k + 1"),
         (["simulate", OWN, "--forwards", "0"], "--forwards must be at least 1"),
+        (["dump", MODEL, "--stage", "verifed"], "no stage 'verifed'; did you mean 'verified'? There are traced, "),
+        (
+            ["dump", MODEL, "--disable-pass", "shared"],
+            "no pass 'shared' that can be disabled; did you mean 'sharing'?",
+        ),
+        (["dump", MODEL, "--disable-pass", "rewrite"], "all others are needed by what stands behind them"),
+        (["dump", MODEL, "--out", "/proc/nowhere"], "/proc/nowhere cannot be written"),
+        (["dump", MODEL, "--json", "/nowhere/x"], "cannot be written to /nowhere/x"),
+        (["dump", f"{HERE / 'two_blocks.py'}:nothing"], "has no function 'nothing'"),
+        (["dump", f"{HERE / 'two_blocks.py'}:untraceable"], "untraceable cannot be traced: "),
+        (
+            ["why", MODEL, "blocks.0", *SIZES],
+            "'blocks.0' is part of 2 names; give more of one:\n  blocks.0.up.weight",
+        ),
+        (["why", MODEL, "ffn", *SIZES], "No weight has 'ffn' in its name; near are "),
+        (["why", MODEL, "", *SIZES], "is part of 8 names"),
+        (["timeline", MODEL, "--out", "x.gif"], "give one of .png, .svg, .json"),
+        (["timeline", "nothing.json", "--out", "x.png"], "The plan nothing.json cannot be read"),
+        (["timeline", str(HERE / "slow_compute.json"), "--out", "x.png"], "This is not a ChunkFlow plan"),
+        (["timeline", MODEL, "--blocks", "0", "--out", "x.png"], "--blocks must be at least 1"),
+        (["diff", "nothing.json", "nothing.json"], "The plan nothing.json cannot be read"),
+        (["explain", "/nowhere"], "There is no folder /nowhere"),
+        (["explain", str(HERE)], "holds no measured program: call the compiled model"),
     ],
 )
 def test_bad_use_is_one_sentence_and_exit_code_2(
     arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(arguments) == 2
-    error = capsys.readouterr().err
-    assert sentence in error and "Traceback" not in error
+    shown = capsys.readouterr()
+    assert sentence in shown.err and "Traceback" not in shown.err and not shown.out
 
 
 def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
@@ -161,3 +187,48 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         assert "--debug" in shown
     with pytest.raises(SystemExit, match="2"):
         main([])
+
+
+def test_a_model_that_does_not_trace_leaves_the_whole_story_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{HERE / 'two_blocks.py'}:untraceable"]) == 2
+    error = capsys.readouterr().err
+    path = Path(error.partition("all of it: ")[2].rstrip().rstrip(")"))
+    try:
+        assert "Traceback" in path.read_text() and "two_blocks.py" in path.read_text()
+    finally:
+        path.unlink()
+    with pytest.raises(ChunkflowError, match="cannot be traced"):
+        main(["plan", f"{HERE / 'two_blocks.py'}:untraceable", "--debug"])
+
+
+def test_what_led_to_an_unsafe_program_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from chunkflow_compile.passes import pipeline
+
+    def refuse(*_: Any) -> None:
+        raise FindingError("The program is not safe to run:\n  for the test")
+
+    monkeypatch.setattr(pipeline, "verify", refuse)
+    assert main(["dump", MODEL, *SIZES, "--out", str(tmp_path)]) == 1, "a finding, not bad use"
+    shown = capsys.readouterr()
+    assert "not safe to run" in shown.err and "03_rewritten.py" in shown.out
+    assert (tmp_path / "03_rewritten.py").exists() and not (tmp_path / "04_verified.py").exists()
+
+
+def test_json_on_stdout_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    assert main(["plan", MODEL, *SIZES, "--json", "-"]) == 0
+    text = capsys.readouterr().out
+    plan.write_text(text)
+    assert Plan.from_json(text).to_json() == text
+    for arguments, code in (
+        (["dump", MODEL, *SIZES, "--json", "-"], 0),
+        (["why", MODEL, "head.weight", *SIZES, "--json", "-"], 0),
+        (["diff", str(plan), str(plan), "--json", "-"], 0),
+        (["doctor", "--json", "-"], None),
+        (["simulate", MODEL, "--hardware", "cpu", "--json", "-"], 0),
+    ):
+        result = main(arguments)
+        assert code is None or result == code
+        assert json.loads(capsys.readouterr().out)

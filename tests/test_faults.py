@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import io
 import multiprocessing
 import os
@@ -12,7 +11,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -20,77 +19,20 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import OPTIONS
 from helpers import Stack, UlyssesStack
 from safetensors.torch import load_file, save_file
+from surviving import OPTIONS, assert_survives, compiled, fail_at, goes_on, run_once, stack
 from torch import nn
 
-from chunkflow_compile import Arena, ChunkflowError, offload, programs, restore
+from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.host_store import home_of
 from chunkflow_compile.runtime.runner import Session
-
-OPTIONS = {**OPTIONS, "lowering": "eager"}
-
-
-def stack(layers: int = 4) -> Stack:
-    torch.manual_seed(0)
-    return Stack(layers).eval()
-
-
-def compiled(model: nn.Module, **options: object) -> nn.Module:
-    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
-
-
-def assert_survives(model: nn.Module, twin: nn.Module, **options: object) -> None:
-    """Saves the model, restores it, and compiles it again; all of it equal to ``twin``."""
-    buffer = io.BytesIO()
-    torch.save(model.state_dict(), buffer)
-    buffer.seek(0)
-    saved = torch.load(buffer)
-    assert list(saved) == list(twin.state_dict())
-    assert all(torch.equal(saved[n], v) for n, v in twin.state_dict().items())
-    restore(model)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-    torch._dynamo.reset()
-    again = compiled(model, **options)
-    for _ in range(3):
-        x = torch.randn(4, 8)
-        assert torch.equal(again(x), twin(x))
-    assert programs(model)[-1].measurements[-1].moved_bytes > 0
-    restore(model)
-    assert torch.equal(model(x), twin(x))
-
-
-def goes_on(model: nn.Module, twin: nn.Module, run: nn.Module) -> None:
-    """The same program, from a cold start."""
-    for cold in (True, False):
-        x = torch.randn(4, 8)
-        assert torch.equal(run(x), twin(x))
-        assert (programs(model)[-1].measurements[-1].primed_bytes > 0) == cold
 
 
 @pytest.fixture
-def running(no_grad: None) -> Iterator[tuple[Stack, Stack, nn.Module, Session]]:
-    model, twin = stack(), stack()
-    run = compiled(model)
-    run(torch.randn(4, 8))
-    yield model, twin, run, programs(model)[0]
-
-
-def fail_at(function: Callable[..., Any], call: int, error: BaseException) -> Callable[..., Any]:
-    """``function``, which raises in its call number ``call``."""
-    calls = 0
-
-    def failing(*args: Any, **kwargs: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            raise error
-        return function(*args, **kwargs)
-
-    return failing
+def running(no_grad: None) -> tuple[Stack, Stack, nn.Module, Session]:
+    return run_once()
 
 
 @pytest.mark.parametrize("call", [1, 3, 8])
@@ -214,104 +156,6 @@ def test_a_weight_changed_under_the_plan(running: tuple[Stack, Stack, nn.Module,
     x = torch.randn(4, 8)
     assert torch.equal(run(x), twin(x))
     assert_survives(model, twin)
-
-
-@pytest.fixture
-def ctrl_c() -> Iterator[None]:
-    """Interrupts arrive: a job that a shell starts in the background is born with them ignored, and what comes while the
-    collector calls back (hypothesis lets it) Python drops."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
-    signal.signal(signal.SIGINT, before)
-
-
-@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
-def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
-    """Ctrl-C, at ten moments of two steps whose copies are slow."""
-    model, twin = stack(), stack()
-    run = compiled(model, debug=debug)
-    run(torch.randn(4, 8))
-    device = programs(model)[0].executor.device
-    plain = device.copy_bytes
-
-    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
-        time.sleep(0.005)
-        plain(target, source)
-
-    device.copy_bytes = slow
-    start = time.monotonic()
-    run(torch.randn(4, 8))
-    took, interrupted, cold = time.monotonic() - start, 0, 0
-    for moment in range(10):
-        timer = threading.Timer(0.2 * took * moment, signal.raise_signal, (signal.SIGINT,))
-        try:
-            timer.start()
-            for _ in range(100):
-                run(torch.randn(4, 8))
-        except KeyboardInterrupt:
-            interrupted += 1
-        timer.join()
-        for _ in range(2):
-            x = torch.randn(4, 8)
-            assert torch.equal(run(x), twin(x))
-        cold += programs(model)[-1].measurements[-2].primed_bytes > 0
-    assert interrupted == 10 and cold >= 5, "the others came between two steps"
-    assert_survives(model, twin)
-
-
-@pytest.mark.parametrize("cut", range(1, 6))
-def test_an_interrupt_while_an_arena_changes_hands(cut: int, no_grad: None) -> None:
-    """The program that had it before must not take its chunks for whole."""
-    arena = Arena()
-    models, twins = [stack(), Stack(3).eval()], [stack(), Stack(3).eval()]
-    twins[1].load_state_dict(models[1].state_dict())
-    runs = [compiled(model, arena=arena) for model in models]
-    for run in (*runs, runs[0]):
-        run(torch.randn(4, 8))
-    stream = arena.streams.copy
-    enqueue = stream.run
-    stream.run = fail_at(enqueue, cut, KeyboardInterrupt())
-    with pytest.raises(KeyboardInterrupt):
-        runs[1](torch.randn(4, 8))
-    stream.run = enqueue
-    for model, twin, run in zip(models, twins, runs, strict=True):
-        goes_on(model, twin, run)
-        assert_survives(model, twin)
-
-
-def test_an_interrupt_while_weights_move_back(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
-    model, twin, _, _ = running
-    store = next(home for p in model.parameters() if (home := home_of(p)) is not None).store
-    third = store.homes[-3]
-    third.unpin = fail_at(third.unpin, 1, KeyboardInterrupt())  # type: ignore[method-assign]
-    with pytest.raises(KeyboardInterrupt):
-        restore(model)
-    assert all(torch.equal(v, twin.state_dict()[n]) for n, v in model.state_dict().items())
-    with pytest.raises(ChunkflowError, match="called eagerly"):
-        model(torch.randn(4, 8))
-    assert_survives(model, twin)
-
-
-def test_an_interrupt_while_weights_move(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    from chunkflow_compile.runtime.host_store import HostStore
-
-    add = HostStore.add
-
-    def late(self: HostStore, *args: Any) -> Any:
-        add(self, *args)
-        raise KeyboardInterrupt
-
-    for failing in (fail_at(add, 1, KeyboardInterrupt()), fail_at(add, 3, KeyboardInterrupt()), late):
-        model, twin = stack(), stack()
-        with monkeypatch.context() as patch:
-            patch.setattr(HostStore, "add", failing)
-            with pytest.raises(KeyboardInterrupt):
-                offload(model, min_bytes=4096)
-        assert torch.equal(model(torch.ones(4, 8)), twin(torch.ones(4, 8)))
-        assert_survives(model, twin)
 
 
 def call_and_restore(model: Stack, run: nn.Module, send: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import statistics
 from dataclasses import replace
@@ -49,6 +50,17 @@ def test_a_transfer_that_comes_later_has_half_from_then_on() -> None:
     found.advance(0.5)
     found.add(1, 1e6, 0.0)
     assert finish(found, 0) == pytest.approx(1.5, abs=0.01) and finish(found, 1) == pytest.approx(2.0, abs=0.01)
+
+
+@pytest.mark.parametrize("begun", [0.1, 0.4, 0.9, 7.4])
+def test_a_newcomer_waits_for_the_rest_of_a_quantum(begun: float) -> None:
+    """``begun``: quanta that the other lane has carried alone."""
+    found = wire(quantum=1000)
+    found.add(0, 1e6, 0.0)
+    found.advance(begun / 1e3)
+    found.add(1, 1000, 0.0)
+    assert finish(found, 1) == pytest.approx((math.ceil(begun) + 1) / 1e3, rel=1e-6)
+    assert finish(found, 0) == pytest.approx(1.001)
 
 
 def test_a_sender_that_wakes_up_late_is_given_idle_time_but_not_twice() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import OPTIONS
+from conftest import MODEL, OPTIONS, SIZES
 from helpers import Block, Stack, UlyssesStack
 from problems import CHUNK, blocks_problem
 from problems import MACHINE as NUMBERS
@@ -23,7 +23,6 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chunkflow_compile
-from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.options import Options
@@ -212,10 +211,6 @@ def test_the_contracts_find_what_is_broken(two_ranks: None, no_grad: None) -> No
         check_plan(plan, cut.problem, 1)
 
 
-MODEL = f"{HERE / 'two_blocks.py'}:stack"
-SIZES = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096", "--slowdown", "1.5")
-
-
 def test_stage_files_are_the_same_every_time_and_in_every_process(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "2")):
         command = [sys.executable, "-m", "chunkflow_compile.cli.main", "dump", MODEL, *SIZES, "--annotate"]
@@ -333,89 +328,6 @@ def run_script(folder: Path, more: str = "", **environment: str) -> subprocess.C
     )
     assert done.returncode == 0, done.stderr
     return done
-
-
-@pytest.mark.parametrize(
-    ("arguments", "sentence", "code"),
-    [
-        (["dump", MODEL, "--stage", "verifed"], "no stage 'verifed'; did you mean 'verified'? There are traced, ", 2),
-        (
-            ["dump", MODEL, "--disable-pass", "shared"],
-            "no pass 'shared' that can be disabled; did you mean 'sharing'?",
-            2,
-        ),
-        (["dump", MODEL, "--disable-pass", "rewrite"], "all others are needed by what stands behind them", 2),
-        (["dump", MODEL, "--out", "/proc/nowhere"], "/proc/nowhere cannot be written", 2),
-        (["dump", MODEL, "--json", "/nowhere/x"], "cannot be written to /nowhere/x", 2),
-        (["dump", f"{HERE / 'two_blocks.py'}:nothing"], "has no function 'nothing'", 2),
-        (["dump", f"{HERE / 'two_blocks.py'}:untraceable"], "untraceable cannot be traced: ", 2),
-        (
-            ["why", MODEL, "blocks.0", *SIZES],
-            "'blocks.0' is part of 2 names; give more of one:\n  blocks.0.up.weight",
-            2,
-        ),
-        (["why", MODEL, "ffn", *SIZES], "No weight has 'ffn' in its name; near are ", 2),
-        (["why", MODEL, "", *SIZES], "is part of 8 names", 2),
-        (["timeline", MODEL, "--out", "x.gif"], "give one of .png, .svg, .json", 2),
-        (["timeline", "nothing.json", "--out", "x.png"], "The plan nothing.json cannot be read", 2),
-        (["timeline", str(HERE / "slow_compute.json"), "--out", "x.png"], "This is not a ChunkFlow plan", 2),
-        (["timeline", MODEL, "--blocks", "0", "--out", "x.png"], "--blocks must be at least 1", 2),
-        (["diff", "nothing.json", "nothing.json"], "The plan nothing.json cannot be read", 2),
-        (["explain", "/nowhere"], "There is no folder /nowhere", 2),
-        (["explain", str(HERE)], "holds no measured program: call the compiled model", 2),
-    ],
-)
-def test_bad_use_is_one_sentence(
-    arguments: list[str], sentence: str, code: int, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(arguments) == code
-    shown = capsys.readouterr()
-    assert sentence in shown.err and "Traceback" not in shown.err and not shown.out
-
-
-def test_a_model_that_does_not_trace_leaves_the_whole_story_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", f"{HERE / 'two_blocks.py'}:untraceable"]) == 2
-    error = capsys.readouterr().err
-    path = Path(error.partition("all of it: ")[2].rstrip().rstrip(")"))
-    try:
-        assert "Traceback" in path.read_text() and "two_blocks.py" in path.read_text()
-    finally:
-        path.unlink()
-    with pytest.raises(ChunkflowError, match="cannot be traced"):
-        main(["plan", f"{HERE / 'two_blocks.py'}:untraceable", "--debug"])
-
-
-def test_what_led_to_an_unsafe_program_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from chunkflow_compile.passes import pipeline
-
-    def refuse(*_: Any) -> None:
-        raise FindingError("The program is not safe to run:\n  for the test")
-
-    monkeypatch.setattr(pipeline, "verify", refuse)
-    assert main(["dump", MODEL, *SIZES, "--out", str(tmp_path)]) == 1, "a finding, not bad use"
-    shown = capsys.readouterr()
-    assert "not safe to run" in shown.err and "03_rewritten.py" in shown.out
-    assert (tmp_path / "03_rewritten.py").exists() and not (tmp_path / "04_verified.py").exists()
-
-
-def test_json_on_stdout_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan = tmp_path / "plan.json"
-    assert main(["plan", MODEL, *SIZES, "--json", "-"]) == 0
-    text = capsys.readouterr().out
-    plan.write_text(text)
-    assert Plan.from_json(text).to_json() == text
-    for arguments, code in (
-        (["dump", MODEL, *SIZES, "--json", "-"], 0),
-        (["why", MODEL, "head.weight", *SIZES, "--json", "-"], 0),
-        (["diff", str(plan), str(plan), "--json", "-"], 0),
-        (["doctor", "--json", "-"], None),
-        (["simulate", MODEL, "--hardware", "cpu", "--json", "-"], 0),
-    ):
-        result = main(arguments)
-        assert code is None or result == code
-        assert json.loads(capsys.readouterr().out)
 
 
 def test_options_refuse_an_unknown_pass() -> None:

@@ -19,6 +19,7 @@ from chunkflow_compile.passes.timeline import Simulator, Timeline
 from chunkflow_compile.simulate.arms import play_program
 
 US = 1e-6
+LATE = {"collective_latency_s": 1 * US}
 
 
 def play(found: Problem, windows: dict[str, Windows], **change: object) -> Timeline:
@@ -55,6 +56,29 @@ def test_a_copy_beside_a_collective_slows_both_by_their_factors() -> None:
     assert harsh.inflation_s == pytest.approx(4 * US) and harsh.exposed_s == 0
     apart = play(found, {"w0": (0,) * 4}, shared_link=False, collective_slowdown=1.0, copy_slowdown=1.0)
     assert apart.inflation_s == pytest.approx(0, abs=1e-15) and apart.exposed_s == pytest.approx(1 * US)
+
+
+@pytest.mark.parametrize("latency, inflation", [(0, 2), (1, 2), (2, 1), (3, 0), (5, 0)])
+def test_a_copy_beside_the_latency_of_a_collective_slows_neither(latency: int, inflation: int) -> None:
+    """As above: what is left of the copies when the latency is over shares the link with the collective's bytes."""
+    found = problem([1, 9], [weight(0, 4 * CHUNK, (1,))], [(1, 2)])
+    played = play(found, {"w0": (0,) * 4}, collective_latency_s=latency * US)
+    assert played.collective_s == pytest.approx((latency + 2 + inflation) * US)
+    assert played.inflation_s == pytest.approx(inflation * US, abs=1e-15)
+    assert played.exposed_s == pytest.approx((1 if latency == 0 else 0) * US, abs=1e-15)
+    assert played.copy_s == pytest.approx((4 + min(inflation, 2)) * US)
+
+
+def test_a_copy_beside_compute_slows_compute_alone() -> None:
+    """Four of copies beside a region of 10: it advances 2 while they run, then the 8 that are left."""
+    found = problem([10, 5], [weight(0, 4 * CHUNK, (1,))])
+    played = play(found, {"w0": (0,) * 4}, compute_slowdown=2.0)
+    assert played.step_s == pytest.approx(17 * US) and played.compute_s == pytest.approx(17 * US)
+    assert played.copy_s == pytest.approx(4 * US) and played.slack["w0"] == pytest.approx(8 * US)
+    busy = play(problem([1, 9], [weight(0, 4 * CHUNK, (1,))], [(1, 2)]), {"w0": (0,) * 4}, **LATE, compute_slowdown=1.5)
+    # The region takes 1.5, the latency 1.5 of the copy's 2.5; its last 1 shares the link with the collective's 2.
+    assert busy.collective_s == pytest.approx((1.5 + 3) * US) and busy.inflation_s == pytest.approx(1.5 * US)
+    assert busy.step_s == pytest.approx((1.5 + 4.5 + 9) * US) and busy.exposed_s == 0
 
 
 def test_steps_are_played_until_they_repeat() -> None:

@@ -69,6 +69,28 @@ def test_the_rate_of_copies_takes_the_place_of_the_link() -> None:
     assert simulator.hardware.name == f"{MACHINE.name}, as measured"
 
 
+@pytest.mark.parametrize("rate, factor", [(None, 1.0), (0.5, 2.0), (2.0, 0.5)])
+def test_what_a_collective_took_beyond_its_bytes_holds_no_link(rate: float | None, factor: float) -> None:
+    """Its bytes cross at the profile's rate, or at one as far off as that of copies; never longer than it took."""
+    seen = timings([1.0] * COUNT, dict.fromkeys(AWAITED, 1.0), None if rate is None else rate * MACHINE.copy_rate)
+    bytes_s = [factor * c.nbytes / MACHINE.collective_bandwidth for c in PROBLEM.collectives]
+    simulator = Simulator(PROBLEM, MACHINE, CHUNK, seen)
+    assert simulator.link_s == pytest.approx(bytes_s) and sum(simulator.collective_s) == pytest.approx(len(AWAITED))
+    short = timings([1.0] * COUNT, dict.fromkeys(AWAITED, 1e-9))
+    assert (quick := Simulator(PROBLEM, MACHINE, CHUNK, short)).link_s == quick.collective_s
+
+
+@given(st.floats(0, 1), st.floats(1, 3), st.booleans())
+def test_compute_that_was_timed_beside_copies_is_taken_for_so_much_less(
+    copying: float, factor: float, told: bool
+) -> None:
+    """``told``: the factor was measured with it, and takes the place of the profile's."""
+    seen = replace(timings([1.0] * COUNT, {}), copying=copying, compute_slowdown=factor if told else None)
+    simulator = Simulator(PROBLEM, replace(MACHINE, compute_slowdown=1.2 if told else factor), CHUNK, seen)
+    assert simulator.hardware.compute_slowdown == factor
+    assert simulator.compute_s == pytest.approx([1 / (1 + copying * (factor - 1))] * COUNT)
+
+
 def test_timings_of_another_problem_are_refused() -> None:
     with pytest.raises(ChunkflowError, match=r"measured on problem [0-9a-f]{16}, this model is [0-9a-f]{16}"):
         place(blocks_problem(4), MACHINE, chunk_bytes=CHUNK, timings=timings([1.0] * COUNT, {}))
@@ -111,6 +133,7 @@ def test_what_had_company_on_the_link_is_not_taken_for_its_speed() -> None:
     assert took.alone_s == [0.2, None] and took.copy_rate == pytest.approx(300 / 5.0)
     assert Measured.from_json(took.to_json()) == took
     found = took.timings()
+    assert found.copying == pytest.approx(2.5 / took.step_s)
     assert sum(found.compute_s) == pytest.approx(took.step_s - took.collective_s), "the host's share is in it"
     assert replace(took, copy_rate=None).timings().copy_rate is None
 

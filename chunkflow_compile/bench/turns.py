@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
-from typing import Any
+from statistics import fmean, median
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,13 @@ CALIBRATION = 3
 def count_steps(job: Job) -> int:
     """What the progress bar counts."""
     return 2 + len(job.arms) * (1 + job.steps) + TURN * (REPLANNED in [a.name for a in job.arms])
+
+
+class Share(NamedTuple):
+    """Of an arm's step: its compute, and the share of it, 0 to 1, that copies were under way."""
+
+    compute_s: float
+    copying: float
 
 
 class Turns:
@@ -83,6 +90,7 @@ class Turns:
                 self._turn(name, codes, range(begin, min(begin + TURN, job.steps)))
         if resident is not None:  # the machine of these steps, not that of a minute ago
             timings = self._timings(resident, self.measurements[RESIDENT])
+            timings = replace(timings, compute_slowdown=self._slowdown())
         total = self._session.program.problem.total_bytes
         found = RankRun(
             arms=self._results(codes, timings),
@@ -140,6 +148,21 @@ class Turns:
             compute_s=tuple(fmean(column) for column in zip(*(t.compute_s for t in everyone), strict=True)),
             collective_s=tuple(fmean(column) for column in zip(*(t.collective_s for t in everyone), strict=True)),
         )
+
+    def _slowdown(self) -> float:
+        """The factor by which copies stretched compute, on all ranks."""
+        mine = {
+            name: Share(
+                compute_s=median(sum(m.windows.compute_s) for m in steps),
+                copying=median(m.copy_s for m in steps) / median(m.step_s for m in steps),
+            )
+            for name, steps in self.measurements.items()
+            if steps
+        }
+        everyone: list[Any] = [mine] * self.job.processes
+        if self.job.processes > 1:
+            dist.all_gather_object(everyone, mine)
+        return seen_slowdown(everyone)
 
     def _codes(self, timings: Timings) -> dict[str, Code]:
         """A program for each arm of ours, of the same regions."""
@@ -237,6 +260,13 @@ class Turns:
             )
             for name, code in codes.items()
         }
+
+
+def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
+    """The factor, at least 1, by which copies stretched compute: over all arms, against the resident one of each rank."""
+    more = sum(arm.compute_s - arms[RESIDENT].compute_s for arms in ranks for arm in arms.values())
+    copying = sum(arms[RESIDENT].compute_s * arm.copying for arms in ranks for arm in arms.values())
+    return max(1.0, 1 + more / copying) if copying else 1.0
 
 
 def _difference(value: torch.Tensor, right: torch.Tensor) -> float:

@@ -14,6 +14,7 @@ from chunkflow_compile.hardware.profiles import measured_path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.report.record import check_writable
+from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
 
@@ -21,8 +22,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "calibrate",
         help="measure this machine into a hardware profile",
-        description="Measures GEMMs, attention, memory, copies to the device, collectives of two ranks alone and beside "
-        "copies, and writes a profile for --hardware FILE or options={'hardware': FILE}.",
+        description="Measures GEMMs, attention, memory, copies to the device, collectives of two ranks and "
+        "compute alone and beside copies, and writes a profile for --hardware FILE or options={'hardware': FILE}.",
         epilog="example: chunkflow calibrate --out hw.json",
     )
     parser.add_argument(
@@ -46,8 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out) if arguments.out else measured_path()
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise ChunkflowError("--device cuda: torch sees no CUDA device here.")
+    device = check_device(torch.device(arguments.device))
     emulated = None
     if arguments.emulate:
         if arguments.device != "cpu":
@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):  # what cannot be made is named by the next line
             out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
-    profile = calibrate(torch.device(arguments.device), arguments.name or out.stem, emulated, arguments.loopback)
+    profile = calibrate(device, arguments.name or out.stem, emulated, arguments.loopback)
     out.write_text(profile.to_json())
     print(describe(profile))
     print(f"\nprofile: {out}")
@@ -78,5 +78,6 @@ def describe(profile: Hardware) -> str:
         ("a call", f"{profile.launch_s * 1e6:.3g} us"),
         ("copy beside a collective", f"{profile.copy_slowdown:.2f} times as long"),
         ("collective beside a copy", f"{profile.collective_slowdown:.2f} times as long"),
+        ("compute beside a copy", f"{profile.compute_slowdown:.2f} times as long"),
     ]
     return tabulate(rows, tablefmt="simple")

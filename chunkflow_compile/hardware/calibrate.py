@@ -1,22 +1,16 @@
 """Calibrate: measures a machine into a profile, on the CPU or on CUDA.
 
 Stages, each a median of repetitions: GEMM and attention rates by dtype, memory bandwidth, the cost of a call, H2D time
-against size, and over two ranks a collective alone, a copy alone, and both at once.
+against size, and over two ranks a collective alone, a copy alone, both at once, and compute beside copies.
 """
 
 from __future__ import annotations
 
-import statistics
 import tempfile
-import threading
-import time
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,12 +19,10 @@ from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
-from chunkflow_compile.runtime.bytes import copy_host_bytes
-from chunkflow_compile.runtime.cuda import register
 from chunkflow_compile.runtime.device import make_port
-from chunkflow_compile.runtime.host_memory import near_cpus, own_pages
 from chunkflow_compile.runtime.link import Port
 
+from .beside import beside_copies, compute_slowdown, copier, factor, median_seconds
 from .loopback import join_loopback
 from .machine import device_name
 
@@ -39,11 +31,8 @@ RANKS = 2
 # Copies of these sizes show both the cost to start one and the rate of a long one.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
-REPEATS = 7
 # Fixed, because all ranks must call as often; enough that some hundred milliseconds of copies run beside them.
 ROUNDS_BESIDE = 40
-# Copies that are enqueued before the first of them is waited for.
-_AHEAD = 4
 _TIMEOUT = timedelta(minutes=2)
 
 
@@ -83,11 +72,13 @@ def calibrate(
         launch = _launch_seconds(device)
         progress.update()
         stage("copies")
-        copy = _line([(size, _median(device, _copier(device, size, _make_link(emulated)))) for size in COPY_SIZES])
+        copy = _line(
+            [(size, median_seconds(device, copier(device, size, _make_link(emulated)))) for size in COPY_SIZES]
+        )
         progress.update()
         together = None
         if link > 1:
-            stage("collectives, alone and beside copies")
+            stage("collectives and compute, alone and beside copies")
             together = _on_ranks(device, emulated, loopback)
             progress.update()
     profile = _profile(name, device, gemms, attention, memory, launch, copy, together)
@@ -96,11 +87,12 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Together:
-    """Two ranks: the line of a collective, and the factors by which it and a copy stretch each other."""
+    """Two ranks: the line of a collective, the factors by which it and a copy stretch each other, and that of compute."""
 
     collective: _Line
     copy_slowdown: float
     collective_slowdown: float
+    compute_slowdown: float
 
 
 def _profile(
@@ -130,6 +122,7 @@ def _profile(
         shared_link=shared,
         copy_slowdown=together.copy_slowdown if together and shared else 2.0 if shared else 1.0,
         collective_slowdown=together.collective_slowdown if together and shared else 2.0 if shared else 1.0,
+        compute_slowdown=together.compute_slowdown if together else 1.0,
         sources={
             "peak_flops": f"{by}: square GEMMs",
             "eta_comp": f"{by}: mean of GEMM and attention rates over the GEMM rate",
@@ -145,6 +138,7 @@ def _profile(
             "shared_link": f"{by}: a factor above 1.05" if together else alone + "assumption",
             "copy_slowdown": f"{by}: beside a collective" if together else alone + "a fair share",
             "collective_slowdown": f"{by}: beside copies" if together else alone + "a fair share",
+            "compute_slowdown": f"{by}: an MLP beside copies" if together else alone + "assumption",
         },
     )
 
@@ -156,20 +150,20 @@ def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     n = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
-    return round(2 * n**3 / _median(device, lambda: a @ b))
+    return round(2 * n**3 / median_seconds(device, lambda: a @ b))
 
 
 def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
     tokens, heads = (1024, 8) if device.type == "cpu" else (8192, 24)
     q, k, v = (torch.randn(1, heads, tokens, 128, device=device, dtype=dtype) for _ in range(3))
-    seconds = _median(device, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    seconds = median_seconds(device, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
     return 4 * heads * tokens**2 * 128 / seconds
 
 
 def _memory_rate(device: torch.device) -> float:
     size = (256 if device.type == "cpu" else 2048) * MIB
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return round(2 * size / _median(device, lambda: target.copy_(source)))
+    return round(2 * size / median_seconds(device, lambda: target.copy_(source)))
 
 
 def _launch_seconds(device: torch.device) -> float:
@@ -180,35 +174,12 @@ def _launch_seconds(device: torch.device) -> float:
         for _ in range(calls):
             torch.relu(a)
 
-    return _median(device, many) / calls
+    return median_seconds(device, many) / calls
 
 
 def _make_link(emulated: LinkEmulation | None) -> Port | None:
     """A port of this rank's own."""
     return None if emulated is None else make_port(emulated)
-
-
-def _copier(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
-    """A copy from host memory to the device, on the engine that the runtime uses; through ``port`` if there is one."""
-    source = torch.ones(size, dtype=torch.uint8)
-    target = torch.ones(size, dtype=torch.uint8, device=device)
-    if device.type == "cpu":
-
-        def copy() -> None:
-            start = time.monotonic()
-            copy_host_bytes(target, source)
-            if port is not None:
-                port.send("copy", size, start)
-
-        return copy
-    pinned = own_pages(source, near_cpus(device))
-    unpin = register(pinned)
-
-    def copy_pinned() -> None:
-        target.copy_(pinned, non_blocking=True)
-
-    weakref.finalize(copy_pinned, unpin)
-    return copy_pinned
 
 
 def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> _Together:
@@ -236,22 +207,23 @@ def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loo
         points = []
         for size in COLLECTIVE_SIZES:
             crossing = size * (RANKS - 1) // RANKS
-            points.append((crossing, _median(device, _exchange(device, size, port), ROUNDS_BESIDE)))
+            points.append((crossing, median_seconds(device, _exchange(device, size, port), ROUNDS_BESIDE)))
         alone = _line(points)
         exchange, size = _exchange(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
-        copy_alone = _median(device, _copier(device, size, port), own_stream=True)
-        exchange_alone = _median(device, exchange, ROUNDS_BESIDE, own_stream=True)
-        copy_beside, exchange_beside = _both(device, exchange, size, port)
-        found = _Together(alone, _factor(copy_beside, copy_alone), _factor(exchange_beside, exchange_alone))
+        copy_alone = median_seconds(device, copier(device, size, port), own_stream=True)
+        exchange_alone = median_seconds(device, exchange, ROUNDS_BESIDE, own_stream=True)
+        copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, size, port)
+        found = _Together(
+            alone,
+            copy_slowdown=factor(copy_beside, copy_alone),
+            collective_slowdown=factor(exchange_beside, exchange_alone),
+            compute_slowdown=compute_slowdown(device, MIB, port),
+        )
         if rank == 0:
             torch.save(found, Path(folder) / "rank0.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
-
-
-def _factor(beside: float, alone: float) -> float:
-    return round(max(1.0, beside / alone), 2)
 
 
 def _exchange(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
@@ -263,85 +235,6 @@ def _exchange(device: torch.device, size: int, port: Port | None = None) -> Call
             port.send("collective", size * (RANKS - 1) // RANKS)
 
     return exchange
-
-
-def _both(device: torch.device, exchange: Callable[[], object], size: int, port: Port | None) -> tuple[float, float]:
-    """Median seconds of a copy and of a collective while the other runs all the time."""
-    copies: list[float] = []
-    over = threading.Event()
-
-    def keep_copying() -> None:
-        copy = _copier(device, size, port)
-        if device.type == "cuda":
-            copies.extend(_copies_back_to_back(device, copy, over))
-            return
-        while not over.is_set():
-            start = time.perf_counter()
-            copy()
-            copies.append(time.perf_counter() - start)
-
-    thread = threading.Thread(target=keep_copying)
-    thread.start()
-    try:
-        beside = _median(device, exchange, ROUNDS_BESIDE, own_stream=True)
-    finally:
-        over.set()
-        thread.join()
-    return statistics.median(copies), beside
-
-
-def _copies_back_to_back(device: torch.device, copy: Callable[[], object], over: threading.Event) -> list[float]:
-    """Seconds of each copy on a stream that always has more of them, as the device sees them: the host is not in it."""
-    marks: list[Any] = []
-    with torch.cuda.stream(torch.cuda.Stream(device)):
-        while not over.is_set():
-            marks.append(_mark())
-            copy()
-            if len(marks) > _AHEAD:
-                marks[-_AHEAD].synchronize()
-        marks.append(_mark())
-        marks[-1].synchronize()
-    return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-
-
-def _mark() -> Any:
-    """A timed event at this point of the current stream."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _timed_by_events(work: Callable[[], object]) -> float:
-    """Seconds on the current stream."""
-    begin = _mark()
-    work()
-    end = _mark()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
-
-
-def _median(
-    device: torch.device, work: Callable[[], object], repeats: int = REPEATS, own_stream: bool = False
-) -> float:
-    """Median seconds of ``work``, after one run that does not count.  ``own_stream``: by events of the caller's
-    stream, where there are any; others are not waited for."""
-
-    def finish() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    work()
-    finish()
-    times = []
-    for _ in range(repeats):
-        if own_stream and device.type == "cuda":
-            times.append(_timed_by_events(work))
-            continue
-        start = time.perf_counter()
-        work()
-        finish()
-        times.append(time.perf_counter() - start)
-    return float(f"{statistics.median(times):.4g}")  # what follows is noise
 
 
 def _line(points: Sequence[tuple[int, float]]) -> _Line:

@@ -185,8 +185,7 @@ def check_device(device: torch.device) -> torch.device:
     if not torch.cuda.is_available():
         build = "is built for the CPU only" if torch.version.cuda is None else "finds no GPU or no driver"
         raise ChunkflowError(
-            f"There is no {device}: this torch ({torch.__version__}) {build}. Run chunkflow doctor, "
-            "or place the model on the cpu."
+            f"There is no {device}: this torch ({torch.__version__}) {build}. Run chunkflow doctor, or stay on the cpu."
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():

@@ -83,13 +83,14 @@ class Wire:
                 return
             if self.lanes[self.turn].left <= 0 or self.quantum <= 0:
                 self.turn, self.quantum = self._next(waiting), float(self.emulation.quantum)
-            # Nobody else's turn comes: the rest in one piece, of which a newcomer waits for no more than a quantum.
-            rest = self.lanes[self.turn].left if len(waiting) == 1 else 0.0
-            self.quantum = rest or min(self.quantum, self.emulation.quantum)
-            found = self.lanes[self.turn]
-            amount = min(found.left, self.quantum, (until - self.now) * self.emulation.bandwidth)
+            found, alone = self.lanes[self.turn], len(waiting) == 1
+            amount = min(found.left, (until - self.now) * self.emulation.bandwidth)
+            if not alone:
+                amount = min(amount, self.quantum)
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             found.left, self.quantum = found.left - amount, self.quantum - amount
+            if alone:  # many quanta at once; a newcomer waits for the rest of the one under way
+                self.quantum %= self.emulation.quantum
             if found.left <= _NOTHING:
                 found.left, found.over, self.quantum = 0.0, self.now, 0.0
             elif amount <= 0:  # what is left of the time is too short for a byte

@@ -105,6 +105,7 @@ class Measured:
             compute_s=tuple(s + share for s in self.windows.compute_s),
             collective_s=tuple(self.alone_s),
             copy_rate=self.copy_rate,
+            copying=min(1.0, self.copy_s / self.step_s) if self.step_s else 0.0,
         )
 
     @staticmethod

@@ -32,7 +32,8 @@ turns with the others', in random order. `chunkflow` and `misjudged` have the by
 behind it, an arm has the bytes of so many of the blocks on top of them. `misjudged` is planned from a link taken for twice
 as fast, and compute for twice as slow, as they are; `replanned` is the same with `replan_after=2`.
 
-*Predicted* is the program of the arm played on what regions and exchanges took in the resident arm of the same run.
+*Predicted* is the program of the arm played on what regions and exchanges took in the resident arm of the same run, and on
+one factor, of all its arms, by which copies stretched compute: they take time of its cores.
 *Collectives inflated* leaves out the time that one rank waited for the other.
 """
 
@@ -109,8 +110,13 @@ def _findings(found: BenchRecord, link: LinkEmulation) -> Iterator[str]:
             )
     off = {n: p.step_s / step[n] - 1 for n, p in found.predicted.items() if p.step_s}
     worst = max(off, key=lambda n: abs(off[n]))
+    waits = {n: (p.exposed_h2d_s or 0.0) - (arms[n].exposed_h2d_s or 0.0) for n, p in found.predicted.items()}
+    longest = max(waits, key=lambda n: abs(waits[n]) / step[n])
     equal = all(arm.equal_to_resident for arm in arms.values())
-    yield f"the prediction is off by at most {100 * abs(off[worst]):.1f} % ({worst})"
+    yield (
+        f"the predicted step is off by at most {100 * abs(off[worst]):.1f} % ({worst}), the predicted wait by at most "
+        f"{1e3 * abs(waits[longest]):.0f} ms, {100 * abs(waits[longest]) / step[longest]:.1f} % of the step ({longest})"
+    )
     yield f"outputs are {'equal' if equal else 'NOT EQUAL'} bit for bit over all arms and steps"
 
 

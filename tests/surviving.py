@@ -1,0 +1,76 @@
+"""A model under faults: how one is caused, and what it must survive."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import programs, restore
+from chunkflow_compile.runtime.runner import Session
+
+OPTIONS = {**OPTIONS, "lowering": "eager"}
+
+
+def stack(layers: int = 4) -> Stack:
+    torch.manual_seed(0)
+    return Stack(layers).eval()
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+
+
+def assert_survives(model: nn.Module, twin: nn.Module, **options: object) -> None:
+    """Saves the model, restores it, and compiles it again; all of it equal to ``twin``."""
+    buffer = io.BytesIO()
+    torch.save(model.state_dict(), buffer)
+    buffer.seek(0)
+    saved = torch.load(buffer)
+    assert list(saved) == list(twin.state_dict())
+    assert all(torch.equal(saved[n], v) for n, v in twin.state_dict().items())
+    restore(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    torch._dynamo.reset()
+    again = compiled(model, **options)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        assert torch.equal(again(x), twin(x))
+    assert programs(model)[-1].measurements[-1].moved_bytes > 0
+    restore(model)
+    assert torch.equal(model(x), twin(x))
+
+
+def goes_on(model: nn.Module, twin: nn.Module, run: nn.Module) -> None:
+    """The same program, from a cold start."""
+    for cold in (True, False):
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+        assert (programs(model)[-1].measurements[-1].primed_bytes > 0) == cold
+
+
+def fail_at(function: Callable[..., Any], call: int, error: BaseException) -> Callable[..., Any]:
+    """``function``, which raises in its call number ``call``."""
+    calls = 0
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            raise error
+        return function(*args, **kwargs)
+
+    return failing
+
+
+def run_once() -> tuple[Stack, Stack, nn.Module, Session]:
+    """A model, its twin, the model compiled and called, and its program."""
+    model, twin = stack(), stack()
+    run = compiled(model)
+    run(torch.randn(4, 8))
+    return model, twin, run, programs(model)[0]
