@@ -67,7 +67,8 @@ class Hardware:
     collective_slowdown: float
     """Factor, at least 1, by which a copy in flight stretches a collective; 1 if the link is not shared."""
     compute_slowdown: float = 1.0
-    """Factor, at least 1, by which a copy in flight stretches compute: it takes memory bandwidth, on a CPU time of a core."""
+    """Factor, at least 1, by which a copy in flight stretches compute, and the latency of collectives: it takes memory
+    bandwidth, on a CPU time of a core."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
     """A link to emulate while programs run; None for the machine's own."""

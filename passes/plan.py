@@ -116,9 +116,10 @@ class Span(NamedTuple):
 class Prediction:
     """What the cost model expects of a step, once steps follow each other.
 
-    ``exposed_s``: compute waits for weights.  ``collective_s``: collectives from start to end, ``inflation_s`` of it
-    because copies run beside them.  ``copy_s``: the link carries weights.  ``peak_bytes``: most weight bytes that are on
-    the device at once.  ``resident_step_s``: the step with all weights on the device.
+    ``compute_s``: with what copies add to it.  ``exposed_s``: compute waits for weights.  ``collective_s``: collectives from
+    start to end, ``inflation_s`` of it because copies run beside them.  ``copy_s``: the link carries weights.
+    ``peak_bytes``: most weight bytes that are on the device at once.  ``resident_step_s``: the step with all weights on
+    the device.
     """
 
     step_s: float

@@ -31,8 +31,9 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step of many.  Seconds from its start; ``slack``: weight -> seconds from its arrival to its first reader, or
-    minus the seconds that the reader waited for it.  ``peak_bytes``: most streamed bytes in slots at once."""
+    """One step of many.  Seconds from its start; ``compute_s``: with what copies add to it.  ``slack``: weight -> seconds
+    from its arrival to its first reader, or minus the seconds that the reader waited for it.  ``peak_bytes``: most streamed
+    bytes in slots at once."""
 
     step_s: float
     compute_s: float
@@ -54,18 +55,16 @@ class Simulator:
         Raises ChunkflowError if it was measured on another problem.
         """
         self.problem = problem
-        self.hardware = hardware if timings is None else timings.machine(hardware)
+        self.hardware = hardware if timings is None else timings.machine(hardware, chunk_bytes)
         self.chunk_bytes = chunk_bytes
         self.strain = 1.0
         self.compute_s = [r.cost.seconds(hardware) for r in problem.regions]
-        self.collective_s = [
-            hardware.collective_latency_s + c.nbytes / hardware.collective_bandwidth for c in problem.collectives
-        ]
+        crossing = [c.nbytes / self.hardware.collective_bandwidth for c in problem.collectives]
+        self.collective_s = [hardware.collective_latency_s + s for s in crossing]
         if timings is not None:
             timings.check(problem)
             self.compute_s = timings.regions(problem, self.hardware)
             self.collective_s = timings.collectives(problem, self.collective_s)
-        crossing = (c.nbytes / self.hardware.collective_bandwidth for c in problem.collectives)
         self.link_s = [min(alone, link) for alone, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
 

@@ -22,8 +22,8 @@ class Timings:
 
     ``compute_s``: of each region, with the host's share of the step.  ``collective_s``: of the collectives that are awaited
     in front of each region, alone on the link; None where there never was a moment without copies, 0 without collectives.
-    ``copy_rate``: bytes/s of a copy that has the link to itself, None if none was seen.  ``copying``: share of the step, 0 to
-    1, that copies were under way beside what was timed.  ``compute_slowdown``: factor by which they were seen to stretch
+    ``copy_rate``: bytes/s of a copy that has the link to itself, None if none was seen.  ``copying``: share, 0 to 1, of what
+    was timed that had a copy beside it.  ``compute_slowdown``: factor by which they were seen to stretch
     compute, None if that was not told.
     """
 
@@ -42,16 +42,18 @@ class Timings:
                 "options differ. Measure this one, by calling it compiled with options={'dump': DIR}."
             )
 
-    def machine(self, hardware: Hardware) -> Hardware:
+    def machine(self, hardware: Hardware, chunk_bytes: int) -> Hardware:
         """``hardware`` with the copies that were seen, and what they did to compute; overheads of a chunk are in their rate.
 
-        Bytes of collectives, which are never seen without their latency, cross a shared link faster or slower by as much.
+        Bytes of collectives, which are never seen without their latency, cross a shared link faster or slower than the
+        profile says by as much as chunks of ``chunk_bytes``.
         """
         seen: dict[str, Any] = {"name": f"{hardware.name}, as measured"}
         if self.compute_slowdown is not None:
             seen["compute_slowdown"] = self.compute_slowdown
         if (rate := self.copy_rate) is not None:
-            off = rate / hardware.copy_rate if hardware.shared_link else 1.0
+            said = chunk_bytes / (chunk_bytes / hardware.copy_rate + hardware.chunk_s)
+            off = rate / said if hardware.shared_link else 1.0
             seen |= {"h2d_bandwidth": rate, "eta_pref": 1.0, "chunk_s": 0.0}
             seen["collective_bandwidth"] = off * hardware.collective_bandwidth
         return replace(hardware, **seen)

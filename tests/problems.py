@@ -89,19 +89,23 @@ def small_problems(draw: st.DrawFn, chunks: int = 5) -> Problem:
 
 def machines() -> st.SearchStrategy[Hardware]:
     shared = st.builds(
-        lambda copy, collective, compute, rate: replace(
-            MACHINE,
-            copy_slowdown=copy,
-            collective_slowdown=collective,
+        lambda copy, collective: replace(MACHINE, copy_slowdown=copy, collective_slowdown=collective),
+        st.sampled_from([1.0, 2.0, 3.0]),
+        st.sampled_from([1.0, 2.0, 3.0]),
+    )
+    apart = st.just(replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0))
+    return st.builds(
+        lambda link, compute, latency, rate: replace(
+            link,
             compute_slowdown=compute,
+            collective_latency_s=latency * 1e-6,
             h2d_bandwidth=CHUNK * rate * 1e6,
         ),
-        st.sampled_from([1.0, 2.0, 3.0]),
-        st.sampled_from([1.0, 2.0, 3.0]),
+        shared | apart,
         st.sampled_from([1.0, 1.0, 1.1, 1.5]),
+        st.sampled_from([0.0, 0.0, 0.5, 2.0]),
         st.sampled_from([0.5, 1.0, 2.0]),
     )
-    return shared | st.just(replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0))
 
 
 def blocks_problem(blocks: int, compute: float = 40.0, exchange: float = 4.0) -> Problem:

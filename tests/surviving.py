@@ -14,7 +14,7 @@ from torch import nn
 from chunkflow_compile import programs, restore
 from chunkflow_compile.runtime.runner import Session
 
-OPTIONS = {**OPTIONS, "lowering": "eager"}
+EAGER = {**OPTIONS, "lowering": "eager"}
 
 
 def stack(layers: int = 4) -> Stack:
@@ -23,7 +23,7 @@ def stack(layers: int = 4) -> Stack:
 
 
 def compiled(model: nn.Module, **options: object) -> nn.Module:
-    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, **options})
 
 
 def assert_survives(model: nn.Module, twin: nn.Module, **options: object) -> None:

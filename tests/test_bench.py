@@ -50,6 +50,7 @@ def test_what_copies_do_to_compute_is_told_from_all_arms() -> None:
     assert seen_slowdown([arms, slow]) == pytest.approx(1 + 0.4 / 3)
     assert seen_slowdown([{**arms, "layerwise": Share(1.7, 1.0)}]) == 1, "noise"
     assert seen_slowdown([{"resident": Share(2.0, 0.0)}]) == 1
+    assert seen_slowdown([{"resident": Share(2.0, 0.0), "chunkflow": Share(2.2, 0.01)}]) == 1, "too few copies to tell"
 
 
 def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

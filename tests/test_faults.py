@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from helpers import Stack, UlyssesStack
 from safetensors.torch import load_file, save_file
-from surviving import OPTIONS, assert_survives, compiled, fail_at, goes_on, run_once, stack
+from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
@@ -139,7 +139,7 @@ def test_a_checkpoint_that_ends_early_never_becomes_a_model(tmp_path: Path) -> N
         type(model).from_pretrained(tmp_path)
     with torch.no_grad():
         want = model(**small_inputs("wan", size, 0))[0]
-        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
         assert torch.equal(run(**small_inputs("wan", size, 0))[0], want)
 
 
@@ -219,7 +219,7 @@ def test_pickling(write: Callable[[object], object], running: tuple[Stack, Stack
 def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -> None:
     """The last of three ranks dies, or does not arrive, in its second step; the others end with an error and go on as two."""
     torch.set_num_threads(1)
-    options = {**OPTIONS, "min_bytes": 1024, "debug": debug}
+    options = {**EAGER, "min_bytes": 1024, "debug": debug}
     timeout = timedelta(seconds=8)
     dist.init_process_group("gloo", init_method=f"file://{folder}/three", rank=rank, world_size=3, timeout=timeout)
     torch.manual_seed(0)

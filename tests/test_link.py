@@ -52,7 +52,7 @@ def test_a_transfer_that_comes_later_has_half_from_then_on() -> None:
     assert finish(found, 0) == pytest.approx(1.5, abs=0.01) and finish(found, 1) == pytest.approx(2.0, abs=0.01)
 
 
-@pytest.mark.parametrize("begun", [0.1, 0.4, 0.9, 7.4])
+@pytest.mark.parametrize("begun", [0.1, 0.4, 0.9, 1.0, 7.4])
 def test_a_newcomer_waits_for_the_rest_of_a_quantum(begun: float) -> None:
     """``begun``: quanta that the other lane has carried alone."""
     found = wire(quantum=1000)

@@ -17,7 +17,7 @@ from chunkflow_compile.passes.schedule import schedule, transfers
 from chunkflow_compile.passes.search import STRAIN, Planner
 from chunkflow_compile.passes.timeline import Simulator
 from chunkflow_compile.passes.timings import Timings
-from chunkflow_compile.runtime.measurement import Measured, StepMeasurement, WindowSeconds, measured
+from chunkflow_compile.runtime.measurement import Measured, StepMeasurement, WindowSeconds, copying_share, measured
 from chunkflow_compile.runtime.traffic import Copied, Traffic, Transfer
 
 PROBLEM = blocks_problem(3)
@@ -133,7 +133,9 @@ def test_what_had_company_on_the_link_is_not_taken_for_its_speed() -> None:
     assert took.alone_s == [0.2, None] and took.copy_rate == pytest.approx(300 / 5.0)
     assert Measured.from_json(took.to_json()) == took
     found = took.timings()
-    assert found.copying == pytest.approx(2.5 / took.step_s)
+    assert found.copying == pytest.approx(2.5 / took.step_s) == copying_share(10.0, 0.0, 10 * 2.5 / took.step_s)
+    assert copying_share(100.0, 40.0, 60.0) == pytest.approx(1 / 3), "while compute waits, a copy is beside nothing"
+    assert copying_share(1.0, 1.0, 1.0) == 0 and copying_share(1.0, 0.5, 2.0) == 1
     assert sum(found.compute_s) == pytest.approx(took.step_s - took.collective_s), "the host's share is in it"
     assert replace(took, copy_rate=None).timings().copy_rate is None
 

@@ -13,18 +13,20 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from chunkflow_compile.hardware.beside import compute_slowdown
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.timings import Timings
 from chunkflow_compile.placing import offload, programs, restore
-from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, measured
+from chunkflow_compile.runtime.device import make_port
+from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
 from chunkflow_compile.runtime.runner import Code, Session
 from chunkflow_compile.simulate.arms import play_program
 
@@ -34,8 +36,11 @@ from .link_error import link_error
 from .peers import make_peer
 from .subject import build, first
 
+T = TypeVar("T")
 # Resident steps that the plans are made from, behind one that pays for first touches.
 CALIBRATION = 3
+# Share of the compute of all arms beside copies from which on it tells what they do to it.
+_LEAST_BESIDE = 0.05
 
 
 def count_steps(job: Job) -> int:
@@ -44,7 +49,7 @@ def count_steps(job: Job) -> int:
 
 
 class Share(NamedTuple):
-    """Of an arm's step: its compute, and the share of it, 0 to 1, that copies were under way."""
+    """Of an arm's step: its compute, and the share of it, 0 to 1, that had a copy beside it."""
 
     compute_s: float
     copying: float
@@ -60,7 +65,6 @@ class Turns:
         machine = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.hardware = machine if job.link is None else on_emulated_link(machine, job.link, job.ranks)
         self.profile = Path(job.folder) / f"hardware{rank}.json"
-        self.profile.write_text(self.hardware.to_json())
         self.times: dict[str, list[float]] = {a.name: [] for a in job.arms}
         self.host: dict[str, list[float]] = {a.name: [] for a in job.arms}
         self.peaks: dict[str, int] = {}
@@ -71,7 +75,13 @@ class Turns:
 
     def run(self) -> RankRun:
         job = self.job
-        link = None if job.link is None else link_error(job.link)
+        link = None
+        if job.link is not None:
+            self.progress.set_description("measure the link")
+            link = link_error(job.link)
+            slowdown = compute_slowdown(self.device, make_port(job.link), dist.barrier)
+            self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
+        self.profile.write_text(self.hardware.to_json())
         self.progress.set_description("compile")
         self._compile()
         self.progress.update()
@@ -140,9 +150,7 @@ class Turns:
     def _timings(self, resident: Plan, steps: Sequence[StepMeasurement]) -> Timings:
         """What regions and collectives take here, with all weights resident; the mean over the ranks."""
         mine = measured(resident, steps).timings()
-        everyone: list[Any] = [mine] * self.job.processes
-        if self.job.processes > 1:
-            dist.all_gather_object(everyone, mine)
+        everyone = self._gather(mine)
         return replace(
             mine,
             compute_s=tuple(fmean(column) for column in zip(*(t.compute_s for t in everyone), strict=True)),
@@ -154,15 +162,19 @@ class Turns:
         mine = {
             name: Share(
                 compute_s=median(sum(m.windows.compute_s) for m in steps),
-                copying=median(m.copy_s for m in steps) / median(m.step_s for m in steps),
+                copying=median(copying_share(m.step_s, m.exposed_h2d_s, m.copy_s) for m in steps),
             )
             for name, steps in self.measurements.items()
             if steps
         }
-        everyone: list[Any] = [mine] * self.job.processes
+        return seen_slowdown(self._gather(mine))
+
+    def _gather(self, mine: T) -> list[T]:
+        """What each rank has."""
+        everyone = [mine] * self.job.processes
         if self.job.processes > 1:
             dist.all_gather_object(everyone, mine)
-        return seen_slowdown(everyone)
+        return everyone
 
     def _codes(self, timings: Timings) -> dict[str, Code]:
         """A program for each arm of ours, of the same regions."""
@@ -263,10 +275,14 @@ class Turns:
 
 
 def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
-    """The factor, at least 1, by which copies stretched compute: over all arms, against the resident one of each rank."""
-    more = sum(arm.compute_s - arms[RESIDENT].compute_s for arms in ranks for arm in arms.values())
-    copying = sum(arms[RESIDENT].compute_s * arm.copying for arms in ranks for arm in arms.values())
-    return max(1.0, 1 + more / copying) if copying else 1.0
+    """The factor, at least 1, by which copies stretched compute: over all arms, against the resident one of each rank.
+
+    1 where so few copies ran that the factor would be noise.
+    """
+    pairs = [(arm, arms[RESIDENT].compute_s) for arms in ranks for arm in arms.values()]
+    more, base = sum(arm.compute_s - alone for arm, alone in pairs), sum(alone for _, alone in pairs)
+    beside = sum(arm.copying * alone for arm, alone in pairs)
+    return max(1.0, 1 + more / beside) if beside > _LEAST_BESIDE * base else 1.0
 
 
 def _difference(value: torch.Tensor, right: torch.Tensor) -> float:

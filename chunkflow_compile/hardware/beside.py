@@ -7,7 +7,8 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from itertools import pairwise
+from concurrent.futures import ThreadPoolExecutor
+from itertools import cycle, pairwise
 from typing import Any
 
 import torch
@@ -18,56 +19,75 @@ from chunkflow_compile.runtime.cuda import register
 from chunkflow_compile.runtime.host_memory import near_cpus, own_pages
 from chunkflow_compile.runtime.link import Port
 
+MIB = 1 << 20
 REPEATS = 7
 # Compute is timed alone and beside copies this often in turns: a machine is not the same from one second to the next.
-TURNS = 5
+TURNS = 24
+# Blocks between two marks on a GPU: so long that the host, which issues them, is not in the figure.
+_BLOCKS = 8
+# Copies walk through so much memory that none of it is in a cache when its turn comes.
+_WALK = 128 * MIB
 # A factor below it is noise.
 _LEAST = 1.02
 # Copies that are enqueued before the first of them is waited for.
 _AHEAD = 4
 
 
-def copier(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
-    """A copy from host memory to the device, on the engine that the runtime uses; through ``port`` if there is one."""
-    source = torch.ones(size, dtype=torch.uint8)
-    target = torch.ones(size, dtype=torch.uint8, device=device)
+def copier(device: torch.device, size: int, port: Port | None = None, walk: int = 0) -> Callable[[], object]:
+    """A copy of ``size`` bytes from host memory to the device, on the engine that the runtime uses; through ``port`` if
+    there is one.  ``walk``: bytes that the copies go through one after the other, at least ``size``."""
+    pieces = max(1, walk // size)
+    source = torch.ones(pieces * size, dtype=torch.uint8)
+    targets = torch.ones(pieces * size, dtype=torch.uint8, device=device).split(size)
     if device.type == "cpu":
+        turns = cycle(zip(targets, source.split(size), strict=True))
 
         def copy() -> None:
             start = time.monotonic()
-            copy_host_bytes(target, source)
+            copy_host_bytes(*next(turns))
             if port is not None:
                 port.send("copy", size, start)
 
         return copy
     pinned = own_pages(source, near_cpus(device))
     unpin = register(pinned)
+    turns = cycle(zip(targets, pinned.split(size), strict=True))
 
     def copy_pinned() -> None:
-        target.copy_(pinned, non_blocking=True)
+        target, piece = next(turns)
+        target.copy_(piece, non_blocking=True)
 
     weakref.finalize(copy_pinned, unpin)
     return copy_pinned
 
 
-def compute_slowdown(device: torch.device, size: int, port: Port | None = None) -> float:
-    """The factor by which copies of ``size`` bytes, one behind the other, stretch compute of the kind that blocks do."""
-    tokens, width = (1024, 512) if device.type == "cpu" else (8192, 4096)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+def compute_slowdown(
+    device: torch.device, port: Port | None = None, meet: Callable[[], object] = lambda: None
+) -> float:
+    """The factor by which copies, one behind the other, stretch compute of the kind that blocks do.
+
+    ``meet``: a barrier of all ranks, which are to copy at the same time, and to be quiet at the same time.
+    """
+    host = device.type == "cpu"
+    # On the CPU such that several copies fall into each time that is taken, with an emulated link too.
+    tokens, width, size = (512, 512, MIB) if host else (8192, 4096, 16 * MIB)
     x, into, back = (
-        torch.randn(shape, device=device, dtype=dtype)
+        torch.randn(shape, device=device, dtype=torch.float32 if host else torch.bfloat16)
         for shape in ((tokens, width), (width, 4 * width), (4 * width, width))
     )
 
-    def mlp() -> None:
-        _ = x + F.gelu(F.layer_norm(x, (width,)) @ into) @ back
+    def blocks() -> None:
+        for _ in range(1 if host else _BLOCKS):
+            _ = x + F.gelu(F.layer_norm(x, (width,)) @ into) @ back
 
-    found = []
+    copy, found = copier(device, size, port, _WALK), []
     for _ in range(TURNS):
-        alone = median_seconds(device, mlp, own_stream=True)
-        found.append(factor(beside_copies(device, mlp, REPEATS, size, port)[1], alone))
+        meet()
+        alone = median_seconds(device, blocks, 1, own_stream=True)
+        meet()
+        found.append(factor(beside_copies(device, blocks, 1, copy)[1], alone))
     middle = statistics.median(found)
-    return middle if middle >= _LEAST else 1.0
+    return round(middle, 2) if middle >= _LEAST else 1.0
 
 
 def factor(beside: float, alone: float) -> float:
@@ -76,41 +96,46 @@ def factor(beside: float, alone: float) -> float:
 
 
 def beside_copies(
-    device: torch.device, work: Callable[[], object], repeats: int, size: int, port: Port | None
+    device: torch.device, work: Callable[[], object], repeats: int, copy: Callable[[], object]
 ) -> tuple[float, float]:
-    """Median seconds of a copy of ``size`` bytes and of ``work`` while the other runs all the time."""
-    copies: list[float] = []
-    over = threading.Event()
+    """Median seconds of ``copy`` and of ``work`` while the other runs all the time."""
+    begun, over = threading.Event(), threading.Event()
 
-    def keep_copying() -> None:
-        copy = copier(device, size, port)
+    def keep_copying() -> list[float]:
         if device.type == "cuda":
-            copies.extend(_copies_back_to_back(device, copy, over))
-            return
+            return _copies_back_to_back(device, copy, begun, over)
+        copies: list[float] = []
         while not over.is_set():
             start = time.perf_counter()
             copy()
             copies.append(time.perf_counter() - start)
+            begun.set()
+        return copies
 
-    thread = threading.Thread(target=keep_copying)
-    thread.start()
-    try:
-        beside = median_seconds(device, work, repeats, own_stream=True)
-    finally:
-        over.set()
-        thread.join()
-    return statistics.median(copies), beside
+    with ThreadPoolExecutor(1) as thread:
+        copying = thread.submit(keep_copying)
+        copying.add_done_callback(lambda _: begun.set())  # it may have failed
+        begun.wait()
+        try:
+            beside = median_seconds(device, work, repeats, own_stream=True)
+        finally:
+            over.set()
+        return statistics.median(copying.result()), beside
 
 
-def _copies_back_to_back(device: torch.device, copy: Callable[[], object], over: threading.Event) -> list[float]:
+def _copies_back_to_back(
+    device: torch.device, copy: Callable[[], object], begun: threading.Event, over: threading.Event
+) -> list[float]:
     """Seconds of each copy on a stream that always has more of them, as the device sees them: the host is not in it."""
     marks: list[Any] = []
+    torch.cuda.set_device(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
         while not over.is_set():
             marks.append(_mark())
             copy()
             if len(marks) > _AHEAD:
                 marks[-_AHEAD].synchronize()
+                begun.set()
         marks.append(_mark())
         marks[-1].synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]

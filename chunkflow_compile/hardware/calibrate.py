@@ -1,7 +1,7 @@
 """Calibrate: measures a machine into a profile, on the CPU or on CUDA.
 
 Stages, each a median of repetitions: GEMM and attention rates by dtype, memory bandwidth, the cost of a call, H2D time
-against size, and over two ranks a collective alone, a copy alone, both at once, and compute beside copies.
+against size, compute beside copies, and over two ranks a collective alone, a copy alone, and both at once.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def calibrate(
     it run on.  ``loopback``: collectives are those of one process, through host memory, which one GPU can measure.
     """
     link = RANKS if device.type == "cpu" or loopback or torch.cuda.device_count() >= RANKS else 1
-    with tqdm(total=6 if link > 1 else 5, unit="stage") as progress:
+    with tqdm(total=6, unit="stage") as progress:
 
         def stage(text: str) -> None:
             progress.set_description(text)
@@ -76,12 +76,11 @@ def calibrate(
             [(size, median_seconds(device, copier(device, size, _make_link(emulated)))) for size in COPY_SIZES]
         )
         progress.update()
-        together = None
-        if link > 1:
-            stage("collectives and compute, alone and beside copies")
-            together = _on_ranks(device, emulated, loopback)
-            progress.update()
-    profile = _profile(name, device, gemms, attention, memory, launch, copy, together)
+        stage("collectives and compute, alone and beside copies")
+        together = _on_ranks(device, emulated, loopback) if link > 1 else None
+        slowdown = together.compute_slowdown if together else compute_slowdown(device)
+        progress.update()
+    profile = _profile(name, device, gemms, attention, memory, launch, copy, slowdown, together)
     return profile if emulated is None else replace(profile, link_emulation=emulated)
 
 
@@ -103,6 +102,7 @@ def _profile(
     memory: float,
     launch: float,
     copy: _Line,
+    slowdown: float,
     together: _Together | None,
 ) -> Hardware:
     by = f"measured on {device_name(device)}, torch {torch.__version__}"
@@ -122,7 +122,7 @@ def _profile(
         shared_link=shared,
         copy_slowdown=together.copy_slowdown if together and shared else 2.0 if shared else 1.0,
         collective_slowdown=together.collective_slowdown if together and shared else 2.0 if shared else 1.0,
-        compute_slowdown=together.compute_slowdown if together else 1.0,
+        compute_slowdown=slowdown,
         sources={
             "peak_flops": f"{by}: square GEMMs",
             "eta_comp": f"{by}: mean of GEMM and attention rates over the GEMM rate",
@@ -138,7 +138,7 @@ def _profile(
             "shared_link": f"{by}: a factor above 1.05" if together else alone + "assumption",
             "copy_slowdown": f"{by}: beside a collective" if together else alone + "a fair share",
             "collective_slowdown": f"{by}: beside copies" if together else alone + "a fair share",
-            "compute_slowdown": f"{by}: an MLP beside copies" if together else alone + "assumption",
+            "compute_slowdown": f"{by}: an MLP beside copies",
         },
     )
 
@@ -212,12 +212,12 @@ def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loo
         exchange, size = _exchange(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
         copy_alone = median_seconds(device, copier(device, size, port), own_stream=True)
         exchange_alone = median_seconds(device, exchange, ROUNDS_BESIDE, own_stream=True)
-        copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, size, port)
+        copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, copier(device, size, port))
         found = _Together(
             alone,
             copy_slowdown=factor(copy_beside, copy_alone),
             collective_slowdown=factor(exchange_beside, exchange_alone),
-            compute_slowdown=compute_slowdown(device, MIB, port),
+            compute_slowdown=compute_slowdown(device, port, dist.barrier),
         )
         if rank == 0:
             torch.save(found, Path(folder) / "rank0.pt")

@@ -71,7 +71,7 @@ class Annotator(FlopNotes):
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         spans = plan.predicted.spans if plan is not None and plan.predicted is not None else ()
         self.took = {s.name: s.end - s.start for s in spans if s.lane == "collective"}
-        # What the plan was made with, which need not be this machine; copies and collectives with what slows them.
+        # What the plan was made with, which need not be this machine; all with what copies and collectives add to each other.
         self.planned = {s.name: s.end - s.start for s in spans if s.lane in ("compute", "copy")}
         self.same = plan is None or plan.hardware == hardware.name
         self.starts = [s.start for s in spans if s.lane == "compute"]

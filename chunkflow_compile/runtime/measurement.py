@@ -105,7 +105,7 @@ class Measured:
             compute_s=tuple(s + share for s in self.windows.compute_s),
             collective_s=tuple(self.alone_s),
             copy_rate=self.copy_rate,
-            copying=min(1.0, self.copy_s / self.step_s) if self.step_s else 0.0,
+            copying=copying_share(self.step_s, self.exposed_s, self.copy_s),
         )
 
     @staticmethod
@@ -119,6 +119,12 @@ class Measured:
             return Measured(**{**body, "windows": WindowSeconds(**body["windows"])})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ChunkflowError(f"This is not a measurement of ChunkFlow: {error!r}.") from error
+
+
+def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
+    """The share, 0 to 1, of compute and collectives with a copy beside them.  While compute waits, one is under way."""
+    work_s = step_s - exposed_s
+    return min(1.0, max(0.0, copy_s - exposed_s) / work_s) if work_s > 0 else 0.0
 
 
 def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
