@@ -61,14 +61,17 @@ def _parse(name: str) -> Arm:
     return Arm(name, found, int(percent) / 100)
 
 
-def settings_of(arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float) -> Mapping[str, Any]:
+def settings_of(
+    arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float, most: float = 1.0
+) -> Mapping[str, Any]:
     """What the passes are told for an arm of ours.
 
-    ``layerwise``: that plan, whose bytes are everyone's budget; ``rate``: of the link.
+    ``layerwise``: that plan, whose bytes are everyone's budget; ``rate``: of the link; ``most``: share of all bytes that the
+    budget is cut to.
     """
     if arm.policy not in BUDGETED:
         return {"policy": arm.policy, "timings": timings}
-    memory = layerwise.device_bytes
+    memory = min(layerwise.device_bytes, round(most * problem.total_bytes))
     if arm.residency:
         memory += round(arm.residency * len(blocks_of(problem))) * block_bytes(problem)
     if arm.name in (MISJUDGED, REPLANNED):

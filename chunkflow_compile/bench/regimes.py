@@ -22,7 +22,10 @@ BUDGETS = (0, 20, 40, 60)
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """``family``: of small models.  ``bandwidth``: bytes/s into a rank.  ``arms``: what is measured by default."""
+    """``family``: of small models.  ``bandwidth``: bytes/s into a rank.  ``arms``: what is measured by default.
+
+    ``most``: share of all weight bytes that chunkflow is given at most, where layerwise has more.
+    """
 
     family: str
     size: Size
@@ -30,6 +33,7 @@ class Regime:
     chunk_bytes: int
     arms: tuple[str, ...]
     shows: str
+    most: float = 1.0
 
 
 # 512 wide: a projection is 1 MiB in float32, so that it is streamed, and is cut into chunks.
@@ -45,6 +49,7 @@ REGIMES: Mapping[str, Regime] = {
         chunk_bytes=_CHUNK,
         arms=PEERS,
         shows="many tokens: every copy hides",
+        most=0.5,  # of three blocks layerwise holds two and fetches the third: all bytes
     ),
     "contention": Regime(
         family="wan",

@@ -188,7 +188,9 @@ class Turns:
             made = {"layerwise": layerwise, RESIDENT: code}.get(arm.policy)
             if made is None:
                 plan, problem = layerwise.program.plan, code.program.problem
-                made = code.remade(**settings_of(arm, plan, problem, timings, self.hardware.copy_rate))
+                made = code.remade(
+                    **settings_of(arm, plan, problem, timings, self.hardware.copy_rate, self.job.regime.most)
+                )
             codes[arm.name] = replace(made, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.progress.update()
         return codes

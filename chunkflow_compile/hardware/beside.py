@@ -27,8 +27,6 @@ TURNS = 24
 _BLOCKS = 8
 # Copies walk through so much memory that none of it is in a cache when its turn comes.
 _WALK = 128 * MIB
-# A factor below it is noise.
-_LEAST = 1.02
 # Copies that are enqueued before the first of them is waited for.
 _AHEAD = 4
 
@@ -86,13 +84,12 @@ def compute_slowdown(
         alone = median_seconds(device, blocks, 1, own_stream=True)
         meet()
         found.append(factor(beside_copies(device, blocks, 1, copy)[1], alone))
-    middle = statistics.median(found)
-    return round(middle, 2) if middle >= _LEAST else 1.0
+    return round(statistics.median(found), 3)
 
 
 def factor(beside: float, alone: float) -> float:
     """At least 1: nothing is faster in company but by noise."""
-    return round(max(1.0, beside / alone), 2)
+    return max(1.0, beside / alone)
 
 
 def beside_copies(

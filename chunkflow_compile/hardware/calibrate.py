@@ -33,6 +33,8 @@ COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
 # Fixed, because all ranks must call as often; enough that some hundred milliseconds of copies run beside them.
 ROUNDS_BESIDE = 40
+# A slowdown of compute below it is noise, which would keep plans from streaming.
+LEAST_SLOWDOWN = 1.02
 _TIMEOUT = timedelta(minutes=2)
 
 
@@ -122,7 +124,7 @@ def _profile(
         shared_link=shared,
         copy_slowdown=together.copy_slowdown if together and shared else 2.0 if shared else 1.0,
         collective_slowdown=together.collective_slowdown if together and shared else 2.0 if shared else 1.0,
-        compute_slowdown=slowdown,
+        compute_slowdown=round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0,
         sources={
             "peak_flops": f"{by}: square GEMMs",
             "eta_comp": f"{by}: mean of GEMM and attention rates over the GEMM rate",
@@ -215,8 +217,8 @@ def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loo
         copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, copier(device, size, port))
         found = _Together(
             alone,
-            copy_slowdown=factor(copy_beside, copy_alone),
-            collective_slowdown=factor(exchange_beside, exchange_alone),
+            copy_slowdown=round(factor(copy_beside, copy_alone), 2),
+            collective_slowdown=round(factor(exchange_beside, exchange_alone), 2),
             compute_slowdown=compute_slowdown(device, port, dist.barrier),
         )
         if rank == 0:

@@ -28,8 +28,9 @@ ABOUT = """\
 Real ranks, real compiled regions, real copies and exchanges; **the link is emulated**: a receive port a rank, of the
 bandwidth named, which chunks and the incoming bytes of collectives share in turns of 256 KiB. Nothing here was measured on
 a GPU. A model is compiled once; every arm is a plan of its own on the same lowered regions, and its steps are taken in
-turns with the others', in random order. `chunkflow` and `misjudged` have the bytes that `layerwise` takes; with a share
-behind it, an arm has the bytes of so many of the blocks on top of them. `misjudged` is planned from a link taken for twice
+turns with the others', in random order. `chunkflow` and `misjudged` have the bytes that `layerwise` takes, in
+compute-rich half of all bytes, because there it takes them all; with a share behind it, an arm has the bytes of so many of
+the blocks on top of them. `misjudged` is planned from a link taken for twice
 as fast, and compute for twice as slow, as they are; `replanned` is the same with `replan_after=2`.
 
 *Predicted* is the program of the arm played on what regions and exchanges took in the resident arm of the same run, and on
