@@ -49,27 +49,39 @@ def main() -> None:
         metavar="N|REGIME=N",
         help="that count, an arm (default 6); a single one is off by a tenth, so that figures to keep want more",
     )
-    parser.add_argument("--only", choices=REGIMES, action="append", help="these regimes alone")
+    parser.add_argument(
+        "--only", choices=REGIMES, action="append", help="these regimes anew; what the page says of others stays"
+    )
     arguments = parser.parse_args()
-    steps = _steps(arguments.steps)
-    start, parts = time.monotonic(), []
+    steps, only = _steps(arguments.steps), [f"--only {name}" for name in arguments.only or ()]
+    command = " ".join(
+        [
+            f"python docs/benchmarks/contention.py --out {arguments.out}",
+            *(f"--steps {s}" for s in arguments.steps[1:]),
+            *only,
+        ]
+    )
+    sections = _sections(arguments.out)
     for name in arguments.only or REGIMES:
-        regime = REGIMES[name]
+        regime, start = REGIMES[name], time.monotonic()
         link = LinkEmulation(bandwidth=regime.bandwidth)
         job = Job(regime=regime, link=link, ranks=RANKS, arms=parse_arms(regime.arms), steps=steps[name])
         found = summarise(job, run_job(job))
         picture = arguments.out.with_name(f"{arguments.out.stem}_{name}.png")
         draw_arms(found.record, found.predicted, picture)
         picture.with_suffix(".json").write_text(found.to_json())
-        parts += [f"## {name}: {regime.shows}", describe(job, found), f"```\n{bench_table(found)}\n```"]
+        took = f"{time.monotonic() - start:.0f} s, torch {torch.__version__}, of `{command}`"
+        parts = [f"{name}: {regime.shows}", describe(job, found), took, f"```\n{bench_table(found)}\n```"]
         parts += [*(f"* {line}" for line in _findings(found, link)), f"![arms of {name}]({picture.name})"]
-    took = f"torch {torch.__version__}, {RANKS} ranks of one core; all of it took {time.monotonic() - start:.0f} s."
-    command = " ".join(
-        [f"python docs/benchmarks/contention.py --out {arguments.out}", *(f"--steps {s}" for s in arguments.steps[1:])]
-    )
-    arguments.out.write_text(
-        "\n\n".join([ABOUT, f"```\n{command}\n```", took, *parts]).replace("\n\n* ", "\n* ") + "\n"
-    )
+        sections[name] = "\n\n".join(parts).replace("\n\n* ", "\n* ")
+        shown = [sections[known] for known in REGIMES if known in sections]
+        arguments.out.write_text("\n\n## ".join([ABOUT.rstrip(), *shown]) + "\n")
+
+
+def _sections(page: Path) -> dict[str, str]:
+    """What the page says of each regime, if there is one."""
+    found = page.read_text().split("\n## ")[1:] if page.exists() else []
+    return {text.partition(":")[0]: text.rstrip() for text in found}
 
 
 def _steps(given: Sequence[str]) -> dict[str, int]:
