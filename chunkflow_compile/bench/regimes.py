@@ -1,8 +1,8 @@
 """Regimes: named configurations in which the link decides, or does not.
 
 Requests to one model differ in tokens, and F* (the paper's critical workload) lies between them.  Where one core computes
-60 GFLOP/s, the link carries a block's weights in 0.25 (``compute-rich``), 0.7 (``contention``) and 2 (``compute-poor``) of the
-time that the block computes.
+60 GFLOP/s, the link carries a block's weights in 0.25 (``compute-rich``), 0.7 (``contention``) and 2 (``compute-poor``) of
+the time that the block computes.
 """
 
 from __future__ import annotations
