@@ -90,7 +90,8 @@ class Clock:
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self._event = event
-        self._free = [Frame(event) for _ in range(FRAMES)]
+        # In turns, so that the first steps make the events of all frames and no later one makes any.
+        self._free = deque(Frame(event) for _ in range(FRAMES))
         self._pending: deque[Frame] = deque()
         self._open: Frame | None = None
         self._newest: tuple[Frame, float] | None = None  # read last, and the time of its first mark
@@ -107,7 +108,7 @@ class Clock:
             if not self._free or not (step < FIRST_STEPS or (step + 1) % EVERY < 2):
                 return None
             self._before = True
-            self._open = self._free.pop()
+            self._open = self._free.popleft()
             self._open.open(stream, before)
             return self._open
 
