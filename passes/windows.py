@@ -51,8 +51,8 @@ class Link:
 
 
 def link_of(resident: Timeline, simulator: Simulator) -> Link:
-    """The link's free time in the resident step.  A collective's latency is not counted as such: who is late makes it
-    shorter for others."""
+    """The link's free time in the resident step.  None is counted in a collective's latency, which is shorter for a rank
+    that comes late."""
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
     if simulator.hardware.shared_link:

@@ -37,10 +37,8 @@ as fast, and compute for twice as slow, as they are; `replanned` is the same wit
 one factor, of all its arms, by which copies stretched compute: they take time of its cores.
 *Collectives inflated* leaves out the time that one rank waited for the other.
 
-Each regime is one run, and names its command. The machine's two cores are not its own, and a ratio of medians is off by
-some percent: in four runs of one evening `chunkflow` took 0.999, 1.004, 1.105 and 0.927 of the resident step in contention,
-where 1.00 to 1.02 was predicted, and in three 1.036, 1.046 and 1.010 in compute-poor at 60 %. Of contention and
-contention-flux the second run stands here, which was a quiet one, of compute-poor the third, which has the most steps.
+Each regime is one run, and names its command. Whole runs differ by more than their tables suggest:
+[all runs of one evening](contention_runs.md).
 """
 
 
