@@ -110,10 +110,16 @@ def test_of_equal_plans_the_one_is_taken_that_slower_copies_hurt_least() -> None
         assert STRAIN > 1
 
 
-def step(collective: list[float], beside: list[float], *, alone: tuple[float, int] = (0.0, 0)) -> StepMeasurement:
-    windows = WindowSeconds(array("d", [1.0, 2.0]), array("d", [0.0, 0.0]), array("d", collective), array("d", beside))
+def step(
+    collective: list[float],
+    beside: list[float],
+    *,
+    compute: tuple[float, float] = (1.0, 2.0),
+    alone: tuple[float, int] = (0.0, 0),
+) -> StepMeasurement:
+    windows = WindowSeconds(array("d", compute), array("d", [0.0, 0.0]), array("d", collective), array("d", beside))
     return StepMeasurement(
-        step_s=3.5 + sum(collective),
+        step_s=0.5 + sum(compute) + sum(collective),
         exposed_h2d_s=0.0,
         collective_s=sum(collective),
         copy_s=alone[0],
@@ -138,6 +144,24 @@ def test_what_had_company_on_the_link_is_not_taken_for_its_speed() -> None:
     assert copying_share(1.0, 1.0, 1.0) == 0 and copying_share(1.0, 0.5, 2.0) == 1
     assert sum(found.compute_s) == pytest.approx(took.step_s - took.collective_s), "the host's share is in it"
     assert replace(took, copy_rate=None).timings().copy_rate is None
+
+
+def test_timings_add_up_to_the_step_where_now_and_then_something_is_long() -> None:
+    plan = place(PROBLEM, MACHINE, chunk_bytes=CHUNK)
+    bursts = [((2.0, 2.0), [0.2, 0.5]), ((1.0, 3.0), [0.4, 0.3]), ((1.0, 2.0), [0.2, 0.3])]
+    took = measured(plan, [step(collective, [0.0, 0.0], compute=compute) for compute, collective in bursts])
+    assert (list(took.windows.compute_s), list(took.windows.collective_s)) == ([1.0, 2.0], [0.2, 0.3]), (
+        "no burst is seen"
+    )
+    found = took.timings()
+    assert (
+        sum(found.compute_s) + sum(s or 0.0 for s in found.collective_s)
+        == pytest.approx(took.step_s)
+        == pytest.approx(5.2)
+    )
+    assert found.compute_s == pytest.approx((4 / 3 + 0.25, 8 / 3 + 0.25)) and found.collective_s == pytest.approx(
+        (0.28, 0.42)
+    )
 
 
 def test_traffic_tells_who_was_alone() -> None:

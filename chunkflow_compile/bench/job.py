@@ -13,14 +13,14 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.timeline import Timeline
 from chunkflow_compile.runtime.measurement import StepMeasurement
 
-from .arms import Arm
+from .arms import REPLAN_AFTER, Arm
 from .link_error import LinkError
 from .regimes import Regime
 
 # The arm that others are compared with: the same program with all weights on the device.
 RESIDENT = "resident"
-# Steps that count in one turn of an arm: fewer would make half of the time cold steps, more would let the machine change.
-TURN = 3
+# Steps of ``replanned`` in front of those that count: its new plan comes behind the first of them.
+REHEARSAL = REPLAN_AFTER + 1
 # "processes": each rank one, gloo between them; "loopback": one process, whose peers are host memory.
 Transport = Literal["processes", "loopback"]
 
@@ -52,6 +52,15 @@ class Job:
     @property
     def processes(self) -> int:
         return 1 if self.transport == "loopback" else self.ranks
+
+    @property
+    def turn(self) -> int:
+        """Steps that count in one turn of an arm, behind a cold one.
+
+        Cores that others use too are as fast or as slow for some seconds: one, so that no two steps have the same luck.  A
+        card has no such neighbours, and cold steps would be half of its time.
+        """
+        return 3 if self.device == "cuda" else 1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,16 +13,16 @@ from chunkflow_compile.models.small import small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.models.weightless import load_build
 
-from .job import TURN, Job
+from .job import REHEARSAL, Job
 
 
 def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    """The model on ``device``, split over the ranks, and what makes the inputs of a step from -TURN on; always the same."""
+    """The model on ``device``, split over the ranks, and what makes the inputs of a step from -REHEARSAL on; always alike."""
     torch.manual_seed(0)
     if job.model is None:
         regime = job.regime
         model = small_model(regime.family, regime.size).to(device)
-        return _split(job, model), lambda step: _on(device, small_inputs(regime.family, regime.size, step + TURN))
+        return _split(job, model), lambda step: _on(device, small_inputs(regime.family, regime.size, step + REHEARSAL))
     made, given = preset(job.model).build(job.sizes, device) if job.model in PRESETS else load_build(job.model)()
     return _split(job, made.to(device)), lambda step: _changed(_on(device, given), step)
 
@@ -45,6 +45,6 @@ def _on(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
 def _changed(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The inputs of another step: every floating tensor a little smaller, as latents lose noise."""
     return {
-        k: v / (1 + 0.01 * (step + TURN)) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
+        k: v / (1 + 0.01 * (step + REHEARSAL)) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs.items()
     }

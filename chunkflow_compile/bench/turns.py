@@ -31,7 +31,7 @@ from chunkflow_compile.runtime.runner import Code, Session
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
-from .job import RESIDENT, TURN, ArmRun, Job, RankRun, Run
+from .job import REHEARSAL, RESIDENT, ArmRun, Job, RankRun, Run
 from .link_error import link_error
 from .peers import make_peer
 from .subject import build, first
@@ -45,7 +45,7 @@ _LEAST_BESIDE = 0.05
 
 def count_steps(job: Job) -> int:
     """What the progress bar counts."""
-    return 2 + len(job.arms) * (1 + job.steps) + TURN * (REPLANNED in [a.name for a in job.arms])
+    return 2 + len(job.arms) * (1 + job.steps) + REHEARSAL * (REPLANNED in [a.name for a in job.arms])
 
 
 class Share(NamedTuple):
@@ -93,11 +93,11 @@ class Turns:
         resident = codes[RESIDENT].program.plan if RESIDENT in codes else None
         order = random.Random(job.seed)  # the same on every rank: the arms' collectives must meet
         if REPLANNED in codes:  # its plan comes behind its first steps, which are those of misjudged
-            self._turn(REPLANNED, codes, range(-TURN, 0))
+            self._turn(REPLANNED, codes, range(-REHEARSAL, 0))
         arms = sorted(a.name for a in job.arms)
-        for begin in range(0, job.steps, TURN):
+        for begin in range(0, job.steps, job.turn):
             for name in order.sample(arms, len(arms)):
-                self._turn(name, codes, range(begin, min(begin + TURN, job.steps)))
+                self._turn(name, codes, range(begin, min(begin + job.turn, job.steps)))
         if resident is not None:  # the machine of these steps, not that of a minute ago
             timings = self._timings(resident, self.measurements[RESIDENT])
             timings = replace(timings, compute_slowdown=self._slowdown())

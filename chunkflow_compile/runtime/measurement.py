@@ -97,13 +97,19 @@ class Measured:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
 
     def timings(self) -> Timings:
-        """What a plan can be made from.  The host's share of the step is spread over the regions."""
+        """What a plan can be made from: it adds up to the step.
+
+        A median is less than the mean of the same times, where now and then one is long, and medians of many windows add up
+        to less than the step's: they are stretched to its own.  The host's share of the step is spread over the regions.
+        """
+        seen = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
-        share = max(0.0, rest) / len(self.windows.compute_s)
+        share = max(0.0, rest) / len(seen.compute_s)
+        compute, collective = _ratio(self.compute_s, seen.compute_s), _ratio(self.collective_s, seen.collective_s)
         return Timings(
             problem=self.problem,
-            compute_s=tuple(s + share for s in self.windows.compute_s),
-            collective_s=tuple(self.alone_s),
+            compute_s=tuple(compute * s + share for s in seen.compute_s),
+            collective_s=tuple(None if s is None else collective * s for s in self.alone_s),
             copy_rate=self.copy_rate,
             copying=copying_share(self.step_s, self.exposed_s, self.copy_s),
         )
@@ -119,6 +125,11 @@ class Measured:
             return Measured(**{**body, "windows": WindowSeconds(**body["windows"])})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
             raise ChunkflowError(f"This is not a measurement of ChunkFlow: {error!r}.") from error
+
+
+def _ratio(whole: float, parts: Sequence[float]) -> float:
+    """1 where there is nothing to compare."""
+    return whole / total if (total := sum(parts)) else 1.0
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:

@@ -48,9 +48,9 @@ def main() -> None:
     parser.add_argument(
         "--steps",
         action="append",
-        default=["5"],
+        default=["3"],
         metavar="N|REGIME=N",
-        help="that count, an arm (default 5); a single one is off by a tenth, so that figures to keep want more",
+        help="that count, an arm (default 3); a single one is off by a tenth, so that figures to keep want more",
     )
     parser.add_argument(
         "--only", choices=REGIMES, action="append", help="these regimes anew; what the page says of others stays"
