@@ -1,0 +1,78 @@
+"""What ``chunkflow doctor`` says of a machine.  Update with EXPECTTEST_ACCEPT=1, then review."""
+
+from __future__ import annotations
+
+from expecttest import TestCase
+
+from chunkflow_compile.hardware.machine import Gpu, Machine
+from chunkflow_compile.report.health import findings, health_table
+
+FAULTY = Machine(
+    python="3.11.7",
+    torch="2.10.0+cu128",
+    cuda_build="12.8",
+    driver="570.86",
+    gpus=(
+        Gpu(name="NVIDIA L40S", memory_bytes=48 << 30, link=(4, 8), most_link=(4, 16), numa=0),
+        Gpu(name="NVIDIA L40S", memory_bytes=48 << 30, link=(1, 16), most_link=(4, 16), numa=1),
+    ),
+    cpus=32,
+    numa_nodes=2,
+    memory_bytes=64 << 30,
+    available_bytes=8 << 30,
+    pinnable_bytes=8 << 20,
+    gloo=True,
+    nccl=False,
+    compiler=None,
+    triton=False,
+    libraries={"diffusers": None, "matplotlib": "3.11.2", "torch-tensorrt": None},
+    profile=None,
+)
+
+
+class TestDoctor(TestCase):
+    maxDiff = None
+
+    def test_doctor_of_a_machine_with_faults(self) -> None:
+        self.assertExpectedInline(
+            health_table(findings(FAULTY)),
+            """\
+what              found
+----------------  ----------------------------------------------  -------
+python            3.11.7                                          ok
+torch             2.10.0+cu128                                    missing
+CUDA              torch built for CUDA 12.8, driver 570.86        ok
+GPU 0             NVIDIA L40S, 48.0 GiB, PCIe 4 x8, NUMA node 0   note
+GPU 1             NVIDIA L40S, 48.0 GiB, PCIe 1 x16, NUMA node 1  note
+cpu               32 cores, 2 NUMA nodes                          ok
+host memory       8.0 GiB free of 64.0 GiB                        note
+pinnable memory   limit 8.0 MiB                                   note
+gloo              available                                       ok
+NCCL              not in this torch                               missing
+C++ compiler      none                                            missing
+triton            none                                            missing
+diffusers         not installed                                   note
+matplotlib        3.11.2                                          ok
+torch-tensorrt    not installed                                   ok
+hardware profile  not measured                                    note
+
+torch: ChunkFlow needs 2.11 or later: pip install -U torch
+
+GPU 0: its link runs 8 of 16 lanes: check the slot, the riser and the BIOS
+
+GPU 1: its link runs at generation 1 of 4, as links do when idle: look again while something copies
+
+host memory: the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16
+
+pinnable memory: copies from memory that is not pinned are slow: raise it with ulimit -l unlimited
+
+NCCL: several GPUs need it
+
+C++ compiler: Inductor compiles for the CPU with it: install g++, or name one as CXX; lowering='eager' does without
+
+triton: Inductor compiles for GPUs with it: it comes with torch's CUDA builds
+
+diffusers: the presets, the demo and your pipelines need it: pip install 'chunkflow-compile[diffusers]'
+
+hardware profile: plans are as good as their figures: run chunkflow calibrate""",
+        )
