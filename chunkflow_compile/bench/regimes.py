@@ -1,7 +1,7 @@
 """Regimes: named configurations in which the link decides, or does not.
 
 Requests to one model differ in tokens, and F* (the paper's critical workload) lies between them.  Where one core computes
-60 GFLOP/s, the link carries a block's weights in 0.25 (``compute-rich``), 0.7 (``contention``) and 2 (``compute-poor``) of
+60 GFLOP/s, the link carries a block's weights in 0.15 (``compute-rich``), 0.7 (``contention``) and 2 (``compute-poor``) of
 the time that the block computes.
 """
 
@@ -44,7 +44,7 @@ _LINK = 120e6
 REGIMES: Mapping[str, Regime] = {
     "compute-rich": Regime(
         family="wan",
-        size=Size(layers=3, frames=20, height=32, width=32, **_WAN),
+        size=Size(layers=3, frames=28, height=32, width=32, **_WAN),
         bandwidth=_LINK,
         chunk_bytes=_CHUNK,
         arms=PEERS,
