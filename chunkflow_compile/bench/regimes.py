@@ -61,7 +61,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "contention-flux": Regime(
         family="flux",
-        size=Size(layers=2, singles=4, heads=8, head_dim=64, height=40, width=40, text=64),
+        size=Size(layers=2, singles=4, heads=8, head_dim=64, height=48, width=48, text=64),
         bandwidth=_LINK,
         chunk_bytes=_CHUNK,
         arms=PEERS,
