@@ -14,27 +14,28 @@ _COLOURS = {"compute, and the host": "#4c78a8", "collectives": "#f2a541", "waiti
 def draw_arms(record: Record, predicted: Mapping[str, ArmRecord], path: Path) -> None:
     """A bar an arm; a diamond where its step was predicted to end, a dotted line at that of all weights resident."""
     names = list(record.arms)
-    figure, axes = new_axes(8.0, 1.1 + 0.42 * len(names))
+    figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
     begins = [0.0] * len(names)
     for part, colour in _COLOURS.items():
         lengths = [1e3 * _part(record.arms[name], part) for name in names]
         axes.barh(names, lengths, left=begins, color=colour, label=part, height=0.62)
         begins = [a + b for a, b in zip(begins, lengths, strict=True)]
-    steps = [1e3 * (p.step_s or 0.0) for p in predicted.values()]
-    axes.plot(steps, list(predicted), "D", color="black", markersize=4, label="predicted step")
+    steps = {name: 1e3 * (p.step_s or 0.0) for name, p in predicted.items()}
+    axes.plot(list(steps.values()), list(steps), "D", color="black", markersize=4, label="predicted step")
     for name, end in zip(names, begins, strict=True):
         arm = record.arms[name]
         if arm.weights_device_bytes is None:
             continue
         share = arm.weights_device_bytes / (arm.weights_total_bytes or 1)
-        axes.annotate(f"  {100 * share:.0f} % of weights on device", (end, name), va="center", fontsize=8)
+        beside = max(end, steps.get(name, 0.0)), name
+        axes.annotate(f"   {100 * share:.0f} % of weights on device", beside, va="center", fontsize=8)
     if (resident := record.arms.get("resident")) is not None and resident.step_s:
         axes.axvline(1e3 * resident.step_s, linestyle=":", color="gray")
     axes.invert_yaxis()
-    axes.set_xlim(0, 1.35 * max([*begins, *steps]))
+    axes.set_xlim(0, 1.35 * max([*begins, *steps.values()]))
     axes.set_xlabel("a step, ms (medians, slowest rank)")
     axes.set_title(record.model, fontsize=10)
-    axes.legend(fontsize=8, loc="lower right")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
     save(figure, path)
 
 

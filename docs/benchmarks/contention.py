@@ -38,7 +38,7 @@ one factor, of all its arms, by which copies stretched compute: they take time o
 *Collectives inflated* leaves out the time that one rank waited for the other.
 
 Each regime is one run, and names its command. Whole runs differ by more than their tables suggest:
-[all runs of one evening](contention_runs.md).
+[all runs of two days](contention_runs.md).
 """
 
 
