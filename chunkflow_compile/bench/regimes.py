@@ -77,5 +77,5 @@ REGIMES: Mapping[str, Regime] = {
     ),
 }
 
-# The regime of ``chunkflow demo``: half a minute of steps in which policies differ.
+# The regime of ``chunkflow demo``: a minute of steps in which policies differ.
 DEMO = replace(REGIMES["contention"], arms=("resident", "layerwise", "chunkflow"))
