@@ -6,6 +6,7 @@ import gc
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -21,17 +22,12 @@ from chunkflow_compile.runtime.host_store import home_of
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     """Dynamo takes any error in a guard for one that does not hold, a Ctrl-C too, and compiles anew: that one comes again."""
-    inside = frame
-    while inside is not None:
-        code = inside.f_code
-        if code.co_filename.endswith("torch/_dynamo/guards.py") or (code.co_filename, code.co_name) == (
-            "<string>",
-            "guard",
-        ):
-            threading.Timer(0.001, signal.raise_signal, (number,)).start()
-            return
-        inside = inside.f_back
-    signal.default_int_handler(number, frame)
+    codes = [inside.f_code for inside, _ in traceback.walk_stack(frame)]
+    in_guard = any(c.co_filename.endswith("torch/_dynamo/guards.py") for c in codes)
+    if in_guard or ("<string>", "guard") in [(c.co_filename, c.co_name) for c in codes]:
+        threading.Timer(0.001, signal.raise_signal, (number,)).start()
+    else:
+        signal.default_int_handler(number, frame)
 
 
 @pytest.fixture

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument(
         "--steps",
         action="append",
-        default=[*STEPS],
+        default=[],
         metavar="N|REGIME=N",
         help=f"that count, an arm (default {', '.join(STEPS)}); a single one is off by a tenth or more where the cores have "
         "neighbours, so that figures to keep want ten times as many",
@@ -59,12 +59,12 @@ def main() -> None:
         "--only", choices=REGIMES, action="append", help="these regimes anew; what the page says of others stays"
     )
     arguments = parser.parse_args()
-    steps, only = _steps(arguments.steps), [f"--only {name}" for name in arguments.only or ()]
+    steps = _steps([*STEPS, *arguments.steps])
     command = " ".join(
         [
             f"python docs/benchmarks/contention.py --out {arguments.out}",
-            *(f"--steps {s}" for s in arguments.steps[len(STEPS) :]),
-            *only,
+            *(f"--steps {text}" for text in arguments.steps),
+            *(f"--only {name}" for name in arguments.only or ()),
         ]
     )
     sections = _sections(arguments.out)
