@@ -16,11 +16,8 @@ lint: $(VENV)/ready
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
 
-# mypy does not follow package-dir, so it is shown the package as it is installed.
 types: $(VENV)/ready
-	rm -rf build/types && mkdir -p build/types/chunkflow_compile
-	ln -s $(CURDIR)/chunkflow_compile/* $(CURDIR)/passes build/types/chunkflow_compile/
-	cd build/types && MYPYPATH=. $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml -p chunkflow_compile
+	$(BIN)/mypy -p chunkflow_compile
 
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2

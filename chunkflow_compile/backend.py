@@ -21,21 +21,21 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import lower_regions, warm_up
-from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Settings, stages
-from chunkflow_compile.passes.place import least_memory
-from chunkflow_compile.passes.rewrite import Program
-from chunkflow_compile.passes.traced import Traced
+from chunkflow_compile.passes.placement.place import least_memory
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placing import Placement, placements_around
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
-from chunkflow_compile.runtime.host_store import home_of
 from chunkflow_compile.runtime.runner import Code, Runner, Session
 from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten
+from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.modules import ModelIndex
 
 
 def chunkflow(

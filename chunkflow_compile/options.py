@@ -14,17 +14,17 @@ import torch
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.regions import DEFAULT_GROUP_BYTES
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, check_disabled
-from chunkflow_compile.passes.place import POLICIES, Policy
+from chunkflow_compile.passes.placement.place import POLICIES, Policy
+from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES
-from chunkflow_compile.passes.search import Yield
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
-from chunkflow_compile.runtime.host_memory import pin_budget
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.weights.host_memory import pin_budget
 
 # Below 1 MiB a copy costs more to start than to carry (5 to 10 us against 33 us at 30 GB/s), and the biases, norms and
 # modulation tables that are smaller make up less than 1 % of a DiT.

@@ -12,15 +12,15 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 from torch._subclasses.fake_tensor import FakeTensor
 
-from chunkflow_compile.guards import Guards
-from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.bytes import is_dense
 from chunkflow_compile.runtime.device import DeviceKind, check_device
-from chunkflow_compile.runtime.host_store import Home, HostStore, brought, home_of
 from chunkflow_compile.runtime.locks import ProcessLock
+from chunkflow_compile.weights.bytes import is_dense
+from chunkflow_compile.weights.guards import Guards
+from chunkflow_compile.weights.host_store import Home, HostStore, brought, home_of
+from chunkflow_compile.weights.modules import ModelIndex
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.runner import Session

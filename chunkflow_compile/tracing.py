@@ -13,13 +13,13 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
 
-from chunkflow_compile.modules import ModelIndex
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
-from chunkflow_compile.passes.discover import group_name, is_collective
+from chunkflow_compile.passes.graph.discover import group_name, is_collective
+from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.problem import Parameter
-from chunkflow_compile.passes.traced import Traced
 from chunkflow_compile.placing import why_not
-from chunkflow_compile.runtime.host_store import home_of
+from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.modules import ModelIndex
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:

@@ -14,19 +14,20 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
-from .contracts import check_cut, check_plan, check_traced
-from .discover import discover
+from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.graph.discover import discover
+from chunkflow_compile.passes.graph.regions import DEFAULT_GROUP_BYTES, Cut, cut
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.placement.place import Policy, place
+from chunkflow_compile.passes.placement.search import Yield
+from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
+from chunkflow_compile.passes.program.rewrite import Program, rewrite
+from chunkflow_compile.passes.program.verify import Proof, verify
+
 from .errors import ChunkflowError
 from .hardware import Hardware
-from .place import Policy, place
 from .plan import Plan
 from .problem import Problem
-from .regions import DEFAULT_GROUP_BYTES, Cut, cut
-from .rewrite import Program, rewrite
-from .search import Yield
-from .timings import Timings
-from .traced import Traced
-from .verify import Proof, verify
 
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)

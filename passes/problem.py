@@ -6,7 +6,7 @@ import hashlib
 import json
 from dataclasses import dataclass
 
-from .costs import Cost
+from .hardware import Hardware
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +39,22 @@ class Weight:
     stride: tuple[int, ...]
     uses: tuple[int, ...]
     keep: str | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """``flops`` of GEMMs, convolutions and attention; ``nbytes`` through the device's memory; ``dtype`` and ``op`` of most
+    FLOPs, ``op`` being "attention", "convolution", "matmul", or empty."""
+
+    flops: int
+    nbytes: int
+    dtype: str
+    op: str = ""
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Roofline: the longer of compute at eta_comp of the peak and memory traffic, plus one launch."""
+        compute = self.flops / hardware.flops(self.dtype)
+        return max(compute, self.nbytes / hardware.memory_bandwidth) + hardware.launch_s
 
 
 @dataclass(frozen=True, kw_only=True)

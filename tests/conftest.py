@@ -11,11 +11,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+# Where models and profiles for tests lie.
+HERE = Path(__file__).parent
+
 # Weights of 4 KiB are "large", chunks small enough that weights have several, on a machine on which they hide.
 OPTIONS: dict[str, Any] = {
     "min_bytes": 4096,
     "chunk_bytes": 4096,
-    "hardware": str(Path(__file__).parent / "slow_compute.json"),
+    "hardware": str(HERE / "slow_compute.json"),
     "slowdown": 1.0,
 }
 
@@ -23,7 +26,7 @@ OPTIONS: dict[str, Any] = {
 RESIDENT: dict[str, Any] = {**{k: v for k, v in OPTIONS.items() if k != "slowdown"}, "policy": "resident"}
 
 # A model of two blocks for the command line, and options there at which it streams.
-MODEL = f"{Path(__file__).parent / 'two_blocks.py'}:stack"
+MODEL = f"{HERE / 'two_blocks.py'}:stack"
 SIZES = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096", "--slowdown", "1.5")
 
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.bytes import copy_host_bytes
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
+from chunkflow_compile.weights.bytes import copy_host_bytes
 
 
 class FakeStream:

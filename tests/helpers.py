@@ -11,11 +11,11 @@ from torch import nn
 
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.options import Options
+from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.regions import Cut
 from chunkflow_compile.tracing import trace
 
 

@@ -10,7 +10,7 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
 from chunkflow_compile.passes.plan import ALIGNMENT, align
-from chunkflow_compile.passes.rewrite import Program
+from chunkflow_compile.passes.program.rewrite import Program
 
 Mutation = Callable[[Program, random.Random], Program | None]
 

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from hypothesis import strategies as st
 
-from chunkflow_compile.passes.costs import Cost
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
+from chunkflow_compile.passes.problem import Collective, Cost, Problem, Region, Weight
 
 CHUNK = 1024
 # A thousand FLOP take a microsecond, and so does a chunk.

@@ -17,21 +17,21 @@ from torch import nn
 
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.place import Builder
+from chunkflow_compile.passes.placement.place import Builder
+from chunkflow_compile.passes.placement.schedule import transfers
+from chunkflow_compile.passes.placement.search import Planner, barriers
+from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.placement.windows import as_windows
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.regions import Cut
-from chunkflow_compile.passes.rewrite import Program, rewrite
-from chunkflow_compile.passes.schedule import transfers
-from chunkflow_compile.passes.search import Planner, barriers
-from chunkflow_compile.passes.timeline import Simulator
-from chunkflow_compile.passes.windows import as_windows
+from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.binding import Binding
-from chunkflow_compile.runtime.bytes import as_weight, flat_bytes, slot_bytes
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.tracing import trace
+from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 
 CHUNK = 512
 MACHINE = load_profile(Path(__file__).parent / "slow_compute.json")

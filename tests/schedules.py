@@ -12,7 +12,7 @@ import torch
 from random_programs import Bench
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.rewrite import Program
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import ThreadsDevice
 

@@ -23,7 +23,7 @@ from mutations import MUTATIONS
 from random_programs import Bench, Choices, Spec, choices, examples, specs
 from schedules import goes_wrong, matches
 
-from chunkflow_compile.passes.verify import check, verify, verify_together
+from chunkflow_compile.passes.program.verify import check, verify, verify_together
 
 STEPS, MODELS = 3, 4
 

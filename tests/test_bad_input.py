@@ -15,8 +15,8 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.passes.discover import collective_kind
-from chunkflow_compile.runtime.host_store import home_of
+from chunkflow_compile.passes.graph.discover import collective_kind
+from chunkflow_compile.weights.host_store import home_of
 
 
 def stack() -> Stack:

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import OPTIONS, RESIDENT
+from conftest import HERE, OPTIONS, RESIDENT
 from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.runtime.host_store import home_of
+from chunkflow_compile.weights.host_store import home_of
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
 
@@ -220,7 +220,7 @@ def test_a_process_that_ends_with_copies_under_way_ends_well(debug: str, tmp_pat
         "for _ in range(2):\n    run(torch.randn(4, 8))\nprint('over')\n"
     )
     for _ in range(3):
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
+        environment = {**os.environ, "PYTHONPATH": str(HERE)}
         done = subprocess.run(
             [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=120
         )

@@ -14,7 +14,7 @@ IN_THE_NEW_ENVIRONMENT = """
 import sys, torch
 assert "chunkflow" in torch._dynamo.list_backends(), torch._dynamo.list_backends()
 assert "chunkflow_compile" not in sys.modules, "the backend is found by its entry point, not by an import"
-import chunkflow_compile, chunkflow_compile.passes.verify, importlib.util
+import chunkflow_compile, chunkflow_compile.passes.program.verify, importlib.util
 assert "torch" in sys.modules and "diffusers" not in sys.modules
 assert importlib.util.find_spec("passes") is None, "the top-level name belongs to the user"
 model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).eval()
@@ -26,7 +26,7 @@ with torch.no_grad():
     torch.testing.assert_close(run(x), expected)
 (runner,) = chunkflow_compile.programs(model)
 assert runner.measurements[0].moved_bytes == 3 * 64 * 64 * 4
-print(chunkflow_compile.passes.verify.__file__)
+print(chunkflow_compile.passes.program.verify.__file__)
 """
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import MODEL, OPTIONS, SIZES
+from conftest import HERE, MODEL, OPTIONS, SIZES
 from helpers import Block, Stack, UlyssesStack
 from problems import CHUNK, blocks_problem
 from problems import MACHINE as NUMBERS
@@ -26,21 +26,20 @@ import chunkflow_compile
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.options import Options
-from chunkflow_compile.passes.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.ops import PREFETCH
 from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Settings, Stage, make_cut, make_plan, stages
+from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.search import Yield
-from chunkflow_compile.passes.traced import Traced
-from chunkflow_compile.passes.verify import verify
+from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
+from chunkflow_compile.passes.program.verify import verify
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.stages import annotator
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.tracing import trace
 
-HERE = Path(__file__).parent
 MACHINE = replace(load_profile(HERE / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
 YIELDS: tuple[Yield, ...] = ("auto", "hard", "soft")
 SETTINGS = Settings(hardware=MACHINE, chunk_bytes=4096, slowdown=1.0)

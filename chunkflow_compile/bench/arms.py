@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.place import BUDGETED, POLICIES, Policy
+from chunkflow_compile.passes.placement.place import BUDGETED, POLICIES, Policy
+from chunkflow_compile.passes.placement.policies import blocks_of
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.policies import blocks_of
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.timings import Timings
 
 from .peers import PEER_ARMS
 

@@ -9,8 +9,8 @@ from typing import Literal
 
 from chunkflow_compile.models.presets import Sizes
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.timeline import Timeline
 from chunkflow_compile.runtime.measurement import StepMeasurement
 
 from .arms import REPLAN_AFTER, Arm

@@ -14,7 +14,6 @@ from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, describe, summarise
-from chunkflow_compile.cli.output import add_json, check_json, say, write_json
 from chunkflow_compile.models.presets import PRESETS, Sizes
 from chunkflow_compile.models.small import Size
 from chunkflow_compile.models.weightless import load_build
@@ -25,6 +24,8 @@ from chunkflow_compile.report.bench_picture import draw_arms
 from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
+
+from .output import add_json, check_json, say, write_json
 
 STEPS = 6
 

@@ -12,10 +12,11 @@ from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
 from chunkflow_compile.bench.summary import describe, summarise
-from chunkflow_compile.cli.output import add_json, check_json, say, write_json
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import table
+
+from .output import add_json, check_json, say, write_json
 
 RANKS = 2
 STEPS = 6

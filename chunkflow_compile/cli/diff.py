@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from chunkflow_compile.cli.output import add_json, check_json, say, write_json
 from chunkflow_compile.options import read_plan
 from chunkflow_compile.report.plan_diff import diff_plans
+
+from .output import add_json, check_json, say, write_json
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

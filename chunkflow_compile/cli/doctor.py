@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from chunkflow_compile.cli.output import add_json, check_json, say, write_json
 from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.report.health import findings, health_json, health_table
+
+from .output import add_json, check_json, say, write_json
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -11,13 +11,14 @@ from pathlib import Path
 from tabulate import tabulate
 
 from chunkflow_compile.cli import target
-from chunkflow_compile.cli.output import Progress, add_json, check_json, say, write_json
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Stage, StageName, stages
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import StageWriter, annotator
+
+from .output import Progress, add_json, check_json, say, write_json
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

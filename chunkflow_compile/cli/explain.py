@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from chunkflow_compile.cli.output import add_json, check_json, say, write_json
 from chunkflow_compile.options import read_plan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.explain import explain_plan
 from chunkflow_compile.report.stages import PLAN_FILE
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
+
+from .output import add_json, check_json, say, write_json
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from functools import partial
 
 from chunkflow_compile.cli import bench, calibrate, demo, diff, doctor, dump, explain, plan, simulate, timeline, why
-from chunkflow_compile.cli.output import first_line, save_traceback
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+
+from .output import first_line, save_traceback
 
 COMMANDS = (demo, bench, plan, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
 

@@ -12,14 +12,15 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from chunkflow_compile.cli import target
-from chunkflow_compile.cli.output import Progress, add_json, check_json, say, write_json
-from chunkflow_compile.passes.curve import Point, on_grid, plans_along
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.place import DEFAULT_SLOWDOWN
+from chunkflow_compile.passes.placement.curve import Point, on_grid, plans_along
+from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import chunk_count
 from chunkflow_compile.report.pictures import draw_curve
 from chunkflow_compile.report.plan_tables import blocks_table, summary_table, weights_table
 from chunkflow_compile.report.record import check_writable, seconds, size
+
+from .output import Progress, add_json, check_json, say, write_json
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

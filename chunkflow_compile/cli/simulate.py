@@ -6,11 +6,12 @@ import argparse
 from collections.abc import Mapping
 
 from chunkflow_compile.cli import target
-from chunkflow_compile.cli.output import Progress, add_json, check_json, say, write_json
-from chunkflow_compile.passes.place import POLICIES, Policy
+from chunkflow_compile.passes.placement.place import POLICIES, Policy
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import Record, seconds, table
 from chunkflow_compile.simulate.arms import arm_record, plan_arms
+
+from .output import Progress, add_json, check_json, say, write_json
 
 # What host-yield does differently from layerwise depends on how far the host runs ahead.
 SIMULATED = tuple(p for p in POLICIES if p != "host-yield")

@@ -11,20 +11,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, get_args
 
-from chunkflow_compile.cli.output import Progress, first_line, save_traceback
 from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.models.presets import PRESETS, preset
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Options
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.regions import DEFAULT_GROUP_BYTES, Cut
+from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
+from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.regions import DEFAULT_GROUP_BYTES, Cut
-from chunkflow_compile.passes.search import Yield
-from chunkflow_compile.passes.traced import Traced
 from chunkflow_compile.units import parse_bytes
+
+from .output import Progress, first_line, save_traceback
 
 
 @dataclass(frozen=True, kw_only=True)

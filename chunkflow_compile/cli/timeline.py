@@ -6,7 +6,6 @@ import argparse
 from pathlib import Path
 
 from chunkflow_compile.cli import target
-from chunkflow_compile.cli.output import Progress
 from chunkflow_compile.options import read_plan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
@@ -14,6 +13,8 @@ from chunkflow_compile.report.lanes import Lanes, lanes_of
 from chunkflow_compile.report.perfetto import trace_events
 from chunkflow_compile.report.record import check_writable, fine, seconds, size
 from chunkflow_compile.report.timeline_picture import draw_timeline
+
+from .output import Progress
 
 FORMATS = (".png", ".svg", ".json")
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 
 from chunkflow_compile.cli import target
-from chunkflow_compile.cli.output import Progress, add_json, check_json, say, write_json
 from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.report.story import alternatives, changed, find_weight, tell
+
+from .output import Progress, add_json, check_json, say, write_json
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:

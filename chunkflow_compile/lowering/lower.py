@@ -11,7 +11,7 @@ import torch
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx import GraphModule
 
-from chunkflow_compile.passes.rewrite import Program
+from chunkflow_compile.passes.program.rewrite import Program
 
 Lowering = Literal["inductor", "eager"]
 Region = Callable[..., Sequence[Any]]

@@ -15,7 +15,7 @@ from torch import nn
 
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.traced import Traced
+from chunkflow_compile.passes.graph.traced import Traced
 
 from .families import FAMILIES, Config, Shape
 from .weightless import default_dtype, trace_without_weights

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from chunkflow_compile.passes.costs import node_flops
+from chunkflow_compile.passes.cost.count import node_flops
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.placement.schedule import Collect, Compute, Evict, Wait
+from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, WeightPlan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.schedule import Collect, Compute, Evict, Wait
-from chunkflow_compile.passes.timeline import Simulator
 
 from .lines import Line
 from .record import size

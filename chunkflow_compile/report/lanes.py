@@ -12,7 +12,7 @@ from itertools import groupby
 from typing import Literal
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.labels import weight_label
+from chunkflow_compile.passes.graph.labels import weight_label
 from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, runs
 
 from .record import size

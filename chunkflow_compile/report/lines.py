@@ -13,12 +13,12 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from chunkflow_compile.passes.listing import node_text, prefetch_text, target_name
+from chunkflow_compile.passes.graph.listing import node_text, prefetch_text, target_name
+from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pipeline import Stage
-from chunkflow_compile.passes.regions import Cut, CutRegion, block_labels
-from chunkflow_compile.passes.rewrite import program_items
-from chunkflow_compile.passes.schedule import Collect, Compute, Evict, Item, Transfers, Wait, transfers
+from chunkflow_compile.passes.placement.schedule import Collect, Compute, Evict, Item, Transfers, Wait, transfers
+from chunkflow_compile.passes.program.rewrite import program_items
 
 INPUTS = "inputs"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.schedule import Compute
+from chunkflow_compile.passes.placement.schedule import Compute
 
 from .annotate import HEADER, FlopNotes, Note
 from .lines import INPUTS, Line

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from chunkflow_compile.passes.curve import Point
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.placement.curve import Point
 
 
 def new_axes(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple[Any, Any]:

@@ -9,7 +9,7 @@ from itertools import groupby
 
 from tabulate import tabulate
 
-from chunkflow_compile.passes.labels import weight_label
+from chunkflow_compile.passes.graph.labels import weight_label
 from chunkflow_compile.passes.plan import Plan, WeightPlan
 
 from .record import seconds, size

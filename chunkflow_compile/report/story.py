@@ -11,7 +11,7 @@ from tabulate import tabulate
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
-from chunkflow_compile.passes.place import DEFAULT_SLOWDOWN
+from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs
 from chunkflow_compile.passes.problem import Problem
 

@@ -18,8 +18,9 @@ import torch.distributed as dist
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.weights.bytes import copy_host_bytes
+from chunkflow_compile.weights.reader import HostReader
 
-from .bytes import copy_host_bytes
 from .cuda import CudaDevice, TorchCuda
 from .link import Port
 from .streams import CallingStream, Choose, Engine, HostEvent, Over, ThreadStream, Watch, end_with
@@ -42,18 +43,15 @@ class Stream(Protocol):
         """The host waits until the stream is empty.  Raises what the stream's work raised."""
 
 
-class Device(Protocol):
+class Device(HostReader, Protocol):
     """A device: where the arena lies and which streams there are.
 
     ``collective``: the stream that collectives run on; the same object as ``compute`` where they run in its order.
-    ``closed``: whether nothing runs on it any more.
     """
 
-    name: str
     compute: Any
     copy: Any
     collective: Any
-    closed: bool
 
     def event(self) -> Any:
         """A new event, with no mark."""
@@ -66,9 +64,6 @@ class Device(Protocol):
 
     def received(self, nbytes: int) -> None:
         """Called on the stream of collectives where one has brought ``nbytes`` into this rank."""
-
-    def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Lets the copy engine read a host tensor by itself; returns what undoes it.  Raises OSError if it cannot."""
 
     def deliver(self) -> None:
         """Returns when the values of all work enqueued are objects that the caller can take; raises if there are none.
@@ -84,9 +79,6 @@ class Device(Protocol):
 
     def collect(self, wait: bool = False) -> None:
         """Tells what is known by now of the steps issued; of all of them, with ``wait``."""
-
-    def settle(self) -> None:
-        """Returns when the copies that delivered steps read are over: the host may write where they came from."""
 
     def close(self) -> None:
         """Ends the streams."""

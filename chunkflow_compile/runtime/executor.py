@@ -23,11 +23,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from chunkflow_compile.passes.discover import collective_kind, is_wait_tensor
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
-from chunkflow_compile.passes.rewrite import SOURCE, Program
+from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 
 from .binding import Binding, Cost, Step
 from .host_flag import HostFlag

@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
+from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.timings import Timings
 
 SCHEMA = 2
 # In the folder of a dump, beside the plan.

@@ -22,15 +22,15 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.rewrite import Program
-from chunkflow_compile.passes.verify import verify_together
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.passes.program.verify import verify_together
+from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.weights.host_store import Home, home_of
 
 from .arena import Arena
 from .binding import Binding
-from .bytes import as_weight, flat_bytes, slot_bytes
 from .device import DeviceKind, check_kind
 from .executor import Executor
-from .host_store import Home, home_of
 from .locks import ProcessLock
 from .measurement import MEASURED_FILE, StepMeasurement, measured
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch.fx import Node
 
-from chunkflow_compile.passes.discover import collective_kind, is_wait_tensor
+from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor
 
 
 def releases(number: Mapping[Node, int]) -> dict[Node, list[int]]:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.place import BUDGETED, Policy, place
+from chunkflow_compile.passes.placement.place import BUDGETED, Policy, place
+from chunkflow_compile.passes.placement.search import Yield
+from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.rewrite import Program, program_items
-from chunkflow_compile.passes.search import Yield
-from chunkflow_compile.passes.timeline import Simulator, Timeline
-from chunkflow_compile.passes.timings import Timings
+from chunkflow_compile.passes.program.rewrite import Program, program_items
 from chunkflow_compile.report.record import ArmRecord
 
 

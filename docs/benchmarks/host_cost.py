@@ -20,9 +20,9 @@ from sixty_blocks import sixty_blocks
 from tabulate import tabulate
 from torch.fx import Node
 
-from chunkflow_compile.passes.place import place
+from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.rewrite import Program, rewrite
+from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.binding import Binding
 from chunkflow_compile.runtime.cuda import CudaDevice

@@ -17,11 +17,11 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.presets import Sizes, preset
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.place import Policy, place
+from chunkflow_compile.passes.placement.place import Policy, place
+from chunkflow_compile.passes.placement.schedule import schedule, transfers
+from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.schedule import schedule, transfers
-from chunkflow_compile.passes.timeline import Simulator
 
 # Those that the paper measures, and ours.
 POLICIES: tuple[Policy, ...] = ("resident", "layerwise", "layerwise-barrier", "chunkflow")

@@ -8,7 +8,7 @@ from paper_cases import CHUNK, DEGREE, GIB, MACHINE, MIB, ROOMY, Result, blocks_
 from tabulate import tabulate
 
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.passes.formulas import (
+from chunkflow_compile.passes.cost.formulas import (
     BlockKind,
     chunk_seconds,
     critical_flops,
@@ -19,10 +19,10 @@ from chunkflow_compile.passes.formulas import (
     single_block_flops,
 )
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.place import Builder, place
+from chunkflow_compile.passes.placement.place import Builder, place
+from chunkflow_compile.passes.placement.search import Planner
+from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.search import Planner
-from chunkflow_compile.passes.timeline import Simulator
 
 # Seconds a step, of the public reference code at this configuration: no offload, and its layerwise baseline.
 MEASURED = {("wan2.2-ti2v-5b", 81): {"resident": 1.302, "layerwise-barrier": 1.886}}

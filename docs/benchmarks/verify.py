@@ -15,9 +15,9 @@ import torch
 from sixty_blocks import BLOCKS, sixty_blocks
 from tabulate import tabulate
 
-from chunkflow_compile.passes.place import place
-from chunkflow_compile.passes.rewrite import rewrite
-from chunkflow_compile.passes.verify import verify, verify_together
+from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.program.rewrite import rewrite
+from chunkflow_compile.passes.program.verify import verify, verify_together
 
 RUNS = 5
 

@@ -1,0 +1,201 @@
+"""The host store: where the bytes of offloaded parameters live, one tensor a parameter."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .host_memory import near_cpus, own_pages
+from .reader import HostReader
+
+# Attribute of an offloaded parameter that leads to its home: identity, where a name could be wrong.
+HOME = "_chunkflow_home"
+
+
+@dataclass(eq=False)
+class Home:
+    """One offloaded parameter.  ``host``: its values, on the CPU.  ``names``: every name of it in the model.
+
+    ``origin``: the device that it came from.
+    """
+
+    names: tuple[str, ...]
+    parameter: nn.Parameter
+    host: torch.Tensor
+    store: HostStore
+    origin: torch.device
+    _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
+    _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
+    _copied_by: list[HostReader] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.numel() * self.host.element_size()
+
+    def resident(self) -> torch.Tensor:
+        """A copy of the values on the store's device, which the programs that are alive at the same time share."""
+        if self._resident is not None:
+            version, ref = self._resident
+            found = ref()
+            if found is not None and version == self.host._version:
+                return found
+        version = self.host._version  # before the copy: newer values make another
+        made = self.host.to(self.store.device, copy=True)
+        self._resident = version, weakref.ref(made)
+        return made
+
+    def pin(self, device: HostReader, budget: int) -> None:
+        """Lets the device copy from the host memory by itself, once; where it cannot be pinned, the store warns.
+
+        ``budget``: most bytes of the store that are pinned.
+        """
+        self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
+        if self._unpin is not None or not self.store.pins:
+            return
+        try:
+            if device.name == "cuda" and self.store.pinned_bytes + self.nbytes > budget:
+                raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
+            # a model that is dropped, not restored, must not leave pinned pages behind that are mapped no more
+            self._unpin = weakref.finalize(self, _unpin, self._copied_by, device.pin(self.host))
+            self._unpin.atexit = False
+        except OSError as error:
+            self.store.pageable(self, error)
+
+    def unpin(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+
+    @property
+    def pinned(self) -> bool:
+        return self._unpin is not None
+
+    def settle(self) -> None:
+        """Waits for copies that read the host memory and that a step that has returned needs."""
+        for device in self._copied_by:
+            device.settle()
+
+    def check(self, parameter: torch.Tensor) -> None:
+        """Raises ChunkflowError if the parameter is no longer the empty one that offload left."""
+        if parameter is not self.parameter:
+            found = "was replaced by another parameter"
+        elif parameter.untyped_storage().nbytes():
+            found = "was given new storage"
+        elif parameter.shape != self.host.shape or parameter.dtype != self.host.dtype:
+            found = f"became {parameter.dtype}{list(parameter.shape)}"
+        else:
+            return
+        raise ChunkflowError(
+            f"The weight {self.name} {found} after offload, so the host copy may be out of date. Change weights through "
+            "load_state_dict, or call chunkflow_compile.restore(model) before changing them and offload again after."
+        )
+
+
+@dataclass(eq=False)
+class HostStore:
+    """The offloaded parameters of the model ``root``, whose programs run on ``device``.
+
+    ``pins``: whether host memory is pinned; False once it could not be.  ``pages``: whether each weight gets pages of its
+    own, which a GPU can have pinned.
+    """
+
+    root: nn.Module
+    device: torch.device
+    homes: list[Home] = field(default_factory=list)
+    pins: bool = True
+    pages: bool = False
+    _cpus: frozenset[int] | None = None
+
+    @property
+    def pinned_bytes(self) -> int:
+        return sum(h.nbytes for h in self.homes if h.pinned)
+
+    def add(self, names: tuple[str, ...], parameter: nn.Parameter) -> Home:
+        """Moves one parameter's bytes into the store and leaves it 0 bytes of storage on the store's device.
+
+        On the CPU the bytes stay where they are and change owner, so no second copy is ever made.  For a GPU they move, and
+        one weight at a time is there twice.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            values = parameter.detach()
+            if values.is_inference():  # has no version, by which a session notices new values
+                values = values.clone()
+            host = own_pages(values, self._near()) if self.pages or values.device.type != "cpu" else values
+            home = Home(names, parameter, host, self, values.device)
+            empty = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=self.device)
+            empty.untyped_storage().resize_(0)
+            self.homes.append(home)  # before the parameter is emptied: an interrupt here loses nothing
+            setattr(parameter, HOME, home)
+            parameter.data = empty
+        return home
+
+    def release(self, device: torch.device | None = None) -> None:
+        """Gives every parameter its bytes back, where it came from or on ``device``.
+
+        Raises ChunkflowError if there is no room for one; it and those behind it stay in the store.
+        """
+        with torch.inference_mode(False), torch.no_grad():
+            while self.homes:  # each is dropped behind its return: an interrupt loses none
+                home = self.homes[-1]
+                if home_of(home.parameter) is home:
+                    home.unpin()
+                    home.parameter.data = brought(home.host, device or home.origin, home.name)
+                    home.parameter.__dict__.pop(HOME, None)
+                self.homes.pop()
+
+    def _near(self) -> frozenset[int]:
+        if self._cpus is None:
+            self._cpus = near_cpus(self.device)
+        return self._cpus
+
+    def pageable(self, home: Home, error: OSError) -> None:
+        """Goes on without pinned memory, and says so once."""
+        self.pins = False
+        warnings.warn(
+            f"The host memory of {home.name} ({home.nbytes} bytes) could not be pinned, behind {self.pinned_bytes} bytes "
+            f"that were ({error}): it and the weights behind it are copied from pageable memory, which is slower. "
+            "Raise the limit of locked memory (ulimit -l), or give the process more memory.",
+            stacklevel=2,
+        )
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may come anywhere
+def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
+    """Behind the copies that read the memory; a device that failed must not keep a model from being restored."""
+    try:
+        for device in devices:
+            with contextlib.suppress(ChunkflowError):
+                device.settle()
+    finally:
+        try:
+            undo()
+        except OSError as error:
+            warnings.warn(f"Host memory stays pinned: {error}.", stacklevel=2)
+
+
+def brought(values: torch.Tensor, device: torch.device, name: str) -> torch.Tensor:
+    """The values on a device.  Raises ChunkflowError with ``name`` if it has no room."""
+    try:
+        return values.to(device)
+    except torch.OutOfMemoryError as error:
+        raise ChunkflowError(
+            f"There is no room on {device} for {name} ({values.nbytes} bytes): it and the weights in "
+            "front of it stay in host memory. Free memory and restore again, or restore(model, 'cpu')."
+        ) from error
+
+
+def home_of(parameter: object) -> Home | None:
+    """The home of an offloaded parameter, None of any other object."""
+    return getattr(parameter, HOME, None)

@@ -1,0 +1,218 @@
+"""Discover: which inputs of an ATen inference graph are weights, where they are read, which nodes are collectives.
+
+Contract
+    On entry: an ATen inference graph of AOTAutograd; every placeholder says in ``meta["desc"]`` which input it is.
+    Reads only.  Parameters are found by the index of their input, never by the name of a node.
+    Errors rather than guesses: an unknown op of a collective namespace, a streamed weight that is no plain input.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch.fx import GraphModule, Node
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.problem import Parameter
+
+from .traced import Traced
+
+COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
+# Op -> kind.  The autograd twins carry the same names.
+COLLECTIVE_KINDS: Mapping[str, str] = {
+    "all_to_all_single": "all-to-all",
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_into_tensor_out": "all-gather",
+    "all_gather_into_tensor_coalesced": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_tensor_coalesced": "reduce-scatter",
+    "all_reduce": "all-reduce",
+    "all_reduce_": "all-reduce",
+    "all_reduce_coalesced": "all-reduce",
+}
+# DTensor on CUDA redistributes shards by this op; it waits by itself.
+_SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
+_WAIT = "wait_tensor"
+
+
+@dataclass(frozen=True)
+class DiscoveredWeight:
+    """A parameter and its placeholder.  ``readers``: the nodes that read its bytes, views looked through."""
+
+    parameter: Parameter
+    node: Node
+    readers: tuple[Node, ...]
+    keep: str | None
+
+
+@dataclass(frozen=True)
+class Discovery:
+    """``weight_views``: every view of a weight -> that weight's placeholder.  ``collectives``: in program order."""
+
+    weights: tuple[DiscoveredWeight, ...]
+    weight_views: Mapping[Node, Node]
+    collectives: tuple[Node, ...]
+
+
+def discover(traced: Traced) -> Discovery:
+    """Finds weights, their readers and the collectives of a traced graph."""
+    graph = traced.graph
+    by_index: dict[int | None, Parameter] = {p.index: p for p in traced.parameters}
+    _refuse_mutation(graph, by_index)
+    weights: list[DiscoveredWeight] = []
+    views: dict[Node, Node] = {}
+    for node in graph.graph.nodes:
+        if node.op != "placeholder":
+            continue
+        parameter = by_index.get(_input_index(node))
+        if parameter is None:
+            continue
+        if not isinstance(node.meta["desc"], PlainAOTInput):
+            _refuse_to_lose(parameter, node)
+            continue
+        readers, chain = _readers(node)
+        if not readers:
+            continue
+        views.update(dict.fromkeys(chain, node))
+        weights.append(DiscoveredWeight(parameter, node, readers, parameter.keep or _keep(parameter, readers)))
+    collectives = tuple(n for n in graph.graph.nodes if collective_kind(n) is not None)
+    return Discovery(tuple(weights), views, collectives)
+
+
+def is_collective(node: Node) -> bool:
+    """Whether a node is a collective, known or not; its completion is none."""
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    namespace, name = node.target._schema.name.split("::")
+    return node.target._schema.name == _SHARD_DIM_ALLTOALL or (namespace in COLLECTIVE_NAMESPACES and name != _WAIT)
+
+
+def collective_kind(node: Node) -> str | None:
+    """The kind of a collective node, None for any other node (``wait_tensor`` included).
+
+    Raises ChunkflowError for an op of a collective namespace that is not known: taking it for compute would let a
+    compiler reorder it.
+    """
+    if not is_collective(node):
+        return None
+    schema: Any = node.target
+    if schema._schema.name == _SHARD_DIM_ALLTOALL:
+        return "all-to-all"
+    namespace, name = schema._schema.name.split("::")
+    kind = COLLECTIVE_KINDS.get(name)
+    if kind is None:
+        known = ", ".join(sorted(COLLECTIVE_KINDS))
+        raise ChunkflowError(
+            f"The graph calls the collective {namespace}::{name} (node {node.name}), which ChunkFlow does not know; "
+            f"it schedules {known}."
+        )
+    return kind
+
+
+def crossing_bytes(node: Node, ranks: int) -> int:
+    """Bytes that a collective moves into this rank, by the volume of its kind over P ``ranks`` that take n bytes each.
+
+    All-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1), all-reduce 2 n (P - 1) / P.
+    """
+    taken = sum(nbytes(a) for a in node.all_input_nodes)
+    kind = collective_kind(node)
+    if kind == "all-gather":
+        return taken * (ranks - 1)
+    return taken * (ranks - 1) // ranks * (2 if kind == "all-reduce" else 1)
+
+
+def group_name(node: Node) -> str:
+    """Name of the process group of a collective node."""
+    schema: Any = node.target
+    names = [a.name for a in schema._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return str(given["group_name"])
+
+
+def is_wait_tensor(node: Node) -> bool:
+    """Whether a node is the completion of a collective."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and node.target._schema.name in {f"{ns}::{_WAIT}" for ns in COLLECTIVE_NAMESPACES}
+    )
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node only gives its input another shape: a view op, or an element of a view op's list."""
+    if node.op != "call_function":
+        return False
+    if node.target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_view(node.args[0])
+    # _unsafe_view is no view to autograd, but its result is its input's memory all the same.
+    return isinstance(node.target, torch._ops.OpOverload) and (
+        node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
+    )
+
+
+def nbytes(node: Node) -> int:
+    """Bytes of the tensor or tensors that a node yields, by its metadata."""
+    value = node.meta["val"]
+    values = value if isinstance(value, (list, tuple)) else (value,)
+    return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
+
+
+def _input_index(node: Node) -> int | None:
+    """The input of the Dynamo graph that a placeholder comes from, None if it comes from several."""
+    desc = node.meta.get("desc")
+    while desc is not None and not isinstance(getattr(desc, "idx", None), int):
+        desc = getattr(desc, "base", None)
+    return None if desc is None else int(desc.idx)
+
+
+def _refuse_mutation(graph: GraphModule, by_index: Mapping[int | None, Parameter]) -> None:
+    """A weight that forward writes to would have to be written back; an empty parameter cannot take it."""
+    (output,) = graph.graph.find_nodes(op="output")
+    for desc in output.meta.get("desc") or ():
+        parameter = by_index.get(getattr(getattr(desc, "mutated_input", None), "idx", None))
+        if parameter is not None and parameter.keep is None:
+            raise ChunkflowError(
+                f"forward changes the weight {parameter.name} in place, so it cannot be streamed: make it a buffer, or "
+                "raise min_bytes above its size."
+            )
+
+
+def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
+    """A part of a tensor subclass, or memory that inputs share: it stays where it is, so it must be there."""
+    if parameter.keep is None:
+        raise ChunkflowError(
+            f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it cannot "
+            "be streamed: a view of it is an input too, or it is a tensor subclass. Raise min_bytes above its size."
+        )
+
+
+def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
+    """The non-view users of a placeholder, and the views in between."""
+    readers: dict[Node, None] = {}
+    chain: dict[Node, None] = {}
+    todo = [placeholder]
+    while todo:
+        for user in todo.pop().users:
+            if is_view(user):
+                if user not in chain:
+                    chain[user] = None
+                    todo.append(user)
+            else:
+                readers[user] = None
+    return tuple(readers), tuple(chain)
+
+
+def _keep(parameter: Parameter, readers: Sequence[Node]) -> str | None:
+    if len(parameter.names) > 1:
+        return f"tied: also {', '.join(parameter.names[1:])}"
+    for reader in readers:
+        if reader.op == "output":
+            return "returned by the model"
+        if collective_kind(reader) is not None or is_wait_tensor(reader):
+            return f"sent by the collective {reader.name}"
+    return None

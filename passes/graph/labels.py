@@ -1,0 +1,30 @@
+"""Labels: what people call a region, in the picture of a step and in reports."""
+
+from __future__ import annotations
+
+from itertools import groupby
+
+from chunkflow_compile.passes.plan import RegionLabel
+from chunkflow_compile.passes.problem import Problem, Region
+
+
+def region_labels(problem: Problem) -> tuple[RegionLabel, ...]:
+    """A label for each region: its large weights without their block, or else what it computes."""
+    large = {w.name for w in problem.weights if w.keep is None}
+    return tuple(RegionLabel(r.block, _what(r, large)) for r in problem.regions)
+
+
+def weight_label(name: str, block: str) -> str:
+    """A weight as it is called inside its block."""
+    return name.removeprefix(f"{block}.").removesuffix(".weight")
+
+
+def _what(region: Region, large: set[str]) -> str:
+    names = sorted(weight_label(name, region.block) for name in region.weights if name in large)
+    if not names:
+        return region.cost.op or "elementwise"
+    short = []
+    for parent, group in groupby(names, key=lambda name: name.rpartition(".")[0]):
+        leaves = ",".join(name.rpartition(".")[2] for name in group)
+        short.append(f"{parent}.{leaves}" if parent else leaves)
+    return " ".join(short)

@@ -1,0 +1,70 @@
+"""Listing: a graph as text, one op a line, as a person reads it and as Python's parser does."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+
+import torch
+from torch.fx import GraphModule, Node
+
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, Prefetch, prefetch_of
+
+
+def listing(module: GraphModule) -> str:
+    """All nodes as text; inputs without a use are left out."""
+    nodes = (n for n in module.graph.nodes if n.op != "placeholder" or n.users)
+    return "\n".join(node_text(n) for n in nodes) + "\n"
+
+
+def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
+    """One node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: of operands that have another there."""
+    known = names or {}
+    if node.op == "placeholder":
+        return f"{node.name}: {_shape(node)}"
+    if node.op == "output":
+        return f"return {_text(node.args[0], known)}"
+    if node.target is PREFETCH:
+        prefetch = prefetch_of(node)
+        assert prefetch is not None
+        return prefetch_text(prefetch)
+    if node.target is WAIT or node.target is EVICT:
+        return f"{'wait' if node.target is WAIT else 'evict'}({node.args[0]!r})"
+    if node.op == "get_attr":
+        return f"{node.name} = self.{node.target}"
+    if node.op == "call_module":
+        return f"{node.name} = {node.target}({', '.join(_text(a, known) for a in node.args)})"
+    named = f"{node.name}: {_shape(node)}" if "val" in node.meta else node.name
+    if node.target is operator.getitem:
+        return f"{named} = {_text(node.args[0], known)}[{_text(node.args[1], known)}]"
+    operands = [_text(a, known) for a in node.args] + [f"{k}={_text(v, known)}" for k, v in node.kwargs.items()]
+    return f"{named} = {target_name(node)}({', '.join(operands)})"
+
+
+def prefetch_text(op: Prefetch) -> str:
+    """A prefetch as a line."""
+    later = ", next_step=True" if op.next_step else ""
+    return f"prefetch({op.weight!r}, chunks[{op.first}:{op.end}], window={op.window}{later})"
+
+
+def target_name(node: Node) -> str:
+    """What a node calls: ``aten.mm``, ``lowered_3``, ``prefetch``."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target).removesuffix(".default").removeprefix("chunkflow.")
+    if callable(node.target):
+        return str(getattr(node.target, "__name__", node.target))
+    return str(node.target)
+
+
+def _shape(node: Node) -> str:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape) or '[()]'}"  # a scalar's is () to Python
+
+
+def _text(value: object, names: Mapping[Node, str]) -> str:
+    if isinstance(value, (list, tuple)):
+        body = ", ".join(_text(v, names) for v in value)
+        return f"[{body}]" if isinstance(value, list) else f"({body}{',' * (len(value) == 1)})"
+    return names.get(value, value.name) if isinstance(value, Node) else repr(value)

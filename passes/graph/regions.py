@@ -1,0 +1,370 @@
+"""Regions: cut an ATen graph into pieces of pure compute, with the collectives left between them.
+
+Contract
+    On entry: an ATen inference graph and its Discovery.  The graph is read, never changed.
+    Preserved: every node is computed once, except views of weights and of collective results, which are repeated in
+    each region that reads them (they cost nothing, and a view that outlived its region would outlive its slot).  The
+    order of collectives is that of the graph.
+    Cuts: at collectives, where the block changes, and in front of the weight that would carry a region past
+    ``group_bytes`` of weights.
+
+Pseudo-code
+    assign        a segment number to every compute node, in program order
+    dissolve      segments of views only, into the regions around them
+    build         one FX graph a segment; inputs by first use, outputs by definition
+    key           digest of a region's structure; equal keys share one lowering
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+from chunkflow_compile.passes.cost.count import region_cost
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
+
+from .discover import Discovery, collective_kind, crossing_bytes, group_name, is_view, is_wait_tensor, nbytes
+from .traced import Traced
+
+# A cut costs one host call (about 0.2 ms on a slow CPU core) and the fusion across it; 64 MiB of weights take 2 ms at
+# 30 GB/s, so a cut every 64 MiB stays below a tenth of the copy that it lets start earlier and end sooner.
+DEFAULT_GROUP_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class CutRegion:
+    """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the order of the module's."""
+
+    info: Region
+    module: GraphModule
+    inputs: tuple[Node, ...]
+    outputs: tuple[Node, ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """The source graph, its regions and its top-level nodes.
+
+    ``sequence`` is the program's skeleton: regions and collectives (``wait_tensor`` included) in order.
+    """
+
+    source: GraphModule
+    discovery: Discovery
+    regions: tuple[CutRegion, ...]
+    sequence: tuple[CutRegion | Node, ...]
+    problem: Problem
+
+    def data_flow(self) -> dict[str, str]:
+        """What each region, constant and top-level node reads and yields: its name -> a line that must stay true of it."""
+        lines = {}
+        for node in self.source.graph.nodes:
+            if node.op == "get_attr" and not isinstance(getattr(self.source, str(node.target)), GraphModule):
+                lines[node.name] = flow_line("constant", str(node.target))
+            elif node.op == "output":
+                lines[node.name] = flow_line("return", torch.fx.map_arg(node.args, lambda n: n.name))
+        for item in self.sequence:
+            if isinstance(item, CutRegion):
+                lines[item.info.name] = flow_line(item.info.key, [n.name for n in item.inputs])
+                lines.update({n.name: flow_line("output", [item.info.name, i]) for i, n in enumerate(item.outputs)})
+            else:
+                operands = torch.fx.map_arg((item.args, dict(item.kwargs)), lambda n: n.name)
+                lines[item.name] = flow_line(str(item.target), operands)
+        return lines
+
+
+def flow_line(target: str, operands: object) -> str:
+    """One line of :meth:`Cut.data_flow`."""
+    return f"{target} {operands!r}"
+
+
+def cut(
+    traced: Traced, discovery: Discovery, group_bytes: int = DEFAULT_GROUP_BYTES, *, dissolve_views: bool = True
+) -> Cut:
+    """Cuts a traced graph into regions.
+
+    ``group_bytes``: most bytes of streamed weights in one region, where a region reads more than one weight.
+    ``dissolve_views``: whether pieces of views only go into the regions around them.
+    """
+    graph = traced.graph
+    segments = _Segments(graph, discovery, traced.blocks, group_bytes)
+    segments.assign()
+    if dissolve_views:
+        segments.dissolve()
+    regions: list[CutRegion] = []
+    sequence: list[CutRegion | Node] = []
+    for item in segments.skeleton():
+        if isinstance(item, Node):
+            sequence.append(item)
+            continue
+        region = _build(graph, len(regions), item, segments)
+        regions.append(region)
+        sequence.append(region)
+    if not regions:
+        raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
+    return Cut(graph, discovery, tuple(regions), tuple(sequence), _problem(traced, discovery, regions, sequence))
+
+
+class _Segments:
+    """Which segment every node of the source graph is computed in.  Top-level nodes have none."""
+
+    def __init__(self, graph: GraphModule, discovery: Discovery, blocks: Mapping[str, str], group_bytes: int) -> None:
+        self.graph = graph
+        self.discovery = discovery
+        self.blocks = blocks
+        self.group_bytes = group_bytes
+        self.of: dict[Node, int] = {}
+        streamable = {w.node for w in discovery.weights if w.keep is None}
+        self.lazy: dict[Node, None] = {v: None for v, w in discovery.weight_views.items() if w in streamable}
+        self.block_of: dict[int, str] = {}
+
+    def assign(self) -> None:
+        streamed = {w.node: nbytes(w.node) for w in self.discovery.weights if w.keep is None}
+        labels = block_labels(self.graph, self.blocks)
+        current, block, held, group = -1, "", dict[Node, None](), 0
+        cut_here = True
+        for node in self.graph.graph.nodes:
+            if self.is_top_level(node):
+                cut_here = cut_here or (node.op == "call_function")
+                continue
+            if node in self.lazy:
+                continue
+            if node.target is operator.getitem:
+                self.of[node] = self.of[node.all_input_nodes[0]]
+                continue
+            here = labels[node]
+            fresh = {w: streamed[w] for w in self._weights(node) if w in streamed and w not in held}
+            full = bool(held) and bool(fresh) and group + sum(fresh.values()) > self.group_bytes
+            if cut_here or here != block or full:
+                current, block, held, group = current + 1, here, {}, 0
+                self.block_of[current] = block
+                fresh = {w: streamed[w] for w in self._weights(node) if w in streamed}
+                cut_here = False
+            held.update(dict.fromkeys(fresh))
+            group += sum(fresh.values())
+            self.of[node] = current
+
+    def dissolve(self) -> None:
+        """Moves segments of views only into the regions around them: Ulysses leaves some between its all-to-alls."""
+        members: dict[int, list[Node]] = {}
+        for node, segment in self.of.items():
+            members.setdefault(segment, []).append(node)
+        for segment, nodes in members.items():
+            if not all(is_view(n) for n in nodes):
+                continue
+            targets = {node: self._home_of_view(node, segment) for node in nodes}
+            for node in nodes:
+                base = node.all_input_nodes[0]
+                if base in targets:
+                    targets[node] = targets[base]
+                elif base in self.lazy:
+                    targets[node] = None
+            if any(t is None and self._needed_at_top_level(n) for n, t in targets.items()):
+                continue
+            for node, target in targets.items():
+                if target is None:
+                    del self.of[node]
+                    self.lazy[node] = None
+                else:
+                    self.of[node] = target
+
+    def skeleton(self) -> Iterable[list[Node] | Node]:
+        """Segments (as lists of nodes) and collectives, in program order."""
+        members: dict[int, list[Node]] = {}
+        for node in self.graph.graph.nodes:
+            if node in self.of:
+                members.setdefault(self.of[node], []).append(node)
+        emitted: set[int] = set()
+        for node in self.graph.graph.nodes:
+            if node.op == "call_function" and self.is_top_level(node):
+                yield node
+            elif node in self.of and self.of[node] not in emitted:
+                emitted.add(self.of[node])
+                yield members[self.of[node]]
+
+    def is_top_level(self, node: Node) -> bool:
+        if node.op != "call_function":
+            return True
+        if node.target is operator.getitem:  # of a coalesced collective's list
+            return self.is_top_level(node.all_input_nodes[0]) and node.all_input_nodes[0].op == "call_function"
+        return collective_kind(node) is not None or is_wait_tensor(node)
+
+    def _home_of_view(self, node: Node, segment: int) -> int | None:
+        """The earlier segment that a view can move to, or None to repeat it in each region that reads it."""
+        home = self.of.get(node.all_input_nodes[0])
+        return home if home != segment else None
+
+    def _needed_at_top_level(self, node: Node) -> bool:
+        return any(self.is_top_level(user) for user in node.users)
+
+    def _weights(self, node: Node) -> tuple[Node, ...]:
+        views = self.discovery.weight_views
+        return tuple(dict.fromkeys(views.get(a, a) for a in node.all_input_nodes))
+
+
+def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
+    """Every call's block.  A node without a stack is either the root module's or made by functionalization: it
+    belongs to a block if that block is on both sides of it."""
+    calls = [n for n in graph.graph.nodes if n.op == "call_function"]
+    known: dict[Node, str] = {}
+    for node in calls:
+        stack = node.meta.get("nn_module_stack") or {}
+        keys = [str(k).split("@")[0] for k in stack]
+        if keys:
+            known[node] = next((blocks[k] for k in keys if k in blocks), "")
+    labels: dict[Node, str] = {}
+    behind = {}
+    following = ""
+    for node in reversed(calls):
+        behind[node] = following = known.get(node, following)
+    current = ""
+    for node in calls:
+        labels[node] = current = known.get(node, current if current == behind[node] else "")
+    return labels
+
+
+def _build(graph: GraphModule, index: int, nodes: Sequence[Node], segments: _Segments) -> CutRegion:
+    members = set(nodes)
+    new = Graph()
+    root: dict[str, object] = {}
+    copies: dict[Node, Node] = {}
+    inputs: dict[Node, Node] = {}
+
+    def resolve(node: Node) -> Node:
+        if node in copies:
+            return copies[node]
+        if node.op == "get_attr" and isinstance(getattr(graph, str(node.target)), GraphModule):
+            root[str(node.target)] = getattr(graph, str(node.target))
+            copies[node] = new.node_copy(node)
+        elif node in segments.lazy:
+            base = [resolve(a) for a in node.all_input_nodes]
+            assert base, "a view has an input"
+            copies[node] = new.node_copy(node, resolve)
+        else:
+            assert node not in members, "regions keep program order"
+            with new.inserting_before(_first_non_placeholder(new)):
+                placeholder = new.placeholder(f"in_{len(inputs)}")
+            placeholder.meta = {"val": node.meta["val"]} if "val" in node.meta else {}
+            copies[node] = inputs[node] = placeholder
+        return copies[node]
+
+    for node in nodes:
+        for argument in node.all_input_nodes:
+            resolve(argument)
+        copies[node] = new.node_copy(node, resolve)
+    outputs = tuple(n for n in nodes if any(_reads_from_outside(u, members, segments) for u in n.users))
+    new.output(tuple(copies[n] for n in outputs))
+    new.lint()
+    module = GraphModule(root, new)
+    weight_nodes = {w.node: w.parameter.name for w in segments.discovery.weights}
+    info = Region(
+        index=index,
+        name=f"region_{index}",
+        key=structural_key(module, index),
+        block=segments.block_of[segments.of[nodes[0]]],
+        nodes=len(nodes),
+        weights=tuple(weight_nodes[n] for n in inputs if n in weight_nodes),
+        cost=region_cost(module),
+    )
+    return CutRegion(info, module, tuple(inputs), outputs)
+
+
+def _first_non_placeholder(graph: Graph) -> Node:
+    return next((n for n in graph.nodes if n.op != "placeholder"), graph._root)
+
+
+def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> bool:
+    if user in segments.lazy:
+        return any(_reads_from_outside(u, members, segments) for u in user.users)
+    return user not in members
+
+
+def structural_key(module: GraphModule, index: int) -> str:
+    """Digest of a region's ops, constants, wiring and tensor metadata; names of nodes do not count.
+
+    A region that holds more than ATen ops (a nested graph, a function of the user's) is like no other: its key carries
+    its ``index``.
+    """
+    number: dict[Node, int] = {}
+    lines: list[str] = []
+    for node in module.graph.nodes:
+        number[node] = len(number)
+        args = torch.fx.map_arg((node.args, tuple(sorted(node.kwargs.items()))), lambda n: f"%{number[n]}")
+        target = "input" if node.op == "placeholder" else str(node.target)
+        if node.op in ("get_attr", "call_module", "call_method") or not _is_plain(node):
+            target += f" of region {index}"
+        lines.append(f"{node.op} {target} {args!r} {_describe(node.meta.get('val'))}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _is_plain(node: Node) -> bool:
+    return (
+        node.op != "call_function"
+        or isinstance(node.target, torch._ops.OpOverload)
+        or node.target is operator.getitem
+        or getattr(node.target, "__module__", None) in ("_operator", "math")
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        bits = f"{'conj' * value.is_conj()}{'neg' * value.is_neg()}"
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()}{value.device}{bits}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_describe(v) for v in value) + "]"
+    return repr(value)
+
+
+def _collective_behind(completion: Node) -> Node:
+    """The collective whose result ``completion`` waits for, getitem of a coalesced one looked through."""
+    node = completion.all_input_nodes[0]
+    return node if collective_kind(node) is not None else node.all_input_nodes[0]
+
+
+def _problem(
+    traced: Traced, discovery: Discovery, regions: Sequence[CutRegion], sequence: Sequence[CutRegion | Node]
+) -> Problem:
+    readers: dict[str, list[int]] = {}
+    for region in regions:
+        for name in region.info.weights:
+            readers.setdefault(name, []).append(region.info.index)
+    weights = []
+    for found in discovery.weights:
+        value = found.node.meta["val"]
+        weights.append(
+            Weight(
+                name=found.parameter.name,
+                names=found.parameter.names,
+                index=found.parameter.index,
+                nbytes=nbytes(found.node),
+                dtype=str(value.dtype).removeprefix("torch."),
+                shape=tuple(value.shape),
+                stride=tuple(value.stride()),
+                uses=tuple(readers.get(found.parameter.name, ())),
+                keep=found.keep,
+            )
+        )
+    before, started, awaited = 0, list[tuple[Node, int]](), dict[Node, int]()
+    for item in sequence:
+        if isinstance(item, CutRegion):
+            before = item.info.index + 1
+        elif collective_kind(item) is not None:
+            started.append((item, before))
+        elif is_wait_tensor(item):
+            awaited.setdefault(_collective_behind(item), before)
+    collectives = [
+        Collective(
+            name=node.name,
+            kind=str(collective_kind(node)),
+            nbytes=crossing_bytes(node, traced.ranks[group_name(node)]),
+            before=at,
+            until=awaited.get(node, at),  # DTensor's all-to-all waits by itself
+        )
+        for node, at in started
+    ]
+    return Problem(regions=tuple(r.info for r in regions), collectives=tuple(collectives), weights=tuple(weights))

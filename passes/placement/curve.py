@@ -1,0 +1,63 @@
+"""Curve: memory against predicted step time, a point for every chunk of memory.
+
+Plans are made for every number of residents with all the room that hides their copies, and for no residents in ever
+less room; each is played and its slots are cut.  A plan that fits a budget fits every larger one: the curve is the best
+step of all plans that fit, so that it never rises.  It ends with all weights resident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.problem import Problem
+
+from .place import Builder
+from .search import ROUNDING, Planner
+from .timeline import Simulator
+
+
+@dataclass(frozen=True, order=True)
+class Point:
+    """With ``memory`` weight bytes on the device, a step takes ``step_s``."""
+
+    memory: int
+    step_s: float
+    resident_step_s: float
+
+
+def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Iterator[Point]:
+    """The plans behind the curve, in no order: one at a time, for a caller that shows how far it is."""
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
+    builder = Builder(planner, hardware, "chunkflow")
+    resident = planner.resident.step_s
+    natural = planner.candidate(0, None)
+    assert natural is not None
+    room = natural.nbytes
+    tried = [natural, planner.play([c.first for c in planner.chunks])]
+    while (room := room - chunk_bytes) >= planner.floor():
+        tried += [c for hard in (False, True) if (c := planner.within(room, 0, hard)) is not None]
+    for candidate in tried:
+        yield Point(builder.slots(candidate, quick=True), candidate.step_s, resident)
+    for residents in range(1, len(planner.chunks)):
+        both = [c for hard in (False, True) if (c := planner.candidate(residents, None, hard)) is not None]
+        for candidate in both:
+            yield Point(builder.slots(candidate, quick=True), candidate.step_s, resident)
+        if both[-1].step_s <= resident * (1 + ROUNDING):
+            break
+    yield Point(problem.total_bytes, resident, resident)
+
+
+def on_grid(found: Iterable[Point], chunk_bytes: int) -> list[Point]:
+    """Points from the floor upward, a chunk apart, the last one with all weights resident; the best step at each."""
+    ordered = sorted(found)
+    points, best, i = [], ordered[0].step_s, 0
+    memory, end = ordered[0].memory, ordered[-1]
+    while memory < end.memory:
+        while i < len(ordered) and ordered[i].memory <= memory:
+            best = min(best, ordered[i].step_s)
+            i += 1
+        points.append(Point(memory, max(best, end.step_s), end.resident_step_s))
+        memory += chunk_bytes
+    return [*points, end]

@@ -1,0 +1,269 @@
+"""Place: Problem and Hardware -> Plan, for a goal: a byte budget, or a step time.
+
+Contract
+    On entry: a Problem and a Hardware.  Nothing else is looked at: no tensors, no clock, no device.
+    On exit: every weight has a home and a reason; streamed ones have a slot and a window a chunk, and no two chunks
+    that are alive in the same window share bytes.  The same arguments give the same Plan, byte for byte.
+    ``memory`` is a hard limit: errors rather than exceeds it, and says how little would do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Literal
+
+from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.labels import region_labels
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, align, runs
+from chunkflow_compile.passes.problem import Problem, Weight
+
+from .policies import blocks_of, layerwise, next_block_barriers
+from .reasons import reason
+from .refine import MOST_CHUNKS, Improve, refine, unrefined
+from .schedule import schedule, transfers
+from .search import ROUNDING, Candidate, Planner, Yield, barriers
+from .slots import Lifetime, Piece, assign_slots
+from .timeline import Simulator, Timeline
+from .windows import as_windows
+
+Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "layerwise-prefix", "host-yield", "resident"]
+POLICIES: tuple[Policy, ...] = (
+    "resident",
+    "layerwise",
+    "layerwise-barrier",
+    "layerwise-prefix",
+    "host-yield",
+    "chunkflow",
+)
+# Those that a byte budget changes.
+BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
+DEFAULT_SLOWDOWN = 1.02
+
+
+def place(
+    problem: Problem,
+    hardware: Hardware,
+    *,
+    policy: Policy = "chunkflow",
+    chunk_bytes: int = 16 << 20,
+    memory: int | None = None,
+    slowdown: float | None = None,
+    yields: Yield = "auto",
+    disabled: Collection[str] = (),
+    timings: Timings | None = None,
+) -> Plan:
+    """Decides the home, slot and windows of every weight.
+
+    ``memory``: most weight bytes on the device, for the fastest plan within them.  ``slowdown``: longest predicted step
+    over that with all weights resident, for the smallest plan; 1.02 if neither is given.  ``yields``: how copies keep out
+    of the way of collectives.  ``disabled``: "refine", or nothing.  ``timings``: what was measured of the problem, in place
+    of the profile's rates.
+    Raises ChunkflowError if both goals are given, if ``slowdown`` is below 1, if ``memory`` is below what the program
+    needs at least, or if the timings are of another problem.
+    """
+    if memory is not None and slowdown is not None:
+        raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
+    if slowdown is not None and not slowdown >= 1:
+        raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
+    if slowdown is not None and policy != "chunkflow":
+        raise ChunkflowError(f"Policy {policy} has one plan only: slowdown={slowdown} would change nothing.")
+    if yields != "auto" and policy != "chunkflow":
+        raise ChunkflowError(f"Policy {policy} has one plan only: yield={yields} would change nothing.")
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields)
+    builder = Builder(planner, planner.simulator.hardware, policy)
+    if policy == "chunkflow":
+        improve = unrefined if "refine" in disabled else refine
+        if memory is None:
+            plan = _smallest(planner, builder, improve, slowdown)
+        else:
+            plan = _fastest(planner, builder, improve, memory)
+    elif policy == "layerwise-prefix":
+        plan = _prefix(planner, builder, memory)
+    else:
+        plan = builder.plan(*_fixed(policy, planner))
+    if memory is not None and plan.device_bytes > memory:
+        raise ChunkflowError(
+            f"memory={memory} bytes is below the {plan.device_bytes} bytes that policy {policy} takes; "
+            "it has no smaller plan."
+        )
+    return plan
+
+
+def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int) -> int:
+    """Bytes of weights on the device below which there is no plan."""
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
+    return Builder(planner, hardware, "chunkflow").least()[1]
+
+
+def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
+    if policy == "resident":
+        return {}, ()
+    windows = as_windows(planner.chunks, layerwise(planner.problem, planner.chunks), planner.count)
+    streamed = [w for w in planner.weights if any(k is not None for k in windows[w.name])]
+    return windows, next_block_barriers(planner.problem, streamed) if policy == "layerwise-barrier" else ()
+
+
+def _prefix(planner: Planner, builder: Builder, memory: int | None) -> Plan:
+    """Layerwise, less as many blocks from the first on as stay on the device within ``memory``."""
+    if memory is None:
+        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give memory=.")
+    placed = layerwise(planner.problem, planner.chunks)
+    streamed = planner.play(placed)
+    for first, last in blocks_of(planner.problem):
+        kept = [None if first <= c.first <= last else w for c, w in zip(planner.chunks, placed, strict=True)]
+        candidate = planner.play(kept)
+        if builder.slots(candidate) > memory:
+            break
+        placed, streamed = kept, candidate
+    return builder.candidate(streamed)
+
+
+def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: float | None) -> Plan:
+    target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
+    found = planner.smallest(target)
+    found = improve(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s))
+    # Slots are rounded up, resident weights are not: all of them may be smaller.
+    return builder.candidate(min(found, planner.everything(), key=builder.slots))
+
+
+def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) -> Plan:
+    barely, floor = builder.least()
+    if memory < floor:
+        raise ChunkflowError(
+            f"memory={memory} bytes is too little: {planner.kept_bytes} bytes of small and tied weights stay on the device, "
+            f"and the streamed weights that one region reads need the rest of {floor} bytes. Give memory={floor} or more "
+            f"({-(-floor // 2**20)} MiB), or cut finer regions with a smaller group_bytes."
+        )
+
+    quick = len(planner.chunks) > MOST_CHUNKS  # slots cut well take half a second for 2,000 chunks
+
+    def cost(candidate: Candidate) -> tuple[float, ...]:
+        return max(0, builder.slots(candidate, quick) - memory), candidate.step_s, candidate.nbytes
+
+    fitting = [c for c in (improve(planner, barely, cost), planner.everything()) if builder.slots(c) <= memory]
+    found = planner.fastest(memory) if memory >= planner.floor() else None
+    cut = 0
+    while found is not None:
+        better = improve(planner, found, cost)
+        over = builder.slots(better, quick) - memory
+        if over <= 0:
+            fitting += [better, *(c for c in (found,) if builder.slots(c) <= memory)]  # which may bear strain better
+            break
+        # Slots lose some percent between lifetimes that do not fit each other: leave the others that much less room.
+        cut = max(2 * cut, over)
+        found = planner.smaller(found, memory - cut)
+    return builder.candidate(min(fitting, key=planner.order))
+
+
+class Builder:
+    """Makes plans of placements: slots, prediction, reasons."""
+
+    def __init__(self, planner: Planner, hardware: Hardware, policy: Policy) -> None:
+        self.planner = planner
+        self.problem = planner.problem
+        self.digest = planner.problem.digest
+        self.hardware = hardware
+        self.policy = policy
+
+    def candidate(self, found: Candidate) -> Plan:
+        windows = as_windows(self.planner.chunks, found.placed, self.planner.count)
+        ops = transfers(self.problem, windows)
+        return self.plan(windows, barriers(self.problem, ops) if found.hard else ())
+
+    def slots(self, found: Candidate, quick: bool = False) -> int:
+        """Weight bytes on the device of a candidate, its slots cut; ``quick``: with fewer tries to cut them well."""
+        windows = as_windows(self.planner.chunks, found.placed, self.planner.count)
+        streamed = self._streamed(windows)
+        _, arena = self._arena(windows, streamed, quick)
+        return arena + self._outside(streamed)
+
+    def least(self) -> tuple[Candidate, int]:
+        """The placement that starts every copy in the last window that it may, and the least bytes that any plan takes."""
+        barely = self.planner.play([c.first for c in self.planner.chunks])
+        return barely, min(self.slots(barely), self.problem.total_bytes)
+
+    def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...]) -> Plan:
+        streamed = self._streamed(windows)
+        offsets, arena = self._arena(windows, streamed)
+        held = {w: b.collective for b in reversed(hard) for w in b.weights}
+        timeline = self.planner.simulator.play(schedule(self.problem, transfers(self.problem, windows, hard)))
+        at = {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}
+        weights = []
+        for weight in self.problem.weights:
+            mine = windows.get(weight.name, ()) if weight.name in at else ()
+            slack = timeline.slack.get(weight.name)
+            why = reason(self.planner, self.policy, weight, windows.get(weight.name, ()), slack, held.get(weight.name))
+            weights.append(
+                WeightPlan(
+                    name=weight.name,
+                    home="host" if weight.name in at else "device",
+                    nbytes=weight.nbytes,
+                    why=why,
+                    offset=at.get(weight.name),
+                    windows=mine,
+                    first_use=weight.uses[0] if weight.uses else -1,
+                    last_use=weight.uses[-1] if weight.uses else -1,
+                    slack_s=None if slack is None or not mine else round(slack, 9),
+                )
+            )
+        plan = Plan(
+            policy=self.policy,
+            problem=self.digest,
+            hardware=self.hardware.name,
+            chunk_bytes=self.planner.simulator.chunk_bytes,
+            arena_bytes=arena,
+            regions=region_labels(self.problem),
+            weights=tuple(weights),
+            barriers=hard,
+            predicted=self._prediction(timeline, windows, streamed),
+        )
+        return plan
+
+    def _streamed(self, windows: Mapping[str, Windows]) -> list[Weight]:
+        return [w for w in self.problem.weights if any(k is not None for k in windows.get(w.name, ()))]
+
+    def _outside(self, streamed: list[Weight]) -> int:
+        """Bytes of the weights that have no slot."""
+        return self.problem.total_bytes - sum(w.nbytes for w in streamed)
+
+    def _arena(
+        self, windows: Mapping[str, Windows], streamed: list[Weight], quick: bool = False
+    ) -> tuple[tuple[int, ...], int]:
+        lifetimes = [self._lifetime(w, windows[w.name]) for w in streamed]
+        return assign_slots(lifetimes, self.planner.count, quick)
+
+    def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
+        """From the opening of each chunk's window to the end of the weight's last reader."""
+        count, size = self.planner.count, self.planner.simulator.chunk_bytes
+        first, last = weight.uses[0], weight.uses[-1]
+        pieces = []
+        for run in runs(windows):
+            begin, end = run.first * size, min(run.end * size, weight.nbytes)
+            if run.window is None:
+                pieces.append(Piece(begin, end, 0, count))
+            else:
+                pieces.append(Piece(begin, end, run.window, (first - run.window) % count + last - first + 1))
+        return Lifetime(tuple(pieces))
+
+    def _prediction(self, timeline: Timeline, windows: Mapping[str, Windows], streamed: list[Weight]) -> Prediction:
+        simulator = self.planner.simulator
+        inside = sum(
+            align(simulator.nbytes(w.name, r.first, r.end))
+            for w in streamed
+            for r in runs(windows[w.name])
+            if r.window is None
+        )
+        outside = self._outside(streamed)
+        return Prediction(
+            step_s=round(timeline.step_s, 9),
+            resident_step_s=round(self.planner.resident.step_s, 9),
+            compute_s=round(timeline.compute_s, 9),
+            exposed_s=round(timeline.exposed_s, 9),
+            collective_s=round(timeline.collective_s, 9),
+            inflation_s=round(timeline.inflation_s, 9) + 0.0,
+            copy_s=round(timeline.copy_s, 9),
+            peak_bytes=timeline.peak_bytes + inside + outside,
+            spans=tuple(Span(s.lane, s.name, round(s.start, 9), round(s.end, 9)) for s in timeline.spans),
+        )

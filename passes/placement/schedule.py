@@ -1,0 +1,122 @@
+"""Schedule: what stands where in a program, from the windows of its chunks.  Rewrite writes it, the timeline plays it.
+
+Order of one step, for each region k: the collectives that start in front of it, each behind its barriers; the
+completions awaited in front of it; the prefetches of window k; the waits for the weights that k reads first; region k;
+the evicts of the weights that k reads last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.plan import Barrier, Windows, runs
+from chunkflow_compile.passes.problem import Problem
+
+
+@dataclass(frozen=True)
+class Wait:
+    """``barrier``: in front of a collective, not of a reader."""
+
+    weight: str
+    barrier: bool = False
+
+
+@dataclass(frozen=True)
+class Evict:
+    weight: str
+
+
+@dataclass(frozen=True)
+class Compute:
+    """``region``: its index."""
+
+    region: int
+
+
+@dataclass(frozen=True)
+class Collect:
+    """``collective``: its index."""
+
+    collective: int
+
+
+@dataclass(frozen=True)
+class Await:
+    """``collective``: its index."""
+
+    collective: int
+
+
+Item = Prefetch | Wait | Evict | Compute | Collect | Await
+
+
+@dataclass(frozen=True)
+class Transfers:
+    """The transfer ops of a program, by the place where they stand.
+
+    ``prefetches`` by window, ``waits`` and ``evicts`` by region, ``barriers`` by name of the collective.
+    """
+
+    prefetches: Mapping[int, tuple[Prefetch, ...]]
+    waits: Mapping[int, tuple[str, ...]]
+    evicts: Mapping[int, tuple[str, ...]]
+    barriers: Mapping[str, tuple[str, ...]]
+
+
+def transfers(problem: Problem, windows: Mapping[str, Windows], barriers: Iterable[Barrier] = ()) -> Transfers:
+    """Places the transfer ops.  ``windows``: streamed weight -> the window of each chunk.
+
+    Within a window, chunks stand in the order in which they are needed.
+    """
+    count = len(problem.regions)
+    prefetches: dict[int, list[tuple[int, int, Prefetch]]] = {}
+    waits: dict[int, list[str]] = {}
+    evicts: dict[int, list[str]] = {}
+    for position, weight in enumerate(sorted(problem.weights, key=lambda w: w.name)):
+        chunks = windows.get(weight.name, ())
+        if all(w is None for w in chunks):
+            continue
+        first, last = weight.uses[0], weight.uses[-1]
+        waits.setdefault(first, []).append(weight.name)
+        evicts.setdefault(last, []).append(weight.name)
+        for run in runs(chunks):
+            if run.window is not None:
+                op = Prefetch(weight.name, run.first, run.end, run.window, run.window > first)
+                urgency = (first - run.window) % count
+                prefetches.setdefault(run.window, []).append((urgency, position, op))
+    ordered = {w: tuple(p[2] for p in sorted(found, key=_order)) for w, found in prefetches.items()}
+    return Transfers(
+        prefetches=ordered,
+        waits={k: tuple(v) for k, v in waits.items()},
+        evicts={k: tuple(v) for k, v in evicts.items()},
+        barriers={b.collective: b.weights for b in barriers},
+    )
+
+
+def _order(entry: tuple[int, int, Prefetch]) -> tuple[int, int, int]:
+    urgency, position, op = entry
+    return urgency, position, op.first
+
+
+def schedule(problem: Problem, ops: Transfers) -> tuple[Item, ...]:
+    """One step as the host issues it."""
+    items: list[Item] = []
+    count = len(problem.regions)
+    starts: list[list[int]] = [[] for _ in range(count + 1)]
+    awaited: list[list[int]] = [[] for _ in range(count + 1)]
+    for i, collective in enumerate(problem.collectives):
+        starts[collective.before].append(i)
+        awaited[collective.until].append(i)
+    for k in range(count + 1):
+        for i in starts[k]:
+            items.extend(Wait(w, True) for w in ops.barriers.get(problem.collectives[i].name, ()))
+            items.append(Collect(i))
+        items.extend(Await(i) for i in awaited[k])
+        if k < count:
+            items.extend(ops.prefetches.get(k, ()))
+            items.extend(Wait(w) for w in ops.waits.get(k, ()))
+            items.append(Compute(k))
+            items.extend(Evict(w) for w in ops.evicts.get(k, ()))
+    return tuple(items)

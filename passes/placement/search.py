@@ -1,0 +1,289 @@
+"""Search: how many chunks stay on the device, how much memory the others stream through, from a goal.
+
+A candidate is (residents, limit, hard): the first ``residents`` chunks of the ranking stay, the others take windows
+under ``limit`` bytes alive at once; ``hard`` adds a barrier before each collective, so that no copy runs beside one.
+Candidates are played on the timeline; nothing is judged by anything else.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Literal
+
+from chunkflow_compile.passes.plan import Barrier
+from chunkflow_compile.passes.problem import Problem
+
+from .policies import layerwise
+from .residency import rank
+from .schedule import Transfers, schedule, transfers
+from .timeline import Simulator, Timeline
+from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes
+
+# How copies keep out of the way of collectives.  "soft": windows open behind one and are filled as far as the model says;
+# "hard": compute waits, before a collective, for the copies issued in front of it, so that none runs beside it; "auto": as
+# the timeline says.
+Yield = Literal["auto", "soft", "hard"]
+# Steps closer than this are equal: strain decides, then memory.
+SAME_STEP = 1e-3
+# Figures are off by some percent: of equal steps that wins which copies so much slower lengthen least, told apart by
+# SAME_STRAIN of a step.
+STRAIN = 1.2
+SAME_STRAIN = 5e-3
+# Sums of a thousand spans differ by this much in floating point.
+ROUNDING = 1e-9
+_SAMPLES = 8
+_HALVINGS = 6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """``placed``: for each chunk its window (negative: of the step before), None if it stays.  ``residents``: how many of
+    the ranking stay, None if it was not made that way.  ``nbytes``: weight bytes on the device, before slots are cut."""
+
+    placed: tuple[int | None, ...]
+    residents: int | None
+    hard: bool
+    nbytes: int
+    timeline: Timeline
+
+    @property
+    def step_s(self) -> float:
+        return self.timeline.step_s
+
+
+class Planner:
+    """What is known of a problem on a machine before a goal is given."""
+
+    def __init__(self, problem: Problem, simulator: Simulator, yields: Yield = "auto") -> None:
+        self.problem = problem
+        self.yields = yields
+        self.simulator = simulator
+        self.count = len(problem.regions)
+        self.weights = [w for w in problem.weights if w.keep is None and w.uses and w.nbytes]
+        self.chunks: list[Chunk] = chunks_of(self.weights, simulator)
+        streamed = {w.name for w in self.weights}
+        self.kept_bytes = sum(w.nbytes for w in problem.weights if w.name not in streamed)
+        self.resident = simulator.play(schedule(problem, transfers(problem, {})))
+        self.link: Link = link_of(self.resident, simulator)
+        longest = max((c.seconds for c in self.chunks), default=0.0)
+        self.margin = longest  # one chunk: what a copy may lose to a neighbour that was not foreseen
+        self.ranking = self._rank()
+        self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
+        self._known: dict[tuple[int, int | None, bool], Candidate | None] = {}
+        self._late: dict[int, list[int]] = {}
+        self._strained: dict[tuple[tuple[int | None, ...], bool], float] = {}
+        self._slower = simulator.with_slower_copies(STRAIN)
+
+    def floor(self) -> int:
+        """The fewest weight bytes on the device that the program can run with."""
+        return self._floor(0)
+
+    def candidate(self, residents: int, limit: int | None, hard: bool = False) -> Candidate | None:
+        """The candidate, None if ``limit`` cannot hold what one region reads."""
+        key = (residents, limit, hard)
+        if key not in self._known:
+            kept = set(self.ranking[:residents])
+            indices = [i for i in range(len(self.chunks)) if i not in kept]
+            chunks = [self.chunks[i] for i in indices]
+            windows = fit(chunks, self._latest(residents, chunks), self.count, limit)
+            placed: list[int | None] = [None] * len(self.chunks)
+            for i, window in zip(indices, windows or (), strict=False):
+                placed[i] = window
+            self._known[key] = None if windows is None else self.play(placed, hard, residents)
+        return self._known[key]
+
+    def within(self, memory: int, residents: int, hard: bool = False) -> Candidate | None:
+        """The candidate of so many residents whose others take what is left of ``memory``."""
+        limit = memory - self.kept_bytes - self._resident_sums[residents]
+        return self.candidate(residents, limit, hard) if limit >= 0 else None
+
+    def play(self, placed: Sequence[int | None], hard: bool = False, residents: int | None = None) -> Candidate:
+        """Plays any placement of the chunks."""
+        hard = hard or self.yields == "hard"
+        timeline = self.simulator.play(schedule(self.problem, self._ops(placed, hard)), spans=False)
+        return Candidate(
+            placed=tuple(placed), residents=residents, hard=hard, nbytes=self.nbytes(placed), timeline=timeline
+        )
+
+    def _ops(self, placed: Sequence[int | None], hard: bool) -> Transfers:
+        ops = transfers(self.problem, as_windows(self.chunks, placed, self.count))
+        if hard:
+            ops = transfers(self.problem, as_windows(self.chunks, placed, self.count), barriers(self.problem, ops))
+        return ops
+
+    def everything(self) -> Candidate:
+        """All weights resident."""
+        return self.play([None] * len(self.chunks))
+
+    def nbytes(self, placed: Sequence[int | None]) -> int:
+        """Weight bytes on the device of a placement, if slots are cut without loss."""
+        streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
+        kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)
+        live = live_bytes([c for c, _ in streamed], [w for _, w in streamed], self.count) if streamed else 0
+        return self.kept_bytes + kept + live
+
+    def fastest(self, memory: int) -> Candidate:
+        """The fastest candidate within ``memory`` bytes; of equals the one that strain hurts least, then the smallest."""
+        natural = self.candidate(0, None)
+        if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
+            return natural
+        most = _bisect(0, len(self.chunks), lambda m: self._floor(m + 1) > memory)
+        found: list[Candidate] = []
+        low, high = 0, most
+        for samples in (_SAMPLES, _SAMPLES // 2):
+            grid = _spread(low, high, samples)
+            tried = [(m, c) for m in grid if (c := self.within(memory, m)) is not None]
+            best = min(tried, key=lambda t: self.order(t[1]))[0]
+            found += [c for _, c in tried]
+            low, high = (
+                max([m for m in grid if m < best], default=low),
+                min([m for m in grid if m > best], default=high),
+            )
+        ordered = sorted(found, key=self.order)
+        hard = [self.play(c.placed, True, c.residents) for c in ordered[:2] if self._contended(c)]
+        return min([ordered[0], *hard, *self._others(memory)], key=self.order)
+
+    def smaller(self, found: Candidate, memory: int) -> Candidate | None:
+        """The fastest candidate within ``memory`` that is like ``found``, with less room to fetch ahead or with fewer
+        residents; None if there is none."""
+        residents = found.residents or 0
+        kept = max(0, self._resident_sums[residents] - max(0, found.nbytes - memory))
+        fewer = bisect_right(self._resident_sums, kept) - 1
+        tried = (
+            self.within(memory, m, found.hard) for m in {residents, fewer, (residents + fewer) // 2, fewer // 2, 0}
+        )
+        return min((c for c in tried if c is not None), key=self.order, default=None)
+
+    def smallest(self, step_s: float) -> Candidate:
+        """The candidate of fewest bytes whose step takes at most ``step_s``, or all resident if none does."""
+        total = len(self.chunks)
+        step_s *= 1 + ROUNDING
+        enough = _bisect(0, total, lambda m: self._meets(self.candidate(m, None), step_s))
+        found: list[Candidate] = []
+        for extra in (0, total // 64, total // 24, total // 8):
+            residents = min(enough + extra, total)
+            known = min((c.nbytes for c in found), default=None)
+            if known is not None and self._floor(residents) >= known:
+                continue
+            found += self._shrink(residents, step_s)
+        found += [c for c in self._others(None) if c.step_s <= step_s]
+        return min(found, key=lambda c: (c.nbytes, c.step_s)) if found else self.everything()
+
+    def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
+        """The candidate of ``residents`` with the lowest limit that still meets the step, soft and hard."""
+        natural = self.candidate(residents, None)
+        if natural is None or natural.step_s > step_s:
+            return []
+        floor = self._least(residents)
+        ceiling = natural.nbytes - self.kept_bytes - self._resident_sums[residents]
+        found = [natural]
+        for hard in (False, True) if self.yields == "auto" else (natural.hard,):
+            if hard and self.play(found[-1].placed, True).step_s > found[-1].step_s:
+                break
+            low, high = floor, ceiling
+            for _ in range(_HALVINGS):
+                middle = (low + high) // 2
+                tried = self.candidate(residents, middle, hard)
+                if self._meets(tried, step_s):
+                    assert tried is not None
+                    found.append(tried)
+                    high = middle
+                else:
+                    low = middle
+        return found
+
+    def _others(self, memory: int | None) -> list[Candidate]:
+        """The whole next block, as other systems have it: never to be slower than they are."""
+        candidate = self.play(layerwise(self.problem, self.chunks))
+        return [candidate] if memory is None or candidate.nbytes <= memory else []
+
+    def _hides_all(self, candidate: Candidate) -> bool:
+        """Under strain too."""
+        least = self.resident.step_s
+        return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
+
+    def _contended(self, candidate: Candidate) -> bool:
+        return self.yields == "auto" and self.simulator.hardware.shared_link and candidate.timeline.inflation_s > 0
+
+    def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
+        return candidate is not None and candidate.step_s <= step_s
+
+    def order(self, candidate: Candidate) -> tuple[int, int, int, float]:
+        """Fastest first; of steps within SAME_STEP of each other the one that strain lengthens least, then the smaller."""
+        unit = self.resident.step_s or 1.0
+        strained = round(self.strained(candidate) / (SAME_STRAIN * unit))
+        return round(candidate.step_s / (SAME_STEP * unit)), strained, candidate.nbytes, candidate.step_s
+
+    def strained(self, candidate: Candidate) -> float:
+        """Seconds of the step if copies took STRAIN times as long as foreseen."""
+        key = candidate.placed, candidate.hard
+        if key not in self._strained:
+            ops = self._ops(candidate.placed, candidate.hard)
+            self._strained[key] = self._slower.play(schedule(self.problem, ops), spans=False).step_s
+        return self._strained[key]
+
+    def _least(self, residents: int) -> int:
+        """Most bytes that one region reads of what is streamed."""
+        kept = set(self.ranking[:residents])
+        streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
+        return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
+
+    def _floor(self, residents: int) -> int:
+        return self.kept_bytes + self._resident_sums[residents] + self._least(residents)
+
+    def _latest(self, residents: int, chunks: Sequence[Chunk]) -> list[int]:
+        if residents not in self._late:
+            self._late[residents] = latest(chunks, self.link, self.margin)
+        return self._late[residents]
+
+    def _rank(self) -> list[int]:
+        """By the stall of each region when it is fetched barely ahead: in twice the room that the largest needs."""
+        if not self.chunks:
+            return []
+        least = live_bytes(self.chunks, [c.first for c in self.chunks], self.count)
+        windows = fit(self.chunks, latest(self.chunks, self.link, self.margin), self.count, 2 * least)
+        assert windows is not None
+        timeline = self.play(windows).timeline
+        stalls: dict[int, float] = {}
+        for chunk in self.chunks:
+            stalls[chunk.first] = stalls.get(chunk.first, 0.0)
+        first = {w.name: w.uses[0] for w in self.weights}
+        for name, slack in timeline.slack.items():
+            stalls[first[name]] += max(0.0, -slack)
+        return rank(self.chunks, stalls)
+
+
+def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:
+    """Before each collective a wait for the newest copy issued before it: all others are in front of it.
+
+    For the first collective of a step that may be a copy of the step before.
+    """
+    starts: dict[int, str] = {}
+    for collective in problem.collectives:
+        starts.setdefault(collective.before, collective.name)
+    behind = [op.weight for k in sorted(ops.prefetches) if k >= max(starts, default=0) for op in ops.prefetches[k]]
+    found, newest = [], behind[-1] if behind else None
+    for k in range(len(problem.regions) + 1):
+        if k in starts and newest is not None:
+            found.append(Barrier(collective=starts[k], weights=(newest,)))
+            newest = None
+        for op in ops.prefetches.get(k, ()):
+            newest = op.weight
+    return tuple(found)
+
+
+def _spread(low: int, high: int, samples: int) -> Sequence[int]:
+    """Whole numbers from low to high, ends included, at most ``samples`` + 1 of them."""
+    steps = min(samples, max(high - low, 0)) or 1
+    return sorted({low + (high - low) * i // steps for i in range(steps + 1)})
+
+
+def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
+    """The lowest number for which ``holds``, which must stay true once it is."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle + 1, high)
+    return low

@@ -1,0 +1,205 @@
+"""Slots: offsets in the arena for weights whose chunks come and go on a circular time axis.
+
+A step is a circle of windows, because the last windows of a step prefetch the first weights of the next.  A weight lies
+in one piece, but its chunks arrive in different windows: each run of chunks is an arc on the circle, and two arcs that
+meet must not share bytes.  First fit by offset, tried in a few orders, the smallest arena wins; ties go to the earlier
+order, so that the result depends on the input alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from chunkflow_compile.passes.plan import ALIGNMENT, align
+
+# Pairs of pieces compared in each of the orders: a dozen rounds, a few tenths of a second, for 500 pieces.
+_WORK = 3_000_000
+_MOST_ROUNDS = 40
+# Rings are tried from the bytes alive upward, a percent at a time, starting over at so many places.
+_RING_SIZES = 100
+_RING_TURNS = 8
+# Pieces are looked up by spans of so many windows, as a mask; a piece that is alive in many spans is compared with all.
+_SPAN = (1 << 16) - 1
+_MANY_SPANS = 6
+_LEAST_ROUNDS = 2
+
+
+_Packing = tuple[tuple[int, ...], int]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes ``[begin, end)`` of a weight, alive in windows ``start .. start + length - 1`` modulo their number."""
+
+    begin: int
+    end: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Lifetime:
+    """The pieces of one weight, ascending, without gaps between them."""
+
+    pieces: tuple[Piece, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return self.pieces[-1].end
+
+    @property
+    def start(self) -> int:
+        return self.pieces[0].start
+
+    @property
+    def length(self) -> int:
+        return max(p.length for p in self.pieces)
+
+
+def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = False) -> tuple[tuple[int, ...], int]:
+    """Offsets in bytes (multiples of 256), one a lifetime, and the size of the arena that holds them.
+
+    ``quick``: few tries, for a caller that asks hundreds of times.
+    """
+    if not lifetimes:
+        return (), 0
+    masks = [[_mask(p, windows) for p in life.pieces] for life in lifetimes]
+    resident = [any(p.length >= windows for p in life.pieces) for life in lifetimes]
+    orders: tuple[Callable[[int], tuple[int, ...]], ...] = (
+        lambda i: (not resident[i], lifetimes[i].start, -lifetimes[i].nbytes, i),
+        lambda i: (not resident[i], -lifetimes[i].nbytes, lifetimes[i].start, i),
+    )
+    least = _most_alive(lifetimes, windows)
+    pieces = sum(len(life.pieces) for life in lifetimes)
+    rounds = _LEAST_ROUNDS if quick else max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _WORK // pieces**2))
+    packings = [_lifted(lifetimes, masks, sorted(range(len(lifetimes)), key=o), least, rounds) for o in orders]
+    best = min(packings, key=lambda packing: packing[1])
+    return _ring(lifetimes, masks, windows, least, best, _LEAST_ROUNDS if quick else _RING_TURNS)
+
+
+def _lifted(
+    lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int], least: int, rounds: int
+) -> _Packing:
+    """First fit, again and again with those that stuck out at the top placed first; the best of all rounds."""
+    best: _Packing | None = None
+    for _ in range(rounds):
+        offsets, arena = _first_fit(lifetimes, masks, order)
+        if best is None or arena < best[1]:
+            best = offsets, arena
+        if arena == least:
+            break
+        top = [i for i in order if offsets[i] + align(lifetimes[i].nbytes) == arena]
+        order = [*top, *(i for i in order if i not in top)]
+    assert best is not None
+    return best
+
+
+def _ring(
+    lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing, turns: int
+) -> _Packing:
+    """The smallest ring that holds all, or ``best`` if none is smaller.  Weights that stay in part lie below it."""
+    stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
+    offsets, base = [0] * len(lifetimes), 0
+    for i in stay:
+        offsets[i], base = base, base + align(lifetimes[i].nbytes)
+    ends = {i: (life.start + life.pieces[0].length) % windows for i, life in enumerate(lifetimes)}
+    order = sorted(set(range(len(lifetimes))) - set(stay), key=lambda i: (ends[i], i))
+    step = align(max(least // _RING_SIZES, ALIGNMENT))
+    sizes = [align(life.nbytes) for life in lifetimes]
+    for size in range(max(least - base, step), best[1] - base, step):
+        for turn in range(0, len(order), max(1, -(-len(order) // turns))):
+            turned, position = [*order[turn:], *order[:turn]], 0
+            for i in turned:
+                if position + sizes[i] > size:
+                    position = 0
+                offsets[i], position = base + position, position + sizes[i]
+            end = max(o + n for o, n in zip(offsets, sizes, strict=True))
+            if end < best[1] and _disjoint(lifetimes, masks, offsets):
+                return tuple(offsets), end
+    return best
+
+
+def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
+    """Whether no two pieces that are alive in one window share bytes: a sweep over the arena's bytes."""
+    pieces = sorted(
+        (offset + piece.begin, offset + align(piece.end), mask)
+        for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
+        for piece, mask in zip(life.pieces, mine, strict=True)
+    )
+    present: list[tuple[int, int]] = []
+    for begin, end, mask in pieces:
+        present = [(e, m) for e, m in present if e > begin]
+        if any(m & mask for _, m in present):
+            return False
+        present.append((end, mask))
+    return True
+
+
+def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
+    """The most bytes alive in one window: no arena is smaller."""
+    alive = [0] * windows
+    for life in lifetimes:
+        for piece in life.pieces:
+            for k in range(min(piece.length, windows)):
+                alive[(piece.start + k) % windows] += align(piece.end) - piece.begin
+    return max(alive)
+
+
+def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int]) -> _Packing:
+    offsets = [0] * len(lifetimes)
+    placed = _Placed()
+    arena = 0
+    for i in order:
+        life = lifetimes[i]
+        forbidden = [  # open intervals of offsets at which a piece would meet one that is placed
+            (begin - align(piece.end), end - piece.begin)
+            for piece, mask in zip(life.pieces, masks[i], strict=True)
+            for windows, begin, end in placed.near(mask)
+            if windows & mask
+        ]
+        offset = 0
+        for low, high in sorted(forbidden):
+            if low < offset < high:
+                offset = high
+        offsets[i] = offset
+        arena = max(arena, offset + align(life.nbytes))
+        for piece, mask in zip(life.pieces, masks[i], strict=True):
+            placed.add((mask, offset + piece.begin, offset + align(piece.end)))
+    return tuple(offsets), arena
+
+
+class _Placed:
+    """Pieces (windows, begin, end) that lie in the arena, found by spans of windows, so that not all are looked at."""
+
+    def __init__(self) -> None:
+        self.all: list[tuple[int, int, int]] = []
+        self.spans: dict[int, list[tuple[int, int, int]]] = {}
+
+    def add(self, piece: tuple[int, int, int]) -> None:
+        self.all.append(piece)
+        for span in self._spans(piece[0]):
+            self.spans.setdefault(span, []).append(piece)
+
+    def near(self, mask: int) -> list[tuple[int, int, int]]:
+        """Every piece that shares a window with ``mask``, and others; some of them more than once."""
+        spans = self._spans(mask)
+        if len(spans) > _MANY_SPANS:
+            return self.all
+        return [piece for span in spans for piece in self.spans.get(span, ())]
+
+    def _spans(self, mask: int) -> list[int]:
+        found, span = [], 0
+        while mask:
+            if mask & _SPAN:
+                found.append(span)
+            mask >>= _SPAN.bit_length()
+            span += 1
+        return found
+
+
+def _mask(piece: Piece, windows: int) -> int:
+    """A bit for each window in which the piece is alive."""
+    arc = (1 << min(piece.length, windows)) - 1
+    turned = arc << piece.start
+    return (turned | turned >> windows) & ((1 << windows) - 1)

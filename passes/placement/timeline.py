@@ -1,0 +1,279 @@
+"""Timeline: plays a schedule on a hardware profile, by discrete events, until its steps repeat.
+
+Three lanes.  *Compute* takes the items in order, as a device stream does.  *Collective* runs collectives one at a time in
+the order of their start.  *Copy* runs chunks one at a time in the order of issue; a chunk is issued when compute comes
+to its prefetch.  On a shared link a copy and the bytes of a collective in flight together each slow down by the profile's
+factor: 2 for both is a fair share of a link that either fills alone.  A collective begins with its latency, in which ranks
+meet and nothing crosses the link.  A copy in flight stretches compute by the profile's factor, and that latency like it.
+
+It knows no policy: what it plays is all that it sees.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.plan import Lane, Span
+from chunkflow_compile.passes.problem import Problem
+
+from .schedule import Await, Collect, Compute, Item, Wait
+
+# Steps settle in two or three; a schedule that still drifts after this many is reported as it then is.
+MOST_STEPS = 12
+_SETTLED = 1e-9
+_NEVER = float("inf")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """One step of many.  Seconds from its start; ``compute_s``: with what copies add to it.  ``slack``: weight -> seconds
+    from its arrival to its first reader, or minus the seconds that the reader waited for it.  ``peak_bytes``: most streamed
+    bytes in slots at once."""
+
+    step_s: float
+    compute_s: float
+    exposed_s: float
+    collective_s: float
+    inflation_s: float
+    copy_s: float
+    peak_bytes: int
+    slack: Mapping[str, float]
+    spans: tuple[Span, ...]
+
+
+class Simulator:
+    """Plays schedules of one problem on one machine."""
+
+    def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
+        """``timings``: what was measured, in place of what the profile's rates say.
+
+        Raises ChunkflowError if it was measured on another problem.
+        """
+        self.problem = problem
+        self.hardware = hardware if timings is None else timings.machine(hardware, chunk_bytes)
+        self.chunk_bytes = chunk_bytes
+        self.strain = 1.0
+        self.compute_s = [r.cost.seconds(hardware) for r in problem.regions]
+        crossing = [c.nbytes / self.hardware.collective_bandwidth for c in problem.collectives]
+        self.collective_s = [hardware.collective_latency_s + s for s in crossing]
+        if timings is not None:
+            timings.check(problem)
+            self.compute_s = timings.regions(problem, self.hardware)
+            self.collective_s = timings.collectives(problem, self.collective_s)
+        self.link_s = [min(alone, link) for alone, link in zip(self.collective_s, crossing, strict=True)]
+        self.sizes = {w.name: w.nbytes for w in problem.weights}
+
+    def with_slower_copies(self, factor: float) -> Simulator:
+        """The same with copies that take ``factor`` times as long."""
+        other = copy.copy(self)
+        other.strain = factor * self.strain
+        return other
+
+    def nbytes(self, weight: str, first: int, end: int) -> int:
+        """Bytes of chunks ``[first, end)`` of a weight."""
+        return min(end * self.chunk_bytes, self.sizes[weight]) - first * self.chunk_bytes
+
+    def copy_seconds(self, weight: str, first: int, end: int) -> float:
+        """Seconds that chunks ``[first, end)`` of a weight take alone on the link."""
+        alone = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
+        return self.strain * alone
+
+    def play(self, items: Sequence[Item], spans: bool = True) -> Timeline:
+        """The step that a schedule settles into, from a cold start; without its ``spans`` where only figures matter."""
+        return _Run(self, items, spans).play()
+
+
+@dataclass
+class _Step:
+    """What one step adds up to while it runs."""
+
+    start: float
+    compute: float = 0.0
+    exposed: float = 0.0
+    collective: float = 0.0
+    inflation: float = 0.0
+    copy: float = 0.0
+    peak: int = 0
+    slack: dict[str, float] = field(default_factory=dict)
+    spans: list[tuple[Lane, str, float, float]] = field(default_factory=list)
+
+
+class _Run:
+    def __init__(self, simulator: Simulator, items: Sequence[Item], spans: bool) -> None:
+        self.simulator = simulator
+        self.spans = spans
+        self.items = items
+        hardware = simulator.hardware
+        self.copy_factor = hardware.copy_slowdown if hardware.shared_link else 1.0
+        self.collective_factor = hardware.collective_slowdown if hardware.shared_link else 1.0
+        self.compute_factor = hardware.compute_slowdown
+        self.now = 0.0
+        self.compute_end = _NEVER  # of the region under way
+        self.step = _Step(0.0)
+        self.live = 0
+        self.streamed: dict[str, int] = {}
+        # Copy lane: what is queued, the seconds left of the first, and the newest issue of each weight.
+        self.copies: deque[tuple[Prefetch, float, int]] = deque()
+        self.copy_left = 0.0
+        self.copy_start = 0.0
+        self.issued = self.arrived = 0
+        self.newest: dict[str, int] = {}
+        self.arrival: dict[int, float] = {}
+        # Collective lane: what is queued, and the seconds left of the first, in its latency and on the link.
+        self.collectives: deque[int] = deque()
+        self.latency_left = 0.0
+        self.collective_left = 0.0
+        self.collective_start = 0.0
+        self.started: dict[int, int] = {}
+        self.finished: dict[int, int] = {}
+
+    def play(self) -> Timeline:
+        for item in self.items:
+            if isinstance(item, Prefetch):
+                nbytes = self.simulator.nbytes(item.weight, item.first, item.end)
+                self.streamed[item.weight] = self.streamed.get(item.weight, 0) + nbytes
+        for item in self.items:
+            if isinstance(item, Prefetch) and item.next_step:
+                self._issue(item)
+        previous: tuple[float, ...] = ()
+        for _ in range(MOST_STEPS):
+            self.step = _Step(self.now)
+            self.step.peak = self.live
+            for item in self.items:
+                self._run(item)
+            # A copy that ends with the step belongs to it, however its seconds were rounded.
+            if self.copies and self.copy_left <= _SETTLED * self.copies[0][1]:
+                self._end_copy()
+            length = self.now - self.step.start
+            # The length alone may settle while copies still catch up, where collectives decide it.
+            state = (length, self.step.exposed, self.step.copy, self.step.inflation, self.copy_left, len(self.copies))
+            if previous and all(abs(a - b) <= _SETTLED * length for a, b in zip(state, previous, strict=True)):
+                break
+            previous = state
+        return self._timeline(length)
+
+    def _run(self, item: Item) -> None:
+        step = self.step
+        if isinstance(item, Prefetch):
+            self._issue(item)
+        elif isinstance(item, Wait):
+            wanted = self.newest.get(item.weight, 0)
+            reached = self.now
+            while self.arrived < wanted:
+                self._advance()
+            waited = self.now - reached
+            step.exposed += waited
+            if waited and self.spans:
+                step.spans.append(("barrier" if item.barrier else "stall", item.weight, reached, self.now))
+            if not item.barrier:
+                step.slack[item.weight] = -waited if waited else reached - self.arrival.get(wanted, reached)
+        elif isinstance(item, Compute):
+            start = self.now
+            self.compute_end = start + self.simulator.compute_s[item.region] * (
+                self.compute_factor if self.copies else 1
+            )
+            while self.now < self.compute_end:
+                self._advance()
+            self.compute_end = _NEVER
+            step.compute += self.now - start
+            if self.spans:
+                step.spans.append(("compute", self.simulator.problem.regions[item.region].name, start, self.now))
+        elif isinstance(item, Collect):
+            self.started[item.collective] = self.started.get(item.collective, 0) + 1
+            self.collectives.append(item.collective)
+            if len(self.collectives) == 1:
+                self._start_collective()
+        elif isinstance(item, Await):
+            while self.finished.get(item.collective, 0) < self.started.get(item.collective, 0):
+                self._advance()
+        else:
+            self.live -= self.streamed[item.weight]
+
+    def _issue(self, op: Prefetch) -> None:
+        self.issued += 1
+        self.newest[op.weight] = self.issued
+        seconds = self.simulator.copy_seconds(op.weight, op.first, op.end)
+        self.copies.append((op, seconds, self.issued))
+        if len(self.copies) == 1:
+            self._start_copy()
+
+    def _start_copy(self) -> None:
+        op, self.copy_left, _ = self.copies[0]
+        self.copy_start = self.now
+        self.live += self.simulator.nbytes(op.weight, op.first, op.end)
+        self.step.peak = max(self.step.peak, self.live)
+
+    def _start_collective(self) -> None:
+        first = self.collectives[0]
+        self.collective_left = self.simulator.link_s[first]
+        self.latency_left = self.simulator.collective_s[first] - self.collective_left
+        self.collective_start = self.now
+
+    def _advance(self) -> None:
+        """To the next end: of the region under way, of the first copy, of the first collective or of its latency."""
+        copying, collecting, latency = bool(self.copies), bool(self.collectives), self.latency_left > 0
+        both = copying and collecting and not latency
+        copy_factor = self.copy_factor if both else 1.0
+        collective_factor = self.collective_factor if both else 1.0
+        if latency:
+            collective_factor = self.compute_factor if copying else 1.0
+        copy_end = self.copy_left * copy_factor if copying else _NEVER
+        left = self.latency_left if latency else self.collective_left
+        collective_end = left * collective_factor if collecting else _NEVER
+        compute_end = self.compute_end - self.now
+        delta = min(copy_end, collective_end, compute_end)
+        self.now = self.compute_end if delta == compute_end else self.now + delta
+        if copying:
+            self.step.copy += delta
+            self.copy_left -= delta / copy_factor
+            if copy_end == delta:
+                self._end_copy()
+        if latency:
+            self.latency_left = 0.0 if collective_end == delta else left - delta / collective_factor
+        elif collecting:
+            self.collective_left -= delta / collective_factor
+            if collective_end == delta:
+                self._end_collective()
+
+    def _end_copy(self) -> None:
+        op, _, number = self.copies.popleft()
+        self.arrived = number
+        self.arrival[number] = self.now
+        if self.spans:
+            self.step.spans.append(("copy", f"{op.weight}[{op.first}:{op.end}]", self.copy_start, self.now))
+        if self.copies:
+            self._start_copy()
+        elif self.compute_factor > 1:  # what is left of the region goes on undisturbed
+            self.compute_end = self.now + (self.compute_end - self.now) / self.compute_factor
+
+    def _end_collective(self) -> None:
+        index = self.collectives.popleft()
+        self.finished[index] = self.finished.get(index, 0) + 1
+        took = self.now - self.collective_start
+        self.step.collective += took
+        self.step.inflation += took - self.simulator.collective_s[index]
+        if self.spans:
+            name = self.simulator.problem.collectives[index].name
+            self.step.spans.append(("collective", name, self.collective_start, self.now))
+        if self.collectives:
+            self._start_collective()
+
+    def _timeline(self, length: float) -> Timeline:
+        step = self.step
+        return Timeline(
+            step_s=length,
+            compute_s=step.compute,
+            exposed_s=step.exposed,
+            collective_s=step.collective,
+            inflation_s=step.inflation,
+            copy_s=step.copy,
+            peak_bytes=step.peak,
+            slack=step.slack,
+            spans=tuple(Span(n, m, a - step.start, b - step.start) for n, m, a, b in step.spans),
+        )

@@ -1,0 +1,217 @@
+"""Windows: which window starts each chunk, so that it arrives in time, runs beside no collective, and lives briefly.
+
+Two passes over the step, which is a circle because the last windows of a step fetch the first weights of the next:
+
+    latest    backward: each chunk as late as still hides it, in time that the link has free of collectives
+    fit       forward: each chunk no earlier than that, and no earlier than the memory limit has room for it
+
+The memory limit wins: a chunk that finds no room early enough starts late, and its reader waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from chunkflow_compile.passes.plan import Windows, align, chunk_count
+from chunkflow_compile.passes.problem import Weight
+
+from .timeline import Simulator, Timeline
+
+# Laps around the circle: the first places all chunks, each further one lets the end of the step meet its beginning.
+BACKWARD_LAPS = 4
+FORWARD_LAPS = 3
+# Rounding to whole chunks loses up to a chunk a gap; a stretch of 2 % is a tenth of what the coarsest gaps lose.
+_STRETCH = 1.02
+_STRETCHES = 24
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A piece of a streamed weight.  ``seconds``: alone on the link.  ``first``, ``last``: regions that read it."""
+
+    weight: str
+    index: int
+    nbytes: int
+    seconds: float
+    first: int
+    last: int
+
+
+@dataclass(frozen=True)
+class Link:
+    """When the link is free in a step of ``length`` seconds with all weights resident.
+
+    ``gaps``: free intervals, ascending.  ``opens``: when each window opens.
+    """
+
+    length: float
+    gaps: tuple[tuple[float, float], ...]
+    opens: tuple[float, ...]
+
+
+def link_of(resident: Timeline, simulator: Simulator) -> Link:
+    """The link's free time in the resident step.  None is counted in a collective's latency, which is shorter for a rank
+    that comes late."""
+    opens = tuple(s.start for s in resident.spans if s.lane == "compute")
+    gaps, begin = list[tuple[float, float]](), 0.0
+    if simulator.hardware.shared_link:
+        for start, end in sorted((s.start, s.end) for s in resident.spans if s.lane == "collective"):
+            if start > begin:
+                gaps.append((begin, start))
+            begin = max(begin, end)
+    if resident.step_s > begin:
+        gaps.append((begin, resident.step_s))
+    return Link(resident.step_s, tuple(gaps), opens)
+
+
+def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
+    """The chunks of ``weights`` in the order of their first use."""
+    found = []
+    for weight in sorted(weights, key=lambda w: (w.uses[0], w.name)):
+        for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
+            nbytes, seconds = simulator.nbytes(weight.name, i, i + 1), simulator.copy_seconds(weight.name, i, i + 1)
+            found.append(Chunk(weight.name, i, align(nbytes), seconds, weight.uses[0], weight.uses[-1]))
+    return found
+
+
+def stretched(link: Link, factor: float) -> Link:
+    """The link of a step whose compute is ``factor`` times as long between collectives: as if it waited for copies."""
+    begins = [a for a, _ in link.gaps]
+    before, free = [0.0], 0.0
+    for a, b in link.gaps:
+        free += b - a
+        before.append(free)
+
+    def later(time: float) -> float:
+        gap = bisect_right(begins, time) - 1
+        if gap < 0:
+            return time
+        inside = min(time, link.gaps[gap][1]) - link.gaps[gap][0]
+        return time + (factor - 1) * (before[gap] + inside)
+
+    return Link(
+        later(link.length), tuple((later(a), later(b)) for a, b in link.gaps), tuple(later(t) for t in link.opens)
+    )
+
+
+def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
+    """The latest window for each chunk that hides it by ``margin`` seconds, counted from this step: negative windows are
+    of the step before.  Chunks run one at a time, none beside a collective.
+
+    Where the link has too little free time, as if compute were longer, everywhere by the least factor that makes it
+    enough: then every gap is filled to the brim, and no copy waits for its turn behind an idle link.
+    """
+    free = sum(b - a for a, b in link.gaps)
+    factor = max(1.0, sum(c.seconds for c in chunks) / free) if free else 1.0
+    for _ in range(_STRETCHES):
+        answer, settled = _pack(chunks, stretched(link, factor) if factor > 1 else link, margin)
+        if settled:
+            break
+        factor *= _STRETCH
+    return answer
+
+
+def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int], bool]:
+    """One backward packing; False if the step's end and beginning do not meet."""
+    count, answer, limit = len(link.opens), [0] * len(chunks), float("inf")
+    for _ in range(BACKWARD_LAPS):
+        cursor = _Cursor(link)
+        begin, cramped = limit, False
+        for i in range(len(chunks) - 1, -1, -1):
+            chunk = chunks[i]
+            begin = cursor.place(min(begin, link.opens[chunk.first] - margin), chunk.seconds)
+            earliest = chunk.last + 1 - count  # a life longer than the circle would meet itself
+            answer[i] = max(_window(link, begin), earliest)
+            if answer[i] == earliest and begin < _opening(link, earliest):
+                begin, cramped = _opening(link, earliest), True
+        if not chunks or (begin + link.length >= limit and not cramped):
+            return answer, True
+        limit = begin + link.length
+    return answer, False
+
+
+class _Cursor:
+    """Walks the link's gaps backward, step before step."""
+
+    def __init__(self, link: Link) -> None:
+        self.link = link
+        self.gap = len(link.gaps) - 1
+        self.lap = 0
+        self.longest = max((b - a for a, b in link.gaps), default=0.0)
+
+    def place(self, end: float, seconds: float) -> float:
+        """The start of the latest piece of free time of ``seconds`` that ends by ``end``.
+
+        A chunk that is longer than the gap it would fall into takes the latest one that holds it; if none does, it
+        runs through the collectives.
+        """
+        if seconds > self.longest:
+            return end - seconds
+        while True:
+            start, stop = (t + self.lap * self.link.length for t in self.link.gaps[self.gap])
+            if min(stop, end) - seconds >= start - 1e-12:
+                return min(stop, end) - seconds
+            self.gap -= 1
+            if self.gap < 0:
+                self.gap, self.lap = len(self.link.gaps) - 1, self.lap - 1
+
+
+def _window(link: Link, time: float) -> int:
+    """The newest window that is open at ``time``."""
+    lap = int(time // link.length) if link.length else 0
+    return lap * len(link.opens) + bisect_right(link.opens, time - lap * link.length + 1e-12) - 1
+
+
+def _opening(link: Link, window: int) -> float:
+    lap, window = divmod(window, len(link.opens))
+    return link.opens[window] + lap * link.length
+
+
+def fit(chunks: Sequence[Chunk], wanted: Sequence[int], count: int, limit: int | None) -> list[int] | None:
+    """Windows no earlier than ``wanted``, such that at most ``limit`` bytes are alive at once; None if it cannot be.
+
+    In order of use: who is needed first gets the room first.  A chunk is alive from its window to its last reader.
+    """
+    if limit is None or not chunks or live_bytes(chunks, wanted, count) <= limit:
+        return list(wanted)
+    live = [0] * count
+    for chunk in chunks:
+        for k in range(chunk.first, chunk.last + 1):
+            live[k % count] += chunk.nbytes
+    if max(live) > limit:
+        return None
+    placed = [c.first for c in chunks]
+    for _ in range(FORWARD_LAPS):
+        before = placed[-1] - count
+        changed = False
+        for i, chunk in enumerate(chunks):
+            for k in range(placed[i], chunk.first):
+                live[k % count] -= chunk.nbytes
+            window, bound = chunk.first, max(wanted[i], min(before, chunk.first))
+            while window > bound and live[(window - 1) % count] + chunk.nbytes <= limit:
+                window -= 1
+                live[window % count] += chunk.nbytes
+            changed |= window != placed[i]
+            placed[i] = before = window
+        if not changed:
+            break
+    return placed
+
+
+def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:
+    """Window numbers modulo the step, by weight; None for a resident chunk.  ``chunks``: all of each weight."""
+    found: dict[str, list[int | None]] = {}
+    for chunk, window in zip(chunks, placed, strict=True):
+        found.setdefault(chunk.weight, []).append(None if window is None else window % count)
+    return {name: tuple(windows) for name, windows in found.items()}
+
+
+def live_bytes(chunks: Sequence[Chunk], placed: Sequence[int], count: int) -> int:
+    """The most bytes of streamed chunks that are alive in one window."""
+    live = [0] * count
+    for chunk, window in zip(chunks, placed, strict=True):
+        for k in range(window, chunk.last + 1):
+            live[k % count] += chunk.nbytes
+    return max(live)

@@ -1,0 +1,169 @@
+"""Rewrite: a Cut and a Plan become the program, a top-level FX graph with transfer ops.
+
+    prefetch = torch.ops.chunkflow.prefetch.default('blocks.1.ffn.0.weight', 0, 2, 3)
+    wait = torch.ops.chunkflow.wait.default('blocks.0.attn1.to_q.weight')
+    region_3 = self.lowered_1(view, blocks_0_attn1_to_q_weight)
+    evict = torch.ops.chunkflow.evict.default('blocks.0.attn1.to_q.weight')
+
+Contract
+    On entry: a Cut and a Plan of its Problem.
+    Preserved: regions and collectives are those of the Cut, in its order and with its operands; collectives keep the
+    names that they have in the source graph.  Only transfer ops are added, where schedule.py says: prefetches in front
+    of the region that their window opens before, waits in front of the first reader and at barriers, evicts behind the
+    last reader.
+    Structurally equal regions are one submodule.
+"""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch.fx import Graph, GraphModule, Node
+
+from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor
+from chunkflow_compile.passes.graph.listing import listing
+from chunkflow_compile.passes.graph.regions import Cut, CutRegion
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
+from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute, Evict, Item, Wait, transfers
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
+
+# Key of a node's meta: the name of its node in the source graph, by which verify knows it.
+SOURCE = "chunkflow_source"
+
+
+@dataclass(frozen=True)
+class Program:
+    """A rewritten graph.  ``module``: placeholders are the inputs of the traced graph, in order; weights among them.
+
+    ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> its graph;
+    fewer than the region calls, because equal regions share one.  ``data_flow``: the Cut's, for verify.
+    """
+
+    module: GraphModule
+    problem: Problem
+    plan: Plan
+    weight_inputs: Mapping[str, str]
+    regions: Mapping[str, CutRegion]
+    data_flow: Mapping[str, str]
+
+    def __str__(self) -> str:
+        return listing(self.module)
+
+
+def rewrite(cut: Cut, plan: Plan, *, share: bool = True) -> Program:
+    """Builds the program of ``cut`` under ``plan``; ``share``: whether equal regions are one submodule.
+
+    Raises ChunkflowError if the plan was made for another problem.
+    """
+    plan.check_problem(cut.problem)
+    return _Writer(cut, plan, share).write()
+
+
+class _Writer:
+    def __init__(self, cut: Cut, plan: Plan, share: bool) -> None:
+        self.cut = cut
+        self.plan = plan
+        self.share = share
+        self.transfers = transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers)
+        self.graph = Graph()
+        self.values: dict[Node, Node] = {}
+        self.root: dict[str, object] = {}
+        self.shared: dict[str, str] = {}
+        self.inputs: set[str] = set()
+        self.regions: dict[str, CutRegion] = {}
+        self.weight_names = {w.node: w.parameter.name for w in cut.discovery.weights}
+
+    def write(self) -> Program:
+        source = self.cut.source.graph
+        for node in source.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "get_attr" and not isinstance(getattr(self.cut.source, str(node.target)), GraphModule):
+                self.root[str(node.target)] = getattr(self.cut.source, str(node.target))
+                self.values[node] = copy = self.graph.node_copy(node)
+                copy.meta[SOURCE] = node.name
+        for item in self.cut.sequence:
+            if isinstance(item, CutRegion):
+                self._region(item)
+            else:
+                for weight in self.transfers.barriers.get(item.name, ()):
+                    self.graph.call_function(WAIT, (weight,))
+                self.values[item] = copy = self.graph.node_copy(item, self.values.__getitem__)
+                copy.meta[SOURCE] = item.name
+        output = next(n for n in source.nodes if n.op == "output")
+        self.graph.node_copy(output, self.values.__getitem__)
+        self.graph.lint()
+        module = GraphModule(self.root, self.graph, class_name="ChunkflowProgram")
+        names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
+        return Program(module, self.cut.problem, self.plan, names, self.regions, self.cut.data_flow())
+
+    def _placeholder(self, node: Node) -> None:
+        name = self.weight_names.get(node)
+        target = _identifier(name) if name else node.name
+        while target in self.inputs:  # a.b and a_b are two names and one identifier
+            target += "_"
+        self.inputs.add(target)
+        new = self.graph.placeholder(target)
+        new.meta = {**node.meta, SOURCE: node.name}
+        self.values[node] = new
+
+    def _region(self, region: CutRegion) -> None:
+        index = region.info.index
+        for op in self.transfers.prefetches.get(index, ()):
+            args = (op.weight, op.first, op.end, op.window)
+            self.graph.call_function(PREFETCH, (*args, True) if op.next_step else args)
+        for weight in self.transfers.waits.get(index, ()):
+            self.graph.call_function(WAIT, (weight,))
+        key = region.info.key if self.share else region.info.name
+        target = self.shared.setdefault(key, f"lowered_{len(self.shared)}")
+        if target not in self.root:
+            self.root[target] = region.module
+            self.regions[target] = region
+        inputs = tuple(self.values[n] for n in region.inputs)
+        call = self.graph.create_node("call_module", target, inputs, name=region.info.name)
+        for position, value in enumerate(region.outputs):
+            element = self.graph.create_node("call_function", operator.getitem, (call, position), name=value.name)
+            element.meta = {**value.meta, SOURCE: value.name}
+            self.values[value] = element
+        for weight in self.transfers.evicts.get(index, ()):
+            self.graph.call_function(EVICT, (weight,))
+
+
+def _identifier(name: str) -> str:
+    found = re.sub(r"\W|^(?=\d)", "_", name)
+    return f"{found}_" if keyword.iskeyword(found) else found
+
+
+def program_items(program: Program) -> list[tuple[Node, Item | None]]:
+    """Every node of a program, and what it is to the schedule; None for inputs, constants, outputs of regions."""
+    regions = {r.name: r.index for r in program.problem.regions}
+    collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
+    found: list[tuple[Node, Item | None]] = []
+    barrier = False  # backward, because a wait is a barrier if a collective stands behind it
+    for node in reversed(program.module.graph.nodes):
+        item: Item | None = prefetch_of(node)
+        if node.target is WAIT:
+            found.append((node, Wait(str(node.args[0]), barrier)))
+            continue
+        barrier = collective_kind(node) is not None
+        if barrier:
+            item = Collect(collectives[_source(node)])
+        elif node.target is EVICT:
+            item = Evict(str(node.args[0]))
+        elif node.op == "call_module":
+            item = Compute(regions[node.name])
+        elif is_wait_tensor(node):
+            started = node.all_input_nodes[0]
+            started = started if collective_kind(started) is not None else started.all_input_nodes[0]
+            item = Await(collectives[_source(started)])
+        found.append((node, item))
+    return found[::-1]
+
+
+def _source(node: Node) -> str:
+    return str(node.meta.get(SOURCE, node.name))

@@ -1,0 +1,331 @@
+"""Verify: proves of a program, before it runs, that no reader sees bytes that are not its weight's.
+
+Checked, over a cold start and two consecutive steps (which is every pair of neighbouring steps, the program being the
+same each time):
+
+* slots lie inside the arena, are aligned, and are as large as their weights;
+* each streamed chunk is copied exactly once for each step, each chunk that stays once for all of them, and no other is;
+* each reader of a weight comes behind a wait that covers all chunks of it;
+* each weight is evicted once a step, behind its last reader;
+* two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
+  other, wrap-around included;
+* regions and collectives are those of the traced graph, in its order, on the values that they have there.
+
+Of programs that share an arena, moreover: whatever the one left there or has under way, the other's readers see their
+own bytes (:func:`verify_together`).
+
+Contract
+    Reads programs and their plans, nothing else: it does not trust the passes that made them.
+"""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.graph.discover import collective_kind
+from chunkflow_compile.passes.graph.regions import flow_line, structural_key
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
+
+from .happens_before import HappensBefore
+from .rewrite import SOURCE, Program
+
+STEPS = 2
+# Of what is checked, so that a proof says by which rules it was made: 2 has handovers, chunks that stay, several programs.
+VERSION = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was looked at: operations of the unrolled program, and edges that order them on the device."""
+
+    version: int
+    steps: int
+    ops: int
+    edges: int
+
+    def __str__(self) -> str:
+        return f"{self.steps} steps, {self.ops} ops, {self.edges} edges; rules {self.version}"
+
+
+def verify(program: Program) -> Proof:
+    """Raises FindingError naming the weight, the two ops and the missing edge of every violation found."""
+    order = HappensBefore((program,), STEPS)
+    _refuse("The program is not safe to run", check(program, order))
+    return Proof(version=VERSION, steps=STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
+
+
+def verify_together(*programs: Program) -> None:
+    """Raises FindingError if programs that are safe alone are not when they take turns in one arena."""
+    order = HappensBefore((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
+    _refuse("The programs are not safe in one arena", check_turns(order))
+
+
+def _refuse(what: str, found: Iterable[str]) -> None:
+    violations = list(found)
+    if violations:
+        shown = "\n".join(f"  {v}" for v in violations[:10])
+        more = f"\n  and {len(violations) - 10} more" if len(violations) > 10 else ""
+        raise FindingError(f"{what}:\n{shown}{more}")
+
+
+def check(program: Program, order: HappensBefore | None = None) -> Iterator[str]:
+    """The violations of a program, as sentences.  ``order``: that of the program alone, if it is known already."""
+    yield from _check_slots(program)
+    yield from _check_order(program)
+    yield from _check_readers(program)
+    yield from _check_data_flow(program)
+    yield from check_turns(order or HappensBefore((program,), STEPS))
+
+
+def check_turns(order: HappensBefore) -> Iterator[str]:
+    """The conflicts between what programs do in their slots, as sentences."""
+    lives = _lives(order)
+    for life in lives.values():
+        yield from _check_life(order, life)
+    yield from _check_overlaps(order, lives)
+
+
+@dataclass
+class _Life:
+    """What one step does with one streamed weight, as indices of ops; ``chunks``: those of each chunk.
+
+    ``kept``: the ops that fetch, once a turn, what stays.
+    """
+
+    plan: WeightPlan
+    step: int
+    chunks: dict[int, list[int]] = field(default_factory=dict)
+    kept: dict[int, list[int]] = field(default_factory=dict)
+    waits: list[int] = field(default_factory=list)
+    reads: list[int] = field(default_factory=list)
+    evicts: list[int] = field(default_factory=list)
+
+
+# By turn, weight and step.
+_Lives = dict[tuple[int, str, int], _Life]
+
+
+def _check_slots(program: Program) -> Iterator[str]:
+    plan, sizes = program.plan, {w.name: w.nbytes for w in program.problem.weights}
+    names = [w.name for w in plan.weights]
+    if sorted(names) != sorted(sizes) or set(program.weight_inputs) != set(sizes):
+        yield "the plan or the program has other weights than the traced graph"
+    if plan.chunk_bytes <= 0:
+        yield f"chunks of {plan.chunk_bytes} bytes carry nothing"
+    for weight in plan.weights:
+        if weight.nbytes != sizes.get(weight.name):
+            yield f"{weight.name}: planned with {weight.nbytes} bytes, but it has {sizes.get(weight.name)}"
+        if weight.home == "device":
+            if weight.offset is not None:
+                yield f"{weight.name}: lives on the device and has a slot, which nothing fills"
+            continue
+        if weight.offset is None or weight.offset < 0 or weight.offset % ALIGNMENT:
+            yield f"{weight.name}: slot offset {weight.offset} is not a multiple of {ALIGNMENT}"
+        elif plan.chunk_bytes > 0 and len(weight.windows) != chunk_count(weight.nbytes, plan.chunk_bytes):
+            yield f"{weight.name}: {len(weight.windows)} windows do not fit its {weight.nbytes} bytes"
+        elif weight.offset + weight.nbytes > plan.arena_bytes:
+            end = weight.offset + weight.nbytes
+            yield f"{weight.name}: slot ends at byte {end}, outside the arena of {plan.arena_bytes}"
+
+
+def _check_order(program: Program) -> Iterator[str]:
+    nodes = program.module.graph.nodes
+    calls = [n for n in nodes if n.op == "call_module"]
+    regions, expected = [n.name for n in calls], [r.name for r in program.problem.regions]
+    if regions != expected:
+        yield _first_difference("region", expected, regions)
+    weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
+    for call, region in zip(calls, program.problem.regions, strict=False):
+        reads = tuple(weights[str(a)] for a in call.args if str(a) in weights)
+        if call.name == region.name and reads != region.weights:
+            ours, theirs = (", ".join(names) or "no weight" for names in (reads, region.weights))
+            yield f"{region.name} reads {ours}, but the traced graph has {theirs} there"
+    collectives = [str(n.meta.get(SOURCE, n.name)) for n in nodes if collective_kind(n) is not None]
+    expected = [c.name for c in program.problem.collectives]
+    if collectives != expected:
+        yield _first_difference("collective", expected, collectives)
+
+
+def _check_readers(program: Program) -> Iterator[str]:
+    """Only regions read streamed weights: what else would is not ordered by waits and evicts.  Nothing else is moved."""
+    streamed = {program.weight_inputs.get(w.name): w.name for w in program.plan.streamed}
+    for node in program.module.graph.nodes:
+        if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in streamed.values():
+            yield f"{node.args[0]}: {node.name} moves it, but it is not streamed"
+    for node in program.module.graph.nodes:
+        if node.op == "placeholder" and node.name in streamed:
+            for user in node.users:
+                if user.op != "call_module":
+                    yield f"{streamed[node.name]}: {user.name} reads it outside a region"
+
+
+def _check_data_flow(program: Program) -> Iterator[str]:
+    """Every region, output of a region, constant, collective, completion and result is what it is in the traced graph."""
+    for target, region in program.regions.items():
+        if structural_key(getattr(program.module, target), region.info.index) != region.info.key:
+            yield f"{target} holds other code than the region it was made from"
+    seen, before = set(), set[Node]()
+    for node in program.module.graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in before:
+                yield f"{node.name} takes {operand.name}, which comes only after it"
+        before.add(node)
+        if node.op == "placeholder" or node.target in (PREFETCH, WAIT, EVICT):
+            continue
+        name = _source(node)
+        seen.add(name)
+        found, expected = _flow(program, node), program.data_flow.get(name)
+        if found != expected:
+            yield f"{name} is {found}, but the traced graph has {expected}"
+    for name in sorted(program.data_flow.keys() - seen):
+        yield f"{name} of the traced graph is missing"
+
+
+def _flow(program: Program, node: Node) -> str:
+    """The line of a node, as in :meth:`Cut.data_flow`."""
+    if node.op == "get_attr":
+        return flow_line("constant", str(node.target))
+    if node.op == "output":
+        return flow_line("return", map_arg(node.args, _source))
+    if node.op == "call_module":
+        known = program.regions.get(str(node.target))
+        operands = [
+            _source(a) if isinstance(a, Node) else f"the value {a!r}" for a in (*node.args, *node.kwargs.values())
+        ]
+        return flow_line(known.info.key if known else "?", operands)
+    if node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
+        return flow_line("output", [_source(node.all_input_nodes[0]), node.args[1]])
+    return flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), _source))
+
+
+def _source(node: Node) -> str:
+    return str(node.meta.get(SOURCE, node.name))
+
+
+def _first_difference(what: str, expected: list[str], found: list[str]) -> str:
+    for position, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            return f"{what} {position} is {b}, but the traced graph has {a} there: ranks would meet in the wrong order"
+    return f"the program has {len(found)} {what}s, the traced graph has {len(expected)}"
+
+
+def _lives(order: HappensBefore) -> _Lives:
+    steps = range(order.steps + 1)
+    lives = {(t, w.name, s): _Life(w, s) for t, p in enumerate(order.turns) for w in p.plan.streamed for s in steps}
+    for i, op in enumerate(order.ops):
+        if op.kind == "chunk" and op.serves is None:
+            for step in steps:
+                lives[op.turn, op.weight, step].kept.setdefault(op.chunk, []).append(i)
+        elif op.kind == "chunk" and op.serves is not None:
+            if life := lives.get((op.turn, op.weight, op.serves)):
+                life.chunks.setdefault(op.chunk, []).append(i)
+        elif op.kind == "wait" and (life := lives.get((op.turn, op.weight, op.step))):
+            life.waits.append(i)
+        elif op.kind == "evict" and (life := lives.get((op.turn, op.weight, op.step))):
+            life.evicts.append(i)
+        for weight in op.reads:
+            if life := lives.get((op.turn, weight, op.step)):
+                life.reads.append(i)
+    return lives
+
+
+def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
+    if life.step >= order.steps:  # the step after the last: only its wrap-around chunks are in sight
+        return
+    name, ops = life.plan.name, order.ops
+    for chunk, window in enumerate(life.plan.windows):
+        times, due = len(life.chunks.get(chunk, ())), window is not None
+        if times != due:
+            wanted = "not once" if due else "but it stays on the device"
+            yield f"{name}: chunk {chunk} is prefetched {times} times for step {life.step}, {wanted}"
+    if surplus := [c for c in sorted(life.chunks) if c not in range(len(life.plan.windows))]:
+        yield f"{name}: chunks {surplus} are prefetched, but it has {len(life.plan.windows)}"
+    copies = [i for found in (*life.kept.values(), *life.chunks.values()) for i in found]
+    for read in life.reads:
+        waits = [w for w in life.waits if order.ordered(w, read)]
+        for chunk in copies:
+            if not any(order.ordered(chunk, w) for w in waits):
+                yield (
+                    f"{name}: {ops[read]} may read before {ops[chunk]} has arrived; missing edge: "
+                    f"{ops[chunk].label} -> wait({name!r}) -> {ops[read].label}"
+                )
+                break
+    if len(life.evicts) != 1:
+        yield f"{name}: evicted {len(life.evicts)} times in step {life.step}, not once"
+    for evict in life.evicts:
+        for read in life.reads:
+            if not order.ordered(read, evict):
+                yield (
+                    f"{name}: {ops[evict]} comes before its reader {ops[read]}; missing edge: "
+                    f"{ops[read].label} -> {ops[evict].label}"
+                )
+
+
+@dataclass(frozen=True, order=True)
+class _Stay:
+    """A chunk in its bytes: from its copy (index ``start`` of an op) to the last op that uses them.
+
+    ``step``: the step that it serves; None for all steps of the turn.
+    """
+
+    start: int
+    chunk: int
+    name: str
+    turn: int
+    step: int | None = field(compare=False)
+
+
+def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
+    """By a sweep over the arena's bytes: of the chunks in one byte, each must be over before the next is copied.
+
+    Copies are in one stream, so that this holds of every pair if it holds of neighbours.
+    """
+    edges: list[tuple[int, bool, _Stay]] = []
+    for turn, program in enumerate(order.turns):
+        for weight in program.plan.streamed:
+            for chunk in range(len(weight.windows)):
+                begin, end = ((weight.offset or 0) + b for b in program.plan.span(weight, chunk, chunk + 1))
+                for stay in _stays(order, lives, weight, chunk, turn):
+                    edges += [(begin, True, stay), (end, False, stay)]
+    present: list[_Stay] = []
+    seen: set[tuple[int, int]] = set()
+    for byte, enters, stay in sorted(edges):
+        at = bisect_left(present, stay)
+        if enters:
+            insort(present, stay)
+            pairs = list(zip(present[max(at - 1, 0) : at + 1], present[max(at, 1) : at + 2], strict=False))
+        else:
+            del present[at]
+            pairs = [(present[at - 1], present[at])] if 0 < at < len(present) else []
+        for first, then in pairs:
+            if (first.start, then.start) not in seen:
+                seen.add((first.start, then.start))
+                yield from _check_pair(order, lives, byte, first, then)
+
+
+def _stays(order: HappensBefore, lives: _Lives, weight: WeightPlan, chunk: int, turn: int) -> Iterator[_Stay]:
+    for start in lives[turn, weight.name, 0].kept.get(chunk, ())[:1]:
+        yield _Stay(start, chunk, weight.name, turn, None)
+    for step in range(order.steps + 1):
+        for start in lives[turn, weight.name, step].chunks.get(chunk, ())[:1]:
+            yield _Stay(start, chunk, weight.name, turn, step)
+
+
+def _check_pair(order: HappensBefore, lives: _Lives, byte: int, first: _Stay, then: _Stay) -> Iterator[str]:
+    ops, steps = order.ops, range(order.steps) if first.step is None else (first.step,)
+    ends = [end for s in steps for life in (lives[first.turn, first.name, s],) for end in (*life.reads, *life.evicts)]
+    for end in (*ends, first.start):
+        if not order.ordered(end, then.start):
+            yield (
+                f"{then.name}: {ops[then.start]} overwrites the slot of {first.name} at byte {byte} while {ops[end]} may "
+                f"still use it; missing edge: {ops[end].label} -> {ops[then.start].label}"
+            )
+            return

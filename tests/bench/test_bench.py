@@ -1,0 +1,236 @@
+"""The bench: arms by name, policies side by side on an emulated link, and the policies that only it compares."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import HERE
+from helpers import UlyssesStack
+from problems import CHUNK, MACHINE, blocks_problem
+
+from chunkflow_compile import ChunkflowError, programs
+from chunkflow_compile.bench.arms import block_bytes, parse_arms
+from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.link_error import link_error
+from chunkflow_compile.bench.peers import PEER_ARMS
+from chunkflow_compile.bench.ranks import run_job
+from chunkflow_compile.bench.regimes import Regime
+from chunkflow_compile.bench.summary import bench_table, describe, summarise
+from chunkflow_compile.bench.turns import Share, seen_slowdown
+from chunkflow_compile.cli.main import main
+from chunkflow_compile.hardware.emulated import on_emulated_link
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.small import Size
+from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.placement.policies import blocks_of
+from chunkflow_compile.runtime.host_flag import HostFlag
+
+OWN = """
+import torch
+from helpers import UlyssesStack
+def build():
+    torch.manual_seed(0)
+    return UlyssesStack(5, width=512, heads=4).eval(), {"x": torch.randn(64, 512)}
+"""
+ARMS = ["resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "layerwise-prefix@20%", "replanned"]
+
+
+def test_what_copies_do_to_compute_is_told_from_all_arms() -> None:
+    arms = {"resident": Share(2.0, 0.0), "layerwise": Share(2.3, 1.0), "chunkflow": Share(2.1, 0.5)}
+    slow = {name: Share(2 * compute_s, copying) for name, (compute_s, copying) in arms.items()}
+    assert seen_slowdown([arms, slow]) == pytest.approx(1 + 0.4 / 3)
+    assert seen_slowdown([{**arms, "layerwise": Share(1.7, 1.0)}]) == 1, "noise"
+    assert seen_slowdown([{"resident": Share(2.0, 0.0)}]) == 1
+    assert seen_slowdown([{"resident": Share(2.0, 0.0), "chunkflow": Share(2.2, 0.01)}]) == 1, "too few copies to tell"
+
+
+def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own, record, picture = tmp_path / "own.py", tmp_path / "bench.json", tmp_path / "bench.png"
+    own.write_text(OWN)
+    command = [sys.executable, "-m", "chunkflow_compile.cli.main", "bench", f"{own}:build", "--bandwidth", "100MB/s"]
+    command += ["--arms", ",".join(ARMS), "--steps", "4", "--json", str(record), "--picture", str(picture)]
+    monkeypatch.setenv("PYTHONPATH", str(HERE))
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "a link of 100.0 MB/s is emulated: " in done.stdout and "\r" not in done.stdout
+    written = json.loads(record.read_text())
+    assert list(written["arms"]) == list(written["predicted"]) == ARMS
+    for name in ARMS:
+        arm, predicted = written["arms"][name], written["predicted"][name]
+        assert arm.keys() == predicted.keys()
+        assert arm["equal_to_resident"] is True and arm["step_s"] > 0 < predicted["step_s"]
+        low, high = written["quartiles_s"][name]
+        assert low <= high
+    arms = written["arms"]
+    assert arms["resident"]["moved_bytes_per_step"] == 0 < arms["chunkflow"]["moved_bytes_per_step"]
+    assert arms["layerwise"]["moved_bytes_per_step"] == arms["host-yield"]["moved_bytes_per_step"] == 20 << 20
+    assert arms["layerwise-prefix@20%"]["moved_bytes_per_step"] == 16 << 20, "one block of five stays"
+    assert arms["chunkflow"]["weights_device_bytes"] <= arms["layerwise"]["weights_device_bytes"]
+    assert written["collective_inflation"]["resident"] == 0 and written["link"]["requested"] == 1e8
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    # the copies alone take a fifth of a second on this link, and compute nearly nothing
+    assert all(arms[n]["step_s"] > 0.2 for n in ("layerwise", "layerwise-barrier", "host-yield"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["contention", "--arms", "resident,fast"], "there is no arm 'fast'. There are resident, layerwise"),
+        (["contention", "--arms", "layerwise-prefix"], "there is no arm 'layerwise-prefix'"),
+        (["contention", "--arms", "resident@40%"], "there is no arm 'resident@40%'"),
+        (["contention", "--arms", "chunkflow@x"], "'x' is no share of the blocks; write chunkflow@40%"),
+        (["contention", "--arms", "resident,resident"], "an arm comes twice"),
+        (["compute-bound"], "There is no regime 'compute-bound': give one of compute-rich, contention"),
+        (["own.py:build"], "--bandwidth is needed for a model of your own"),
+        (["contention", "--steps", "0"], "--steps and --ranks must be at least 1"),
+        (["contention", "--arms", "inductor"], "--arms inductor: measured on a GPU only, with --device cuda"),
+        (["contention", "--frames", "9"], "--frames is a size of a preset; contention has its own"),
+        (["flux.1-dev"], "Presets, --transport loopback and --hardware are for --device cuda"),
+        (["contention", "--bandwidth", "fast"], "--bandwidth='fast' is no size"),
+        (["contention", "--bandwidth", "1"], "link_emulation.bandwidth=1.0 is outside"),
+        (["contention", "--picture", "/nowhere/p.png"], "cannot be written to /nowhere/p.png"),
+    ],
+)
+def test_bad_use_is_told_before_anything_runs(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_shares_of_blocks() -> None:
+    resident, forty = parse_arms(["resident", "chunkflow@40%"])
+    assert (resident.policy, resident.residency) == ("resident", None)
+    assert (forty.policy, forty.residency) == ("chunkflow", 0.4)
+    found = blocks_problem(4)
+    inside = [w for w in found.weights if w.uses]
+    assert block_bytes(found) * len(blocks_of(found)) >= sum(w.nbytes for w in inside) - block_bytes(found)
+
+
+def test_a_prefix_keeps_the_first_blocks_that_the_budget_holds() -> None:
+    found = blocks_problem(8)
+    layerwise = place(found, MACHINE, chunk_bytes=CHUNK, policy="layerwise")
+    moved, per_block = [], block_bytes(found)
+    for kept in range(4):
+        memory = layerwise.device_bytes + kept * per_block
+        plan = place(found, MACHINE, chunk_bytes=CHUNK, policy="layerwise-prefix", memory=memory)
+        assert plan.device_bytes <= memory
+        moved.append(plan.moved_bytes)
+        ours = place(found, MACHINE, chunk_bytes=CHUNK, memory=memory)
+        assert ours.predicted is not None and plan.predicted is not None
+        assert ours.predicted.step_s <= plan.predicted.step_s * 1.001
+    assert moved[0] == layerwise.moved_bytes and moved == sorted(moved, reverse=True) and moved[3] < moved[0]
+    with pytest.raises(ChunkflowError, match="layerwise-prefix keeps what fits a budget"):
+        place(found, MACHINE, chunk_bytes=CHUNK, policy="layerwise-prefix")
+
+
+def test_the_link_keeps_to_its_figures() -> None:
+    found = link_error(LinkEmulation(bandwidth=5e7))
+    assert found.alone == pytest.approx(5e7, rel=0.03) and found.shared == pytest.approx(5e7, rel=0.03)
+    assert "a link of 50.0 MB/s is emulated" in str(found)
+
+
+def test_ranks_behind_one_port_have_their_share_of_it() -> None:
+    link = LinkEmulation(bandwidth=1e8, shared="port")
+    assert on_emulated_link(load_profile("cpu"), link, 2).copy_rate == 5e7
+    assert on_emulated_link(load_profile("cpu"), LinkEmulation(bandwidth=1e8), 2).copy_rate == 1e8
+
+
+def test_the_flag_holds_copies_while_it_is_set() -> None:
+    flag, passed = HostFlag(), threading.Event()
+    flag.set()
+    thread = threading.Thread(target=lambda: (flag.hold(), passed.set()))
+    thread.start()
+    assert not passed.wait(0.05)
+    flag.clear()
+    thread.join(timeout=20)
+    assert passed.is_set()
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("debug", [(), ("threads",)])
+def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(
+    debug: tuple[str, ...], one_rank: None, no_grad: None
+) -> None:
+    """Copies that start while a collective runs: none where the host waits for it, many where it has gone on long ago."""
+    torch.manual_seed(0)
+    model = UlyssesStack(4, width=64).eval()
+    options = {"policy": "host-yield", "chunk_bytes": 4096, "min_bytes": 4096, "lowering": "eager", "debug": debug}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    x = torch.randn(16, 64)
+    want = UlyssesStack(4, width=64).eval()
+    want.load_state_dict(model.state_dict())
+    run(x)
+    executor = programs(model)[0].executor
+    inside, started, copy = threading.Event(), [], executor.device.copy_bytes
+    plain = executor.traffic.collective
+
+    def collective(windows: Any, window: int) -> Any:
+        transfer = plain(windows, window)
+        begins, ends = transfer.begins, transfer.ends
+        transfer.begins = lambda at: (begins(at), inside.set(), time.sleep(0.005))
+        transfer.ends = lambda at: (ends(at), inside.clear())
+        return transfer
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        started.append(inside.is_set())
+        time.sleep(0.001)
+        copy(target, source)
+
+    executor.traffic.collective = collective
+    executor.device.copy_bytes = slow
+    for _ in range(3):
+        x = torch.randn(16, 64)
+        assert torch.equal(run(x), want(x))
+    assert len(started) > 100
+    share = sum(started) / len(started)  # a chunk may be under way when a collective begins
+    assert share > 0.3 if debug else share < 0.15
+
+
+SIZE = Size(layers=3, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)  # a projection is 1 MiB
+
+
+def job(**told: Any) -> Job:
+    """On the CPU's own link, which is what a GPU has too."""
+    regime = Regime(family="wan", size=SIZE, bandwidth=0.0, chunk_bytes=1 << 20, arms=(), shows="")
+    arms = parse_arms(told.pop("arms"))
+    return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", **told)
+
+
+def test_peers_run_on_the_same_weights() -> None:
+    told = job(ranks=1, arms=["resident", "layerwise", "chunkflow", *PEER_ARMS])
+    found = summarise(told, run_job(told))
+    assert list(found.record.arms) == [a.name for a in told.arms]
+    assert all(a.step_s and a.step_s > 0 for a in found.record.arms.values())
+    assert found.record.arms["layerwise"].equal_to_resident and found.record.arms["chunkflow"].equal_to_resident
+    assert found.record.arms["layerwise"].moved_bytes_per_step and found.copy_rate["layerwise"]
+    for name in PEER_ARMS:  # another compilation rounds otherwise; other weights would be another output
+        assert found.difference[name] is not None and found.difference[name] < 1e-4
+        assert name not in found.predicted and found.record.arms[name].weights_device_bytes is None
+    assert found.link is None and "emulated" not in describe(told, found)
+    assert all(0 < s <= (found.record.arms[n].step_s or 0) for n, s in found.host_s.items())
+    assert all(name in bench_table(found) for name in PEER_ARMS)
+
+
+def test_one_process_stands_for_all_ranks() -> None:
+    told = job(ranks=2, arms=["resident", "layerwise", "chunkflow"], transport="loopback")
+    found = summarise(told, run_job(told))
+    assert found.record.degree == 2 and "one process stands for all" in describe(told, found)
+    assert all(a.equal_to_resident and a.collective_s for a in found.record.arms.values())
+    assert found.inflation["resident"] == 0 and found.copy_rate["layerwise"]

@@ -1,0 +1,233 @@
+"""The command line: the demo's table and record, and what bad use says."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import HERE, MODEL, SIZES
+from helpers import Stack
+
+from chunkflow_compile import offload, programs
+from chunkflow_compile.cli.main import COMMANDS, main
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.plan import Plan
+
+OWN = "examples/ulysses_dit.py:planned"
+
+
+def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "chunkflow_compile.cli.main", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_demo_streams_on_two_ranks_and_writes_the_record(tmp_path: Path) -> None:
+    record, dump = tmp_path / "demo.json", tmp_path / "dump"
+    done = chunkflow("demo", "--layers", "4", "--steps", "3", "--json", str(record), "--dump", str(dump))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(record.read_text())
+    assert written.keys() == {"schema", "model", "degree", "arms"}
+    assert (written["schema"], written["degree"]) == (1, 2)
+    assert list(written["arms"]) == ["resident", "layerwise", "chunkflow"]
+    resident, layerwise, streamed = written["arms"].values()
+    keys = {"step_s", "exposed_h2d_s", "collective_s", "weights_device_bytes", "weights_total_bytes"}
+    assert resident.keys() == streamed.keys() == keys | {"moved_bytes_per_step", "equal_to_resident"}
+    assert streamed["equal_to_resident"] is True
+    assert streamed["moved_bytes_per_step"] > 0 == resident["moved_bytes_per_step"]
+    assert streamed["weights_device_bytes"] <= layerwise["weights_device_bytes"] < streamed["weights_total_bytes"]
+    assert all(arm["step_s"] > arm["collective_s"] > 0 for arm in (resident, streamed))
+    assert re.search(r"(?m)^chunkflow .* yes$", done.stdout) and "a link of 120.0 MB/s is emulated" in done.stdout
+    assert "\r" not in done.stdout, "the progress bar goes to stderr"
+    program = Path(re.search(r"(?m)^program: (.*)$", done.stdout)[1])
+    assert program.is_relative_to(dump)
+    assert "prefetch('blocks.1." in program.read_text() and "all_to_all_single" in program.read_text()
+
+
+def test_plan_prints_tables_and_writes_a_plan_that_runs_on_its_model_alone(tmp_path: Path) -> None:
+    out = tmp_path / "plan.json"
+    goal = ("--ulysses", "2", "--hardware", "cpu", "--memory", "20MiB", "--weights", "--json", str(out))
+    done = chunkflow("plan", OWN, *goal)
+    assert done.returncode == 0, done.stderr
+    plan = Plan.from_json(out.read_text())
+    assert plan.device_bytes <= 20 << 20 < plan.moved_bytes and plan.hardware == "cpu"
+    assert plan.digest in done.stdout and "Ulysses degree 2 on cpu" in done.stdout
+    assert re.search(r"(?m)^blocks\.0 .. 11 +12\.0 MiB +12\.0 MiB +30\.0 KiB", done.stdout)
+    assert re.search(r"(?m)^blocks\.3\.mlp\.0\.weight +4\.0 MiB +host +hidden: copied from window", done.stdout)
+    again = tmp_path / "again.json"
+    assert chunkflow("plan", OWN, *goal[:-1], str(again)).returncode == 0
+    assert again.read_bytes() == out.read_bytes()
+
+
+def test_a_plan_made_without_weights_runs_on_the_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], no_grad: None
+) -> None:
+    monkeypatch.syspath_prepend(str(HERE))
+    own, out = tmp_path / "own.py", tmp_path / "plan.json"
+    own.write_text(
+        "import torch\nfrom helpers import Stack\ndef build():\n    return Stack(4), {'x': torch.randn(4, 8)}\n"
+    )
+    sizes = ("--min-bytes", "4096", "--chunk-bytes", "4096", "--memory", "40000")
+    assert main(["plan", f"{own}:build", "--hardware", "cpu", *sizes, "--json", str(out)]) == 0
+    model, x = Stack(4).eval(), torch.randn(4, 8)
+    expected = model(x=x)
+    offload(model, min_bytes=4096)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={"plan": str(out), "lowering": "eager"})
+    for _ in range(3):
+        torch.testing.assert_close(run(x=x), expected)
+    (session,) = programs(model)
+    assert session.plan == Plan.from_json(out.read_text())
+    assert session.measurements[-1].moved_bytes == session.plan.moved_bytes > 0
+    assert session.plan.digest in capsys.readouterr().out
+
+
+def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(tmp_path: Path) -> None:
+    out = tmp_path / "simulated.json"
+    done = chunkflow("simulate", OWN, "--ulysses", "2", "--hardware", "cpu", "--forwards", "2", "--json", str(out))
+    assert done.returncode == 0, done.stderr
+    written = json.loads(out.read_text())
+    assert list(written["arms"]) == ["resident", "layerwise", "layerwise-barrier", "chunkflow"]
+    resident, layerwise, barrier, streamed = written["arms"].values()
+    assert resident["step_s"] <= streamed["step_s"] <= 1.02 * resident["step_s"] + 1e-6
+    assert resident["step_s"] <= layerwise["step_s"] <= barrier["step_s"]
+    assert streamed["weights_device_bytes"] < layerwise["weights_device_bytes"] < resident["weights_device_bytes"]
+    assert layerwise["moved_bytes_per_step"] == 2 * 144 << 20 and resident["moved_bytes_per_step"] == 0
+    assert all(arm["equal_to_resident"] is None for arm in written["arms"].values())
+    assert "step to layerwise" in done.stdout and "2 forwards a step" in done.stdout
+
+
+def test_the_curve_is_a_table_and_a_picture(tmp_path: Path) -> None:
+    picture = tmp_path / "curve.png"
+    slow = tmp_path / "slow.json"
+    slow.write_text(replace(load_profile("cpu"), h2d_bandwidth=2e8).to_json())
+    done = chunkflow(
+        "plan", OWN, "--ulysses", "2", "--hardware", str(slow), "--chunk-bytes", "1MiB", "--curve", str(picture)
+    )
+    assert done.returncode == 0, done.stderr
+    ratios = [float(r) for r in re.findall(r"(?m)^[0-9.]+ MiB +[0-9.]+ ms +([0-9.]+) *$", done.stdout)]
+    assert 10 < len(ratios) < 40 and ratios == sorted(ratios, reverse=True) and ratios[0] > 1.5 and ratios[-1] == 1.0
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["demo", "--layers", "0"], "--layers and --steps must be at least 1"),
+        (
+            ["demo", "--json", "/nowhere/f.json"],
+            "cannot be written to /nowhere/f.json: [Errno 2] No such file or directory: '/nowhere/f.json'",
+        ),
+        (["demo", "--dump", "/proc/nowhere"], "cannot be written: [Errno 2]"),
+        (["plan", "wan3"], "no preset 'wan3'; there are wan2.2-ti2v-5b, "),
+        (["plan", "nothing.py:build"], "There is no file 'nothing.py': give a model as file.py:function"),
+        (["plan", "examples/ulysses_dit.py:build"], "has no function 'build'"),
+        (["plan", "examples/ulysses_dit.py"], "name the function in it that makes the model"),
+        (["plan", OWN, "--frames", "5"], "--frames is a size of a preset"),
+        (["plan", OWN, "--curve", "--memory", "1GiB"], "--curve is of all budgets"),
+        (["plan", "flux.1-dev", "--ulysses", "5"], "24 attention heads: the Ulysses degree 5 must divide them"),
+        (["plan", "flux.1-dev", "--memory", "3 apples"], "memory='3 apples' is no size"),
+        (["plan", "flux.1-dev", "--slowdown", "0.9"], "slowdown=0.9 is below 1"),
+        (["plan", "flux.1-dev", "--hardware", "tpu"], "no hardware profile 'tpu': give one of cpu, "),
+        (["plan", "flux.1-dev", "--json", "/nowhere/plan.json"], "cannot be written to /nowhere/plan.json"),
+        (["plan", OWN, "--hardware", "cpu", "--memory", "1MiB"], "Give memory="),
+        (["simulate", "wan2.2-ti2v-5b", "--frames", "80"], "frames 80 is not 4 k + 1"),
+        (["simulate", OWN, "--forwards", "0"], "--forwards must be at least 1"),
+        (["dump", MODEL, "--stage", "verifed"], "no stage 'verifed'; did you mean 'verified'? There are traced, "),
+        (
+            ["dump", MODEL, "--disable-pass", "shared"],
+            "no pass 'shared' that can be disabled; did you mean 'sharing'?",
+        ),
+        (["dump", MODEL, "--disable-pass", "rewrite"], "all others are needed by what stands behind them"),
+        (["dump", MODEL, "--out", "/proc/nowhere"], "/proc/nowhere cannot be written"),
+        (["dump", MODEL, "--json", "/nowhere/x"], "cannot be written to /nowhere/x"),
+        (["dump", f"{HERE / 'two_blocks.py'}:nothing"], "has no function 'nothing'"),
+        (["dump", f"{HERE / 'two_blocks.py'}:untraceable"], "untraceable cannot be traced: "),
+        (
+            ["why", MODEL, "blocks.0", *SIZES],
+            "'blocks.0' is part of 2 names; give more of one:\n  blocks.0.up.weight",
+        ),
+        (["why", MODEL, "ffn", *SIZES], "No weight has 'ffn' in its name; near are "),
+        (["why", MODEL, "", *SIZES], "is part of 8 names"),
+        (["timeline", MODEL, "--out", "x.gif"], "give one of .png, .svg, .json"),
+        (["timeline", "nothing.json", "--out", "x.png"], "The plan nothing.json cannot be read"),
+        (["timeline", str(HERE / "slow_compute.json"), "--out", "x.png"], "This is not a ChunkFlow plan"),
+        (["timeline", MODEL, "--blocks", "0", "--out", "x.png"], "--blocks must be at least 1"),
+        (["diff", "nothing.json", "nothing.json"], "The plan nothing.json cannot be read"),
+        (["explain", "/nowhere"], "There is no folder /nowhere"),
+        (["explain", str(HERE)], "holds no measured program: call the compiled model"),
+    ],
+)
+def test_bad_use_is_one_sentence_and_exit_code_2(
+    arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    shown = capsys.readouterr()
+    assert sentence in shown.err and "Traceback" not in shown.err and not shown.out
+
+
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    page = capsys.readouterr().out
+    assert "exit codes:" in page
+    for command in (c.__name__.rpartition(".")[2] for c in COMMANDS):
+        assert f"\n  {command}" in page or f"\n    {command}" in page
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        shown = capsys.readouterr().out
+        assert re.search(rf"examples?:\s+(chunkflow \w+ .*\s+)*chunkflow {command}", shown), command
+        assert "--debug" in shown
+    with pytest.raises(SystemExit, match="2"):
+        main([])
+
+
+def test_a_model_that_does_not_trace_leaves_the_whole_story_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", f"{HERE / 'two_blocks.py'}:untraceable"]) == 2
+    error = capsys.readouterr().err
+    path = Path(error.partition("all of it: ")[2].rstrip().rstrip(")"))
+    try:
+        assert "Traceback" in path.read_text() and "two_blocks.py" in path.read_text()
+    finally:
+        path.unlink()
+    with pytest.raises(ChunkflowError, match="cannot be traced"):
+        main(["plan", f"{HERE / 'two_blocks.py'}:untraceable", "--debug"])
+
+
+def test_what_led_to_an_unsafe_program_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from chunkflow_compile.passes import pipeline
+
+    def refuse(*_: Any) -> None:
+        raise FindingError("The program is not safe to run:\n  for the test")
+
+    monkeypatch.setattr(pipeline, "verify", refuse)
+    assert main(["dump", MODEL, *SIZES, "--out", str(tmp_path)]) == 1, "a finding, not bad use"
+    shown = capsys.readouterr()
+    assert "not safe to run" in shown.err and "03_rewritten.py" in shown.out
+    assert (tmp_path / "03_rewritten.py").exists() and not (tmp_path / "04_verified.py").exists()
+
+
+def test_json_on_stdout_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan = tmp_path / "plan.json"
+    assert main(["plan", MODEL, *SIZES, "--json", "-"]) == 0
+    text = capsys.readouterr().out
+    plan.write_text(text)
+    assert Plan.from_json(text).to_json() == text
+    for arguments, code in (
+        (["dump", MODEL, *SIZES, "--json", "-"], 0),
+        (["why", MODEL, "head.weight", *SIZES, "--json", "-"], 0),
+        (["diff", str(plan), str(plan), "--json", "-"], 0),
+        (["doctor", "--json", "-"], None),
+        (["simulate", MODEL, "--hardware", "cpu", "--json", "-"], 0),
+    ):
+        result = main(arguments)
+        assert code is None or result == code
+        assert json.loads(capsys.readouterr().out)

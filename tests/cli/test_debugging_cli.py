@@ -1,0 +1,367 @@
+"""What the debugging commands print, on models of two blocks.  Update with EXPECTTEST_ACCEPT=1, then review."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from conftest import HERE
+from expecttest import TestCase
+
+from chunkflow_compile.cli.main import main
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.report.explain import explain_plan
+from chunkflow_compile.runtime.measurement import Measured, WindowSeconds
+
+
+def cli(*arguments: str, code: int = 0) -> str:
+    """What a command prints; it must end with ``code``."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert main(arguments) == code
+    # Digests of code change with torch's ops.
+    return re.sub(r"key [0-9a-f]{16}", "key ...", out.getvalue().replace(f"{HERE}/", ""))
+
+
+class TestDebuggingCli(TestCase):
+    maxDiff = None
+
+    def setUp(self) -> None:
+        folder = tempfile.TemporaryDirectory()
+        self.addCleanup(folder.cleanup)
+        self.folder = Path(folder.name)
+        machine = replace(load_profile(HERE / "slow_compute.json"), name="machine", launch_s=1e-3, h2d_bandwidth=2e7)
+        (self.folder / "machine.json").write_text(machine.to_json())
+
+    def target(self, function: str = "ulysses", slowdown: str = "1.0") -> tuple[str, ...]:
+        """A model with a millisecond of compute a region, its weights in chunks of 4 KiB."""
+        sizes = ("--min-bytes", "0", "--chunk-bytes", "4096", "--slowdown", slowdown)
+        machine = ("--hardware", str(self.folder / "machine.json"), "--ulysses", "2" if function == "ulysses" else "1")
+        return (f"{HERE / 'two_blocks.py'}:{function}", *machine, *sizes)
+
+    def plan(self, name: str, *arguments: str) -> Path:
+        path = self.folder / name
+        cli("plan", *arguments, "--json", str(path))
+        return path
+
+    def test_dump_annotated_and_folded(self) -> None:
+        self.assertExpectedInline(
+            cli("dump", *self.target(), "--annotate"),
+            """\
+#                                                                                               #         cost    window          slot       bytes  slack or work
+# proved: no weight is read before it is there, or overwritten before its last reader (2 steps, 132 ops, 157 edges; rules 2)
+arg0_1: float32[4, 32]
+blocks_0_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
+blocks_0_out_weight: float32[32, 32]                                                            #                           at 0.0 MiB     4.0 KiB  host, 1 chunks
+blocks_1_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
+blocks_1_out_weight: float32[32, 32]                                                            #                           at 0.0 MiB     4.0 KiB  host, 1 chunks
+# blocks.0: regions 0 to 4
+wait('blocks.0.qkv.weight')                                                                     #                           at 4.0 KiB              slack 0.383 ms
+region_0 = lowered_0(arg0_1, blocks_0_qkv_weight)                                               #     1.000 ms  window 0                            24.6 kFLOP
+getitem_1: float32[4, 32] = region_0[0]
+getitem_2: float32[4, 32] = region_0[1]
+clone: float32[2, 4, 2, 8] = region_0[2]
+evict('blocks.0.qkv.weight')                                                                    #                           at 4.0 KiB              free
+all_to_all_single: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone, [1, 1], [ ...#     0.100 ms                             0.2 KiB
+wait_tensor: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single)
+region_1 = lowered_1(wait_tensor, getitem_1)                                                    #     1.000 ms  window 1
+transpose: float32[2, 8, 8] = region_1[0]
+clone_1: float32[2, 4, 2, 8] = region_1[1]
+all_to_all_single_1: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_1, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_1: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_1)
+region_2 = lowered_2(wait_tensor_1, getitem_2)                                                  #     1.000 ms  window 2
+transpose_1: float32[2, 8, 8] = region_2[0]
+clone_2: float32[2, 4, 2, 8] = region_2[1]
+all_to_all_single_2: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_2, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_2: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_2)
+prefetch('blocks.0.out.weight', chunks[0:1], window=3)                                          #     0.206 ms  window 3    at 0.0 MiB     4.0 KiB  slack 0.894 ms
+region_3 = lowered_3(wait_tensor_2, transpose, transpose_1)                                     #     1.000 ms  window 3                            4.1 kFLOP
+view_6: float32[2, 4, 2, 8] = region_3[0]
+all_to_all_single_3: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_6, [1, 1] ...#     0.100 ms                             0.2 KiB
+wait_tensor_3: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_3)
+prefetch('blocks.1.qkv.weight', chunks[0:3], window=4)                                          #     0.617 ms  window 4    at 4.0 KiB    12.0 KiB  slack 0.383 ms
+wait('blocks.0.out.weight')                                                                     #                           at 0.0 MiB              slack 0.894 ms
+region_4 = lowered_4(wait_tensor_3, blocks_0_out_weight, arg0_1)                                #     1.000 ms  window 4                            8.19 kFLOP
+add: float32[4, 32] = region_4[0]
+evict('blocks.0.out.weight')                                                                    #                           at 0.0 MiB              free
+# blocks.1: regions 5 to 9
+wait('blocks.1.qkv.weight')                                                                     #                           at 4.0 KiB              slack 0.383 ms
+region_5 = lowered_0(add, blocks_1_qkv_weight)                                                  #     1.000 ms  window 5                            24.6 kFLOP
+getitem_6: float32[4, 32] = region_5[0]
+getitem_7: float32[4, 32] = region_5[1]
+clone_4: float32[2, 4, 2, 8] = region_5[2]
+evict('blocks.1.qkv.weight')                                                                    #                           at 4.0 KiB              free
+all_to_all_single_4: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_4, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_4: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_4)
+region_6 = lowered_1(wait_tensor_4, getitem_6)                                                  #     1.000 ms  window 6
+transpose_4: float32[2, 8, 8] = region_6[0]
+clone_5: float32[2, 4, 2, 8] = region_6[1]
+all_to_all_single_5: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_5, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_5: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_5)
+region_7 = lowered_2(wait_tensor_5, getitem_7)                                                  #     1.000 ms  window 7
+transpose_5: float32[2, 8, 8] = region_7[0]
+clone_6: float32[2, 4, 2, 8] = region_7[1]
+all_to_all_single_6: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(clone_6, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_6: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_6)
+prefetch('blocks.1.out.weight', chunks[0:1], window=8)                                          #     0.206 ms  window 8    at 0.0 MiB     4.0 KiB  slack 0.894 ms
+region_8 = lowered_3(wait_tensor_6, transpose_4, transpose_5)                                   #     1.000 ms  window 8                            4.1 kFLOP
+view_14: float32[2, 4, 2, 8] = region_8[0]
+all_to_all_single_7: float32[2, 4, 2, 8] = _c10d_functional.all_to_all_single(view_14, [1, 1 ...#     0.100 ms                             0.2 KiB
+wait_tensor_7: float32[2, 4, 2, 8] = _c10d_functional.wait_tensor(all_to_all_single_7)
+prefetch('blocks.0.qkv.weight', chunks[0:3], window=9, next_step=True)                          #     0.617 ms  window 9    at 4.0 KiB    12.0 KiB  slack 0.383 ms
+wait('blocks.1.out.weight')                                                                     #                           at 0.0 MiB              slack 0.894 ms
+region_9 = lowered_4(wait_tensor_7, blocks_1_out_weight, add)                                   #     1.000 ms  window 9                            8.19 kFLOP
+add_1: float32[4, 32] = region_9[0]
+evict('blocks.1.out.weight')                                                                    #                           at 0.0 MiB              free
+return (add_1,)
+""",
+        )
+
+    def test_dump_of_the_regions(self) -> None:
+        self.assertExpectedInline(
+            cli("dump", *self.target("stack"), "--stage", "regions"),
+            """\
+arg0_1: float32[32, 8]  # embed.weight
+arg1_1: float32[32]  # embed.bias
+arg2_1: float32[4, 8]
+arg3_1: float32[64, 32]  # blocks.0.up.weight
+arg4_1: float32[32, 64]  # blocks.0.down.weight
+# inputs of blocks.1: as inputs of blocks.0, 2 lines folded
+arg7_1: float32[8, 32]  # head.weight
+arg8_1: float32[8]  # head.bias
+# outside blocks: region 0
+# region_0(arg1_1, arg2_1, arg0_1): outside blocks, 1 ops, key ...
+t: float32[8, 32] = aten.t(arg0_1)
+addmm: float32[4, 32] = aten.addmm(arg1_1, arg2_1, t)
+# blocks.0: region 1
+# region_1(addmm, arg3_1, arg4_1): blocks.0, 4 ops, key ...
+t_1: float32[32, 64] = aten.t(arg3_1)
+mm: float32[4, 64] = aten.mm(addmm, t_1)
+gelu: float32[4, 64] = aten.gelu(mm)
+t_2: float32[64, 32] = aten.t(arg4_1)
+mm_1: float32[4, 32] = aten.mm(gelu, t_2)
+add: float32[4, 32] = aten.add.Tensor(addmm, mm_1)
+# blocks.1: region 2
+# region_2(add, arg5_1, arg6_1): blocks.1, 4 ops, key ...
+t_3: float32[32, 64] = aten.t(arg5_1)
+mm_2: float32[4, 64] = aten.mm(add, t_3)
+gelu_1: float32[4, 64] = aten.gelu(mm_2)
+t_4: float32[64, 32] = aten.t(arg6_1)
+mm_3: float32[4, 32] = aten.mm(gelu_1, t_4)
+add_1: float32[4, 32] = aten.add.Tensor(add, mm_3)
+# outside blocks: region 3
+# region_3(arg8_1, add_1, arg7_1): outside blocks, 1 ops, key ...
+t_5: float32[32, 8] = aten.t(arg7_1)
+addmm_1: float32[4, 8] = aten.addmm(arg8_1, add_1, t_5)
+return (addmm_1,)
+""",
+        )
+
+    def test_dump_says_what_each_stage_took_and_what_was_proved(self) -> None:
+        with contextlib.redirect_stderr(io.StringIO()) as said:
+            cli("dump", *self.target(), "--verbose")
+        took = r"planned +\d\.\d\d s\n.*verified +\d\.\d\d s +2 steps, 132 ops, 157 edges; rules 2"
+        assert re.search(took, said.getvalue(), re.S)
+
+    def test_dump_of_all_stages(self) -> None:
+        out = self.folder / "stages"
+        said = cli("dump", *self.target("stack"), "--out", str(out), "--verify-each").replace(str(self.folder), "")
+        self.assertExpectedInline(
+            said,
+            """\
+two_blocks.py:stack; Ulysses degree 1 on machine, 1 forward a step
+
+stage      file               lines    added    removed
+---------  ---------------  -------  -------  ---------
+traced     00_traced.py          26
+regions    01_regions.py         30       +4         -0
+planned    02_planned.py         56      +26         -0
+rewritten  03_rewritten.py       44      +16        -28
+verified   04_verified.py        45       +1         -0
+
+read first: /stages/report.txt
+""",
+        )
+        difference = (out / "02_planned.diff").read_text()
+        self.assertExpectedInline(
+            re.sub(r"key [0-9a-f]{16}", "key ...", difference),
+            """\
+# evict: 0 -> 8
+# prefetch: 0 -> 10
+# wait: 0 -> 8
+--- 01_regions.py
++++ 02_planned.py
+@@ -9,2 +9,7 @@
+ arg8_1: float32[8]  # head.bias
++prefetch('blocks.0.down.weight', chunks[1:2], window=0)
++prefetch('blocks.0.up.weight', chunks[0:2], window=0)
++prefetch('blocks.1.down.weight', chunks[0:1], window=0)
++wait('embed.bias')
++wait('embed.weight')
+ # region_0(arg1_1, arg2_1, arg0_1): outside blocks, 1 ops, key ...
+@@ -12,2 +17,8 @@
+ addmm: float32[4, 32] = aten.addmm(arg1_1, arg2_1, t)
++evict('embed.bias')
++evict('embed.weight')
++prefetch('blocks.1.down.weight', chunks[1:2], window=1)
++prefetch('blocks.1.up.weight', chunks[0:2], window=1)
++wait('blocks.0.down.weight')
++wait('blocks.0.up.weight')
+ # region_1(addmm, arg3_1, arg4_1): blocks.0, 4 ops, key ...
+@@ -19,2 +30,8 @@
+ add: float32[4, 32] = aten.add.Tensor(addmm, mm_1)
++evict('blocks.0.down.weight')
++evict('blocks.0.up.weight')
++prefetch('head.bias', chunks[0:1], window=2)
++prefetch('head.weight', chunks[0:1], window=2)
++wait('blocks.1.down.weight')
++wait('blocks.1.up.weight')
+ # region_2(add, arg5_1, arg6_1): blocks.1, 4 ops, key ...
+@@ -26,2 +43,9 @@
+ add_1: float32[4, 32] = aten.add.Tensor(add, mm_3)
++evict('blocks.1.down.weight')
++evict('blocks.1.up.weight')
++prefetch('embed.bias', chunks[0:1], window=3, next_step=True)
++prefetch('embed.weight', chunks[0:1], window=3, next_step=True)
++prefetch('blocks.0.down.weight', chunks[0:1], window=3, next_step=True)
++wait('head.bias')
++wait('head.weight')
+ # region_3(arg8_1, add_1, arg7_1): outside blocks, 1 ops, key ...
+@@ -29,2 +53,4 @@
+ addmm_1: float32[4, 8] = aten.addmm(arg8_1, add_1, t_5)
++evict('head.bias')
++evict('head.weight')
+ return (addmm_1,)
+""",
+        )
+
+    def test_why(self) -> None:
+        self.assertExpectedInline(
+            cli("why", *self.target(), "blocks.1.out"),
+            """\
+two_blocks.py:ulysses; Ulysses degree 2 on machine, 1 forward a step
+
+blocks.1.out.weight: float32[32, 32], 4.0 KiB
+
+home        host, streamed in every call in 1 chunk
+read by     region_9 (blocks.1: out)
+            from 9.802 ms to 10.802 ms of a call
+slot        0.0 MiB to 4.0 KiB of the arena
+slack       there 0.894 ms before its first reader
+why         hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
+limited by  nothing: it costs the call no time
+
+chunks    bytes    window    opens at    copied from    to
+--------  -------  --------  ----------  -------------  --------
+0         4.0 KiB  8         8.702 ms    8.702 ms       8.908 ms
+
+what would change it:
+
+with                  streamed    slack     a call    weights on the device
+--------------------  ----------  --------  --------  -----------------------
+slowdown 1.1          100 %       0.894 ms  11.2 ms   12.0 KiB
+a link twice as fast  100 %       0.997 ms  10.8 ms   16.0 KiB
+a link half as fast   100 %       1.790 ms  10.8 ms   16.0 KiB
+chunks of 1.0 KiB     100 %       0.891 ms  10.8 ms   16.0 KiB
+""",
+        )
+
+    def test_diff(self) -> None:
+        before = self.plan("a.json", *self.target())
+        after = self.plan("b.json", *self.target(slowdown="1.2"))
+        self.assertExpectedInline(
+            cli("diff", str(before), str(after), code=1),
+            """\
+                           before    after     change
+-------------------------  --------  --------  --------
+a call of the model        10.8 ms   11.2 ms   +3.8 %
+with all weights resident  10.8 ms   10.8 ms
+compute                    10.0 ms   10.0 ms
+waiting for weights        0.0 ms    0.4 ms    +0.4 ms
+collectives                0.8 ms    0.8 ms
+of it by copies            0.0 ms    0.0 ms
+copies, beside the rest    1.6 ms    1.6 ms
+weights on the device      16.0 KiB  12.0 KiB  -25.0 %
+arena                      16.0 KiB  12.0 KiB  -25.0 %
+copied                     32.0 KiB  32.0 KiB
+
+moved home: none
+
+changed window: 2 weights
+
+weight    what                             times    blocks
+--------  -------------------------------  -------  ------------------
+qkv       1 of 3 chunks in another window  2        blocks.0, blocks.1
+""",
+        )
+        assert "the plans are the same" in cli("diff", str(before), str(before))
+
+    def test_explain(self) -> None:
+        plan = Plan.from_json(self.plan("plan.json", *self.target()).read_text())
+        self.assertExpectedInline(
+            str(explain_plan(plan, slow_run(plan))),
+            """\
+policy chunkflow, planned for machine; medians of 7 calls; plan 47cb7ee4e08e0f31
+
+                         predicted    measured    ratio
+-----------------------  -----------  ----------  -------
+a call of the model      10.8 ms      25.0 ms     2.31
+compute                  10.0 ms      20.0 ms     2.00
+waiting for weights      0.0 ms       3.0 ms
+collectives              0.8 ms       1.0 ms      1.25
+host, and the rest       0.0 ms       1.0 ms
+copies, beside the rest  1.6 ms       3.3 ms      2.00
+copied                   32.0 KiB     32.0 KiB    1.00
+rate of copies           0.02 GB/s    0.01 GB/s   0.50
+
+limited by compute, 80 % of the step; compute waits 12 % of it for weights, and the link is busy 13
+% of it
+
+a call takes 2.31 times what was predicted, most of it compute (+10.0 ms): the profile 'machine' is
+of another machine, or this one was busy; measure it with chunkflow calibrate and compile with
+hardware='measured'
+
+worst stalls:
+
+  window  region         predicted    measured    waits for            why
+--------  -------------  -----------  ----------  -------------------  -----------------------------------------------------
+       4  blocks.0: out  0.0 ms       3.0 ms      blocks.0.out.weight  planned with 0.9 ms to spare; the copies or what they
+                                                                       wait for came later than predicted
+
+windows that differ most from what was predicted:
+
+  window  region                 compute, ms    waited, ms    collectives, ms
+--------  ---------------------  -------------  ------------  -----------------
+       4  blocks.0: out          1.00 / 2.00    0.00 / 3.00   0.10 / 0.10
+       5  blocks.1: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
+       0  blocks.0: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
+       2  blocks.0: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
+       6  blocks.1: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
+(predicted / measured)""",
+        )
+
+
+def slow_run(plan: Plan) -> Measured:
+    """A step whose compute takes twice as long as planned, and whose fifth region waits 3 ms for its weights."""
+    predicted = plan.predicted
+    assert predicted is not None
+    count = len(plan.regions)
+    windows = WindowSeconds([2e-3] * count, [0.0] * 4 + [3e-3] + [0.0] * (count - 5), [1e-4] * count, [0.0] * count)
+    return Measured(
+        plan=plan.digest,
+        problem=plan.problem,
+        alone_s=[1e-4] * count,
+        steps=7,
+        step_s=2e-3 * count + 3e-3 + 1e-4 * count + 1e-3,
+        compute_s=2e-3 * count,
+        exposed_s=3e-3,
+        collective_s=1e-4 * count,
+        copy_s=2 * predicted.copy_s,
+        moved_bytes=plan.moved_bytes,
+        windows=windows,
+    )

@@ -1,0 +1,112 @@
+"""The diffusers models people run, streamed: equal bit for bit to their weights resident."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from conftest import OPTIONS, RESIDENT
+from torch import nn
+
+import chunkflow_compile
+from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.placing import offload, programs
+from chunkflow_compile.weights.host_store import home_of
+
+STEPS = 4
+
+
+def run_and_compare(name: str, degree: int) -> None:
+    """Streams a model beside its resident twin for some steps with changing inputs; checks outputs and bytes."""
+    size = Size(layers=3)
+
+    def make() -> nn.Module:
+        model = small_model(name, size)
+        if degree > 1:
+            enable_ulysses(model, degree)
+        return model
+
+    streamed, resident, eager = make(), make(), make()
+    offload(streamed, min_bytes=OPTIONS["min_bytes"])
+    run = torch.compile(streamed, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    reference = torch.compile(resident, backend="chunkflow", fullgraph=True, options=RESIDENT)
+    for step in range(STEPS):
+        inputs = small_inputs(name, size, step)
+        output = run(**inputs)[0]
+        assert torch.equal(output, reference(**inputs)[0]), f"step {step} differs from the resident arm"
+        torch.testing.assert_close(output, eager(**inputs)[0], atol=2e-5, rtol=1e-4)
+    (runner,) = programs(streamed)
+    check_transfers(runner)
+    check_slots(streamed, runner)
+    assert programs(resident)[0].plan.moved_bytes == 0
+
+
+def check_transfers(runner: chunkflow_compile.runtime.runner.Session) -> None:
+    """An offloader that did nothing would pass an equality test: count the bytes."""
+    plan, steps = runner.plan, runner.measurements
+    assert plan.moved_bytes > 0.9 * runner.program.problem.total_bytes
+    assert [m.moved_bytes for m in steps] == [plan.moved_bytes] * len(steps)
+    assert steps[0].primed_bytes > 0, "the first weights are prefetched by the step before"
+    assert [m.primed_bytes for m in steps[1:]] == [0] * (len(steps) - 1)
+    runner.executor.intact_slots()  # waits for copies in flight
+    assert runner.executor.traffic.copied_bytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
+
+
+def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.runner.Session) -> None:
+    """Had a kernel written an activation into a slot, its bytes would differ from the weight's."""
+    homes = {home.name: home for p in model.parameters() if (home := home_of(p)) is not None}
+    whole = runner.executor.intact_slots()
+    assert len(whole) >= 3
+    for name, slot in whole.items():
+        assert bytes(slot.tolist()) == bytes(homes[name].host.contiguous().view(torch.uint8).flatten().tolist()), name
+
+
+@pytest.mark.parametrize("name", sorted(SMALL_MODELS))
+def test_streams_bitwise_equal_to_resident_on_one_rank(name: str, no_grad: None) -> None:
+    run_and_compare(name, 1)
+
+
+def on_rank(rank: int, name: str) -> None:
+    run_and_compare(name, 2)
+
+
+@pytest.mark.parametrize("name", sorted(SMALL_MODELS))
+def test_streams_bitwise_equal_to_resident_at_ulysses_2(name: str, on_ranks: Callable[..., None]) -> None:
+    on_ranks(on_rank, name)
+
+
+def test_twelve_blocks_run_in_an_eighth_of_their_bytes(no_grad: None) -> None:
+    size = Size(layers=12, heads=8, head_dim=64, frames=1, height=4, width=4)  # 512 wide: projections of 1 MiB
+    model = small_model("wan", size)
+    budget = sum(p.nbytes for p in model.parameters()) // 8
+    options = {"lowering": "eager", "memory": budget, "chunk_bytes": 1 << 20}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    run(**small_inputs("wan", size, 0))
+    (runner,) = programs(model)
+    assert 0.6 * budget < runner.plan.device_bytes <= budget
+    assert runner.measurements[0].moved_bytes == runner.plan.moved_bytes > 0
+
+
+@pytest.mark.parametrize("name", ["wan", "flux"])
+def test_lowered_regions_do_not_grow_with_the_number_of_blocks(name: str, no_grad: None) -> None:
+    counts = {}
+    for layers in (4, 24):
+        size = Size(layers=layers, singles=layers, frames=1, height=4, width=4)
+        model = small_model(name, size)
+        options = {**OPTIONS, "lowering": "eager"}
+        torch.compile(model, backend="chunkflow", fullgraph=True, options=options)(**small_inputs(name, size, 0))
+        (runner,) = programs(model)
+        counts[layers] = (len(runner.program.regions), len(runner.program.problem.regions))
+    assert counts[4][0] == counts[24][0]
+    assert counts[24][1] > counts[4][1]
+
+
+def test_a_new_resolution_gets_a_program_of_its_own(no_grad: None) -> None:
+    model, eager = small_model("wan", Size()), small_model("wan", Size())
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for height in (8, 12, 8, 16, 12):
+        inputs = small_inputs("wan", Size(height=height), height)
+        torch.testing.assert_close(run(**inputs)[0], eager(**inputs)[0], atol=2e-5, rtol=1e-4)
+    assert len(programs(model)) == 3

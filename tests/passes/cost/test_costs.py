@@ -1,0 +1,97 @@
+"""Costs are counted on the graph, and the roofline takes the longer of compute and memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers import Stack, cut_of
+
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.passes.cost.formulas import dit_block_flops
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.problem import Cost
+from chunkflow_compile.tracing import trace
+
+HARDWARE = Hardware(
+    name="round figures",
+    peak_flops={"bfloat16": 1e12, "float32": 1e11},
+    eta_comp=0.5,
+    memory_bandwidth=1e11,
+    h2d_bandwidth=1e10,
+    eta_pref=0.9,
+    launch_s=1e-5,
+    chunk_s=1e-5,
+    collective_latency_s=2e-5,
+    collective_bandwidth=1e10,
+    shared_link=True,
+    copy_slowdown=2.0,
+    collective_slowdown=1.5,
+)
+
+
+def test_a_region_counts_its_gemms_and_what_crosses_memory() -> None:
+    cut = cut_of(Stack(width=32), torch.randn(4, 8))
+    block = cut.problem.regions[1].cost
+    assert block.flops == 2 * (2 * 4 * 32 * 64)
+    weights, x, hidden = 2 * 32 * 64 * 4, 4 * 32 * 4, 4 * 64 * 4
+    inputs_and_output = weights + 2 * x
+    gemms = weights + 2 * x + 2 * hidden
+    assert block.nbytes == inputs_and_output + gemms
+    assert block.dtype == "float32"
+
+
+def test_equal_regions_cost_the_same() -> None:
+    problem = cut_of(Stack(4), torch.randn(4, 8)).problem
+    assert len({r.cost for r in problem.regions if r.block}) == 1
+
+
+def test_the_roofline_takes_the_longer_of_compute_and_memory() -> None:
+    assert Cost(flops=10**9, nbytes=0, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(2e-3 + 1e-5)
+    assert Cost(flops=10**9, nbytes=0, dtype="float32").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
+    assert Cost(flops=1, nbytes=10**9, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(1e-2 + 1e-5)
+    assert Cost(flops=10**9, nbytes=0, dtype="int8").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
+
+
+def test_flops_of_a_small_wan_block_are_the_formula_s() -> None:
+    size = Size(layers=2, heads=4, head_dim=32, frames=4, height=16, width=16, text=16)
+    problem = make_cut(trace(small_model("wan", size), small_inputs("wan", size, 0), min_bytes=0)).problem
+    counted = sum(r.cost.flops for r in problem.regions if r.block == "blocks.0")
+    assert counted == dit_block_flops(batch=1, tokens=4 * 8 * 8, text=16, width=128, mlp=512)
+
+
+def test_a_profile_survives_json() -> None:
+    assert Hardware.from_json(HARDWARE.to_json()) == HARDWARE
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        ({"h2d_bandwidth": -1.0}, r"h2d_bandwidth=-1.0 is outside"),
+        ({"h2d_bandwidth": 31.5}, r"h2d_bandwidth=31.5 is outside .* units are bytes"),
+        ({"eta_comp": 1.2}, r"eta_comp=1.2 is outside"),
+        ({"eta_pref": "fast"}, r"eta_pref must be a number"),
+        ({"peak_flops": {}}, r"peak_flops must give FLOP/s by dtype"),
+        ({"peak_flops": {"bfloat16": 756}}, r"peak_flops\['bfloat16'\]=756 is outside"),
+        ({"shared_link": "yes"}, r"shared_link must be true or false"),
+        ({"shared_link": False}, r"must be 1 where shared_link is false"),
+        ({"collective_slowdown": 0.5}, r"collective_slowdown=0.5 is outside"),
+    ],
+)
+def test_an_absurd_figure_is_named(change: dict, sentence: str) -> None:
+    with pytest.raises(ChunkflowError, match=sentence):
+        replace(HARDWARE, **change)
+
+
+def test_a_profile_with_a_missing_or_unknown_field_is_refused() -> None:
+    with pytest.raises(ChunkflowError, match="lacks eta_pref"):
+        Hardware.from_json(HARDWARE.to_json().replace('"eta_pref": 0.9,', ""))
+    with pytest.raises(ChunkflowError, match="Unknown hardware field 'eta_perf'; did you mean 'eta_pref'"):
+        Hardware.from_json(HARDWARE.to_json().replace('"eta_pref"', '"eta_perf"'))
+    with pytest.raises(ChunkflowError, match="not a hardware profile"):
+        Hardware.from_json("nothing")
+    with pytest.raises(ChunkflowError, match="schema 9"):
+        Hardware.from_json(HARDWARE.to_json().replace('"schema": 1', '"schema": 9'))

@@ -1,0 +1,73 @@
+"""Slots never overlap while their chunks are alive, and the arena is not much larger than what is alive."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkflow_compile.passes.placement.slots import Lifetime, Piece, assign_slots
+from chunkflow_compile.passes.plan import ALIGNMENT, align
+
+
+def whole(start: int, length: int, nbytes: int) -> Lifetime:
+    return Lifetime((Piece(0, nbytes, start, length),))
+
+
+def alive(piece: Piece, windows: int) -> set[int]:
+    return {(piece.start + k) % windows for k in range(piece.length)}
+
+
+def peak_bytes(lifetimes: list[Lifetime], windows: int) -> int:
+    """The most bytes alive in one window: no packing is smaller."""
+    pieces = [p for life in lifetimes for p in life.pieces]
+    return max(sum(align(p.end) - p.begin for p in pieces if k in alive(p, windows)) for k in range(windows))
+
+
+@st.composite
+def lifetimes(draw: st.DrawFn) -> tuple[list[Lifetime], int]:
+    windows = draw(st.integers(1, 12))
+    arc = st.tuples(st.integers(0, windows - 1), st.integers(1, windows))
+    lives = []
+    for _ in range(draw(st.integers(0, 16))):
+        arcs = draw(st.lists(arc, min_size=1, max_size=3))
+        cuts = [k * ALIGNMENT * draw(st.integers(1, 4)) for k in range(len(arcs))]
+        cuts = [sum(cuts[: k + 1]) for k in range(len(cuts))]
+        ends = [*cuts[1:], cuts[-1] + draw(st.integers(1, 5000))]
+        pieces = [Piece(a, b, *arc) for (a, b), arc in zip(zip(cuts, ends, strict=True), arcs, strict=True)]
+        lives.append(Lifetime(tuple(pieces)))
+    return lives, windows
+
+
+@given(lifetimes())
+def test_chunks_alive_together_never_share_bytes(case: tuple[list[Lifetime], int]) -> None:
+    lives, windows = case
+    offsets, arena = assign_slots(lives, windows)
+    for life, at in zip(lives, offsets, strict=True):
+        assert at % ALIGNMENT == 0
+        assert at + life.nbytes <= arena
+        assert all(a.end == b.begin for a, b in pairwise(life.pieces))
+    for (a, at), (b, bt) in combinations(zip(lives, offsets, strict=True), 2):
+        for p in a.pieces:
+            for q in b.pieces:
+                together = alive(p, windows) & alive(q, windows)
+                assert not together or at + p.end <= bt + q.begin or bt + q.end <= at + p.begin
+
+
+@given(lifetimes())
+def test_the_arena_is_at_least_what_is_alive_and_at_most_everything(case: tuple[list[Lifetime], int]) -> None:
+    lives, windows = case
+    offsets, arena = assign_slots(lives, windows)
+    assert peak_bytes(lives, windows) <= arena <= sum(align(life.nbytes) for life in lives)
+    assert assign_slots(list(lives), windows) == (offsets, arena)
+
+
+def test_equal_blocks_pack_without_loss() -> None:
+    lives = [whole(k, 2, nbytes) for k in range(12) for nbytes in (1024, 4096, 512)]
+    assert assign_slots(lives, 12)[1] == peak_bytes(lives, 12) == 2 * (1024 + 4096 + 512)
+
+
+def test_bytes_of_chunks_that_come_late_are_lent_until_then() -> None:
+    late = Lifetime((Piece(0, 256, 0, 4), Piece(256, 512, 2, 2)))
+    assert assign_slots([late, whole(0, 2, 256)], 6)[1] == 512

@@ -1,0 +1,120 @@
+"""The simulator: small cases by hand, and a program plays as its plan says."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from helpers import UlyssesStack, cut_of, plan_of
+from problems import CHUNK, MACHINE, problem, weight
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from chunkflow_compile.passes.placement.schedule import schedule, transfers
+from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
+from chunkflow_compile.passes.plan import Windows
+from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.program.rewrite import rewrite
+from chunkflow_compile.simulate.arms import play_program
+
+US = 1e-6
+LATE = {"collective_latency_s": 1 * US}
+
+
+def play(found: Problem, windows: dict[str, Windows], **change: object) -> Timeline:
+    machine = replace(MACHINE, **change)  # type: ignore[arg-type]
+    return Simulator(found, machine, CHUNK).play(schedule(found, transfers(found, windows)))
+
+
+def test_a_copy_behind_compute_costs_nothing() -> None:
+    found = problem([5, 5], [weight(0, 4 * CHUNK, (1,))])
+    played = play(found, {"w0": (0,) * 4})
+    assert played.step_s == pytest.approx(10 * US)
+    assert played.exposed_s == 0 and played.copy_s == pytest.approx(4 * US)
+    assert played.slack["w0"] == pytest.approx(1 * US)
+    assert played.peak_bytes == 4 * CHUNK
+
+
+def test_what_does_not_fit_behind_compute_is_waited_for() -> None:
+    found = problem([5, 5], [weight(0, 8 * CHUNK, (1,))])
+    played = play(found, {"w0": (0,) * 8})
+    assert played.step_s == pytest.approx(13 * US)
+    assert played.exposed_s == pytest.approx(3 * US) and played.slack["w0"] == pytest.approx(-3 * US)
+
+
+def test_a_copy_beside_a_collective_slows_both_by_their_factors() -> None:
+    """Four of copies start with region 0, which takes 1; then a collective of 2 runs beside the 3 that are left."""
+    found = problem([1, 9], [weight(0, 4 * CHUNK, (1,))], [(1, 2)])
+    fair = play(found, {"w0": (0,) * 4})
+    # 1 alone, then 4 together: the collective's 2 and as much of the copy; the last 1 of the copy alone.
+    assert fair.collective_s == pytest.approx(4 * US) and fair.inflation_s == pytest.approx(2 * US)
+    assert fair.exposed_s == pytest.approx(1 * US)
+    assert fair.step_s == pytest.approx((1 + 4 + 1 + 9) * US)
+    harsh = play(found, {"w0": (0,) * 4}, collective_slowdown=3.0, copy_slowdown=2.0)
+    # Together 6, in which the copy's 3 are done as well.
+    assert harsh.inflation_s == pytest.approx(4 * US) and harsh.exposed_s == 0
+    apart = play(found, {"w0": (0,) * 4}, shared_link=False, collective_slowdown=1.0, copy_slowdown=1.0)
+    assert apart.inflation_s == pytest.approx(0, abs=1e-15) and apart.exposed_s == pytest.approx(1 * US)
+
+
+@pytest.mark.parametrize("latency, inflation", [(0, 2), (1, 2), (2, 1), (3, 0), (5, 0)])
+def test_a_copy_beside_the_latency_of_a_collective_slows_neither(latency: int, inflation: int) -> None:
+    """As above: what is left of the copies when the latency is over shares the link with the collective's bytes."""
+    found = problem([1, 9], [weight(0, 4 * CHUNK, (1,))], [(1, 2)])
+    played = play(found, {"w0": (0,) * 4}, collective_latency_s=latency * US)
+    assert played.collective_s == pytest.approx((latency + 2 + inflation) * US)
+    assert played.inflation_s == pytest.approx(inflation * US, abs=1e-15)
+    assert played.exposed_s == pytest.approx((1 if latency == 0 else 0) * US, abs=1e-15)
+    assert played.copy_s == pytest.approx((4 + inflation) * US)
+
+
+def test_a_copy_beside_compute_slows_compute_alone() -> None:
+    """Four of copies beside a region of 10: it advances 2 while they run, then the 8 that are left."""
+    found = problem([10, 5], [weight(0, 4 * CHUNK, (1,))])
+    played = play(found, {"w0": (0,) * 4}, compute_slowdown=2.0)
+    assert played.step_s == pytest.approx(17 * US) and played.compute_s == pytest.approx(17 * US)
+    assert played.copy_s == pytest.approx(4 * US) and played.slack["w0"] == pytest.approx(8 * US)
+    busy = play(problem([1, 9], [weight(0, 4 * CHUNK, (1,))], [(1, 2)]), {"w0": (0,) * 4}, **LATE, compute_slowdown=1.5)
+    # The region takes 1.5, the latency 1.5 of the copy's 2.5; its last 1 shares the link with the collective's 2.
+    assert busy.collective_s == pytest.approx((1.5 + 3) * US) and busy.inflation_s == pytest.approx(1.5 * US)
+    assert busy.step_s == pytest.approx((1.5 + 4.5 + 9) * US) and busy.exposed_s == 0
+
+
+def test_steps_are_played_until_they_repeat() -> None:
+    """The first step is cold; later ones find what their predecessor has fetched."""
+    found = problem([5, 5], [weight(0, 3 * CHUNK, (0,))])
+    assert play(found, {"w0": (1, 1, 1)}).step_s == pytest.approx(10 * US)
+    assert play(found, {"w0": (0, 0, 0)}).step_s == pytest.approx(13 * US)
+
+
+def test_a_resident_chunk_is_not_copied() -> None:
+    found = problem([2, 2], [weight(0, 4 * CHUNK, (1,))])
+    assert play(found, {"w0": (None, None, 0, 0)}).copy_s == pytest.approx(2 * US)
+
+
+def test_each_chunk_and_each_collective_has_its_overhead() -> None:
+    found = problem([50, 50], [weight(0, 4 * CHUNK, (1,))], [(1, 2)])
+    played = play(found, {"w0": (0,) * 4}, chunk_s=1 * US, collective_latency_s=3 * US, launch_s=2 * US)
+    assert played.copy_s == pytest.approx(8 * US) and played.collective_s == pytest.approx(5 * US)
+    assert played.step_s == pytest.approx((52 + 5 + 52) * US)
+
+
+@pytest.mark.parametrize("policy", ["layerwise", "layerwise-barrier", "chunkflow", "resident"])
+def test_a_program_plays_as_its_plan_predicts(policy: str) -> None:
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        cut = cut_of(UlyssesStack(4), torch.randn(4, 32))
+    finally:
+        dist.destroy_process_group()
+    plan = plan_of(cut.problem, policy=policy)
+    machine = replace(
+        MACHINE, name="slow", launch_s=1e-3, h2d_bandwidth=2e7, peak_flops={"float32": 1e12}, eta_comp=1.0
+    )
+    played = play_program(rewrite(cut, plan), machine)
+    again = Simulator(cut.problem, machine, plan.chunk_bytes).play(
+        schedule(cut.problem, transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers))
+    )
+    assert replace(played, spans=()) == replace(again, spans=())
+    assert (played.copy_s > 0) == (policy != "resident")
+    assert bool(plan.barriers) == (policy == "layerwise-barrier")

@@ -1,0 +1,342 @@
+"""The cuda device through its protocol: real copies on a real thread, on a GPU that is made of host parts."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import OPTIONS
+from fake_cuda import FakeCuda, FakeStream
+from helpers import Stack, UlyssesStack
+from hypothesis import given
+from hypothesis import strategies as st
+from random_programs import Bench, Choices, Spec, choices, examples, specs
+from torch import nn
+
+from chunkflow_compile import Arena, ChunkflowError, offload, programs, restore
+from chunkflow_compile.backend import _device
+from chunkflow_compile.hardware.loopback import join_loopback
+from chunkflow_compile.hardware.profiles import CARDS, load_profile
+from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
+from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
+from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
+from chunkflow_compile.weights.host_memory import own_pages, parse_cpus, pin_budget
+
+EAGER = {**OPTIONS, "lowering": "eager"}
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
+
+
+@pytest.fixture(autouse=True)
+def two_ranks() -> Iterator[None]:
+    """Two ranks in this process, whose exchanges go through host memory."""
+    join_loopback(2)
+    yield
+    dist.destroy_process_group()
+
+
+def compiled(cuda: FakeCuda, make: Any = lambda: Stack(6), **options: Any) -> tuple[nn.Module, nn.Module, Any]:
+    """A model on a GPU, its twin, and the compiled model."""
+    torch.manual_seed(0)
+    model, twin = make().eval(), make().eval()
+    twin.load_state_dict(model.state_dict())
+    chosen = {**EAGER, "arena": cuda.arena(), "debug": "poison", **options}
+    if {"memory", "policy"} & options.keys():
+        chosen.pop("slowdown")
+    return model, twin, torch.compile(model, backend="chunkflow", fullgraph=True, options=chosen)
+
+
+@pytest.mark.parametrize("make", [lambda: Stack(6), lambda: UlyssesStack(4, width=64)])
+@pytest.mark.parametrize("options", [{}, {"memory": 60_000}, {"policy": "layerwise"}])
+def test_steps_are_right_and_bytes_are_those_of_the_plan(make: Any, options: dict[str, Any], no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=1e-4)
+    model, twin, run = compiled(cuda, make, **options)
+    width = 8 if isinstance(model, Stack) else 64
+    for _ in range(5):
+        x = torch.randn(16, width)
+        assert torch.equal(run(x), twin(x))
+    session = programs(model)[0]
+    session.executor.intact_slots()
+    steps = session.measurements
+    assert session.plan.moved_bytes > 0 and len(steps) == 5
+    assert session.executor.traffic.copied_bytes == session.plan.moved_bytes * 5 + steps[0].primed_bytes
+    assert sorted(cuda.pinned.values()) == sorted(w.nbytes for w in session.plan.streamed), "no byte more is pinned"
+    restore(model)
+    assert not cuda.pinned
+
+
+def test_a_step_makes_nothing_and_waits_for_nothing(no_grad: None) -> None:
+    cuda = FakeCuda()
+    _, _, run = compiled(cuda, debug=())
+    for _ in range(FRAMES + 2):
+        run(torch.randn(4, 8))
+    before = dict(cuda.calls)
+    for _ in range(3):
+        run(torch.randn(4, 8))
+    assert dict(cuda.calls) == before and before["allocate"] == before["stream"] == 1
+    assert before["event"] > 10 and "synchronize" not in before
+
+
+def test_time_is_measured_by_the_device(no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=0.004)
+    model, _, run = compiled(cuda)
+    for _ in range(8):
+        run(torch.randn(4, 8))
+    session = programs(model)[0]
+    step = min(session.measurements[1:], key=lambda m: m.step_s)  # where nothing else held the thread up
+    copies = len(session.executor._prefetches)
+    assert step.copy_s >= 0.004 * copies > 0 and step.alone_s == step.copy_s and step.alone_bytes == step.moved_bytes
+    assert 0.004 <= step.exposed_h2d_s < step.step_s < 1.0
+    assert all(s > 0 for s in step.windows.compute_s)
+    regions = {w for w in cuda.names if w.startswith("region_")}
+    assert len(regions) == len(session.plan.regions) and any("blocks.3" in w for w in regions)
+    assert f"prefetch {session.plan.streamed[0].name}" in " ".join(cuda.names)
+
+
+def test_without_its_arrivals_it_computes_something_else(no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=0.01)
+    model, twin, run = compiled(cuda)
+    x = torch.randn(4, 8)
+    assert torch.equal(run(x), twin(x))
+    executor = programs(model)[0].executor
+    executor.forget()
+    for slot in executor.binding.slots.values():
+        slot.fill_(255)
+    executor.device.compute.wait = lambda event, waited=None: None
+    assert not torch.equal(run(x), twin(x))
+
+
+def test_without_its_openings_a_copy_overwrites_a_weight_in_use(no_grad: None) -> None:
+    cuda = FakeCuda()
+    model, twin, run = compiled(cuda, memory=30_000)
+    x = torch.randn(4, 8)
+    assert torch.equal(run(x), twin(x))
+    executor = programs(model)[0].executor
+    first = [i for i in executor._instructions if "_prefetch" in repr(i)]
+    rest = [i for i in executor._instructions if i not in first]
+    executor._instructions = [*first, lambda step: executor.device.copy.synchronize(), *rest]
+    assert not torch.equal(run(x), twin(x))
+
+
+@examples(7, 25)
+@given(specs, st.lists(choices, min_size=2, max_size=2))
+def test_random_programs(spec: Spec, plans: list[Choices]) -> None:
+    """As on the threads device: several steps, new inputs, slots full of NaN in between."""
+    found = Bench(spec)
+    for chosen in plans:
+        program = found.program(chosen)
+        cuda = FakeCuda(copy_s=2e-4 * (chosen.seed % 2))
+        with torch.no_grad():
+            executor, inputs = found.executor(program, cuda.arena()), found.inputs(4)
+            for x, right in zip(inputs, found.expected(inputs), strict=True):
+                assert torch.equal(executor.run(found.arguments(program, x))[0], right)
+            executor.forget()
+        assert executor.traffic.copied_bytes >= 4 * program.plan.moved_bytes
+        cuda.engine.close()
+
+
+def test_the_callers_stream_may_be_another_in_every_step(no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=1e-3)
+    model, twin, run = compiled(cuda)
+    for changes in range(3):
+        cuda.callers = FakeStream(cuda, CallingStream())
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+        handover = programs(model)[0].executor.device._handover
+        assert handover.event.made == changes and (handover in cuda.callers.awaited) == (changes > 0)
+
+
+@pytest.mark.parametrize("yields", ["soft", "hard"])
+def test_a_hard_yield_keeps_late_copies_from_running_beside_collectives(yields: str, no_grad: None) -> None:
+    """The profile takes copies for much faster than they are, so that windows are filled with more than they hold."""
+    cuda = FakeCuda(copy_s=1e-2)
+    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), **{"yield": yields})
+    for _ in range(4):
+        x = torch.randn(16, 64)
+        assert torch.equal(run(x), twin(x))
+    session = programs(model)[0]
+    assert bool(session.plan.barriers) == (yields == "hard") and session.plan.moved_bytes > 0
+    beside = [sum(m.windows.beside_s) for m in session.measurements[1:]]
+    assert sum(beside) == 0 if yields == "hard" else sum(beside) > 0
+
+
+def test_new_weights_are_written_behind_the_copies_that_read_the_old(no_grad: None) -> None:
+    cuda = FakeCuda(copy_s=2e-3)
+    model, twin, run = compiled(cuda)
+    run(torch.randn(4, 8))
+    new = Stack(6).state_dict()
+    before = cuda.calls["synchronize"]
+    model.load_state_dict(new)
+    twin.load_state_dict(new)
+    assert cuda.calls["synchronize"] > before
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+
+
+def test_a_step_that_fails_leaves_the_model_usable(no_grad: None) -> None:
+    cuda = FakeCuda()
+    model, twin, run = compiled(cuda)
+    run(torch.randn(4, 8))
+    executor = programs(model)[0].executor
+    at, bad = len(executor._instructions) // 2, [True]
+
+    def fail(step: Any) -> None:
+        if bad.pop() if bad else False:
+            raise RuntimeError("CUDA out of memory")
+
+    executor._instructions.insert(at, fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        run(torch.randn(4, 8))
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+    assert len(programs(model)[0].measurements) == 4, "of the step that failed nothing is told"
+
+
+def test_a_clock_waits_for_nobody() -> None:
+    engine = Engine(("copy",))
+    cuda = FakeCuda()
+    cuda.engine = engine
+    clock, caller = Clock(lambda: cuda.event(True)), cuda.current()
+    copy = FakeStream(cuda, ThreadStream(engine, "copy"))
+    told: list[tuple[float, float]] = []
+    engine.pause()
+    frames = [clock.frame(0, caller) for _ in range(1)]
+    for _ in range(FRAMES - 1):
+        found = frames[-1]
+        assert found is not None
+        clock.close(found, caller, copy, lambda a, b, whole: told.append((a, b)))
+        frames.append(clock.frame(0, caller))
+    assert frames[-1] is not None
+    clock.close(frames[-1], caller, copy, lambda a, b, whole: told.append((a, b)))
+    assert clock.frame(0, caller) is None, "all are under way: the step is not measured"
+    clock.collect()
+    assert not told
+    engine.resume()
+    clock.collect(wait=True)
+    assert len(told) == FRAMES and told == sorted(told) and all(a <= b for a, b in told)
+    later = {step: clock.frame(step, caller) for step in range(FIRST_STEPS + 1, FIRST_STEPS + 2 * EVERY + 2)}
+    pair = FIRST_STEPS + EVERY - 1
+    assert {s for s, f in later.items() if f} == {pair, pair + 1, pair + EVERY, pair + EVERY + 1}
+    assert clock.frame(pair, caller).whole is False and clock.frame(pair + 1, caller).whole is True
+    engine.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
+@pytest.mark.parametrize("shape", [(3, 5), (1000, 257), ()])
+def test_pages_hold_a_weight_and_nothing_else(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    values = torch.randn(shape).to(dtype)
+    values = values.T if values.dim() == 2 else values
+    cpus = frozenset(range(1))
+    found = own_pages(values, cpus)
+    assert torch.equal(found, values) and found.stride() == values.stride() and found.dtype == values.dtype
+    assert found.data_ptr() % 4096 == 0 and found.data_ptr() != values.data_ptr()
+    assert found.untyped_storage().nbytes() == values.numel() * values.element_size()
+
+
+PLACING = """
+import resource, torch
+from torch import nn
+from chunkflow_compile.weights.host_store import HostStore
+
+def peak():
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+weights = [torch.full((16 << 20,), i, dtype=torch.uint8) for i in range(32)]
+model = nn.ParameterList([nn.Parameter(w, requires_grad=False) for w in weights])
+del weights
+before, total = peak(), 32 * 16 << 20
+store = HostStore(model, torch.device("cpu"), pages=True)
+for i, p in enumerate(list(model)):
+    store.add((str(i),), p)
+assert all(h.host[-1] == i and h.host.data_ptr() % 4096 == 0 for i, h in enumerate(store.homes))
+assert not any(p.untyped_storage().nbytes() for p in model)
+print((total + peak() - before) / total)
+"""
+
+
+def test_placing_takes_no_second_copy_of_the_weights() -> None:
+    done = subprocess.run([sys.executable, "-c", PLACING], capture_output=True, text=True, check=True)
+    assert float(done.stdout) <= 1.05
+
+
+def test_lists_of_processors() -> None:
+    assert parse_cpus("0-3,8\n") == {0, 1, 2, 3, 8} and parse_cpus("\n") == frozenset()
+    assert 0 < pin_budget(8) * 8 <= pin_budget(1)
+
+
+def test_a_pin_budget_is_kept(no_grad: None) -> None:
+    cuda = FakeCuda()
+    model, twin, run = compiled(cuda, pin_memory=30_000)
+    with pytest.warns(
+        UserWarning, match=r"could not be pinned, behind \d+ bytes that were \(the budget is 30000 bytes"
+    ):
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+    assert 0 < sum(cuda.pinned.values()) <= 30_000 < sum(w.nbytes for w in programs(model)[0].plan.streamed)
+    restore(model)
+
+
+def test_a_model_that_is_dropped_gives_its_pages_back(no_grad: None) -> None:
+    cuda = FakeCuda()
+    model, _, run = compiled(cuda)
+    run(torch.randn(4, 8))
+    assert cuda.pinned
+    del model, run
+    torch._dynamo.reset()
+    for _ in range(50):  # a thread closes the program, and holds it so long
+        gc.collect()
+        time.sleep(0.02)
+    assert not cuda.pinned
+
+
+@needs_no_gpu
+def test_what_is_said_where_there_is_no_gpu(no_grad: None) -> None:
+    model, x = Stack(2).eval(), torch.ones(1, 8)
+    before = model(x)
+    with pytest.raises(ChunkflowError, match=r"There is no cuda: this torch .* Run chunkflow doctor"):
+        offload(model, "cuda", min_bytes=0)
+    with pytest.raises(ChunkflowError, match=r"There is no cuda:3: this torch"):
+        Arena("cuda:3")
+    with pytest.raises(ChunkflowError, match="ChunkFlow does not run on meta: place the model on cuda, or on the cpu"):
+        check_device(torch.device("meta"))
+    assert torch.equal(model(x), before), "as it was"
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy", "said"),
+    [
+        (DeviceKind(threads=True), "chunkflow", "stands for a GPU where there is none: leave it out on cuda"),
+        (DeviceKind(link=LinkEmulation(bandwidth=1e8)), "chunkflow", "give a profile without link_emulation"),
+        (DeviceKind(), "host-yield", "on cuda none does: use policy chunkflow"),
+    ],
+)
+def test_what_a_gpu_does_not_do(kind: DeviceKind, policy: str, said: str) -> None:
+    with pytest.raises(ChunkflowError, match=said):
+        check_kind(torch.device("cuda", 0), kind, policy)
+    check_kind(torch.device("cpu"), kind, policy)
+
+
+def test_cards_have_profiles() -> None:
+    for name in CARDS.values():
+        assert "bfloat16" in load_profile(name).peak_flops
+
+
+def test_what_forward_moves_by_itself_may_lie_elsewhere() -> None:
+    """Tables that are no buffers, as Qwen-Image has them."""
+    graph = torch.fx.Graph()
+    moved, read = graph.placeholder("moved"), graph.placeholder("read")
+    graph.output((graph.call_method("to", (moved, "cuda")), graph.call_function(torch.relu, (read,))))
+    module, inputs = torch.fx.GraphModule({}, graph), [torch.empty(4, device="meta"), torch.empty(4)]
+    weight = {2: nn.Parameter(torch.empty(4))}
+    assert _device(weight, inputs, module) == torch.device("cpu")
+    with pytest.raises(ChunkflowError, match="input 1 is on meta: move it there"):
+        _device(weight, inputs[::-1], module)

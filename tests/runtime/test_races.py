@@ -1,0 +1,256 @@
+"""Races found without a GPU: every stream a thread, the host steps ahead, slots poisoned, adversarial schedules.
+
+A legal program gives the model's own numbers, bit for bit, on every schedule.  A mutated one is rejected by ``verify``;
+and whatever ``verify`` accepts is right on every schedule that was tried.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import MUTATIONS, Mutation
+from random_programs import Bench, Choices, Layer, Spec, choices, examples, specs
+from schedules import goes_wrong, matches
+
+from chunkflow_compile import programs, restore
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.program.happens_before import HappensBefore
+from chunkflow_compile.passes.program.verify import check, check_turns, verify, verify_together
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.device import ThreadsDevice
+from chunkflow_compile.runtime.executor import Executor
+
+STEPS = 3
+# Of each kind of mutation that is a race or a wrong byte whatever the schedule; the others are rejected before they are.
+SHOWN = {
+    "remove_a_wait",
+    "wait_behind_the_reader",
+    "remove_a_prefetch",
+    "forget_a_chunk",
+    "prefetch_behind_the_reader",
+    "prefetch_before_its_window",
+    "evict_before_the_reader",
+    "another_slot",
+    "slot_off_by_a_line",
+    "swap_weights_of_regions",
+    "wait_for_another_weight",
+}
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A real process group of one rank: its collectives are real, and give back what they take."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    with torch.no_grad():
+        yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_programs_give_the_model_s_numbers_on_every_schedule(
+    part: int, record_property: Callable[[str, object], None]
+) -> None:
+    """Each part has models of another width, so that no program is counted twice."""
+    count: Counter[str] = Counter()
+    seen: set[object] = set()
+
+    @examples(part, 40)
+    @given(specs, st.lists(choices, min_size=16, max_size=16))
+    def check_all(spec: Spec, plans: list[Choices]) -> None:
+        if len(seen) >= 125:
+            return
+        found = Bench(replace(spec, width=8 * (part + 1)))
+        for chosen in plans:
+            program = found.program(chosen)
+            key = (spec.layers, spec.twice, spec.tied, program.plan.digest)
+            if key in seen:
+                continue
+            seen.add(key)
+            verify(program)
+            runs = matches(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
+            count.update(runs=runs, copied=program.plan.moved_bytes * runs)
+
+    check_all()
+    assert len(seen) >= 125 and count["copied"] > 0
+    record_property("counts", f"{len(seen)} different programs, part {part}: {count['runs']} runs, 0 mismatches")
+
+
+def test_programs_that_take_turns_in_one_arena_give_the_model_s_numbers_on_every_schedule(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """Two programs on the same weights, in every order of two steps."""
+    count: Counter[str] = Counter()
+
+    @examples(0, 20)
+    @given(specs, choices, choices)
+    def check_all(spec: Spec, one: Choices, other: Choices) -> None:
+        found = Bench(spec)
+        a, b = found.program(one), found.program(other)
+        verify_together(a, b)
+        order = [a, b, b, a, a, b]
+        count.update(pairs=1, runs=matches(found, list(zip(order, found.inputs(len(order)), strict=True)), one.seed))
+
+    check_all()
+    record_property("counts", f"{count['pairs']} pairs of programs in one arena: {count['runs']} runs, 0 mismatches")
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
+def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
+    mutation: Mutation, record_property: Callable[[str, object], None]
+) -> None:
+    count: Counter[str] = Counter()
+
+    @examples(1, 10)
+    @given(specs, st.lists(choices, min_size=3, max_size=3), st.integers(0, 2**16))
+    def check_all(spec: Spec, plans: list[Choices], seed: int) -> None:
+        found = Bench(spec)
+        for chosen in plans:
+            program = mutation(found.program(chosen), random.Random(seed))
+            if program is None:
+                continue
+            program.module.recompile()
+            refused = bool(list(check(program)))
+            wrong = goes_wrong(found, [(program, x) for x in found.inputs(STEPS)], chosen.seed)
+            assert refused or not wrong
+            count.update(tried=1, rejected=refused, shown=wrong == "number", failed=wrong == "error")
+
+    check_all()
+    assert count["tried"] >= 3 and count["rejected"] > 0
+    assert count["shown"] > 0 or mutation.__name__ not in SHOWN
+    said = f"{count['tried']} programs, {count['rejected']} rejected, on a schedule {count['shown']} with wrong numbers"
+    record_property("counts", f"{mutation.__name__}: {said}, {count['failed']} with an error")
+
+
+def without_openings(executor: Executor) -> None:
+    kept = executor.device.copy.wait
+    executor.device.copy.wait = lambda event, *told: None if event is executor._opening else kept(event, *told)
+
+
+def without_arrivals(executor: Executor) -> None:
+    kept = executor.device.compute.wait
+    arrivals = set(map(id, executor._arrival.values()))
+    executor.device.compute.wait = lambda event, *told: None if id(event) in arrivals else kept(event, *told)
+
+
+def without_starts_of_collectives(executor: Executor) -> None:
+    executor.device.collective.wait = lambda event, *told: None
+
+
+def without_ends_of_collectives(executor: Executor) -> None:
+    kept = executor.device.compute.wait
+    executor.device.compute.wait = lambda event, *told: None if event is executor._ended else kept(event, *told)
+
+
+def without_handovers(executor: Executor) -> None:
+    kept = executor.device.copy.wait
+    executor.device.copy.wait = lambda event, *told: None if event is executor._handover else kept(event, *told)
+
+
+EVENTS = (
+    without_openings,
+    without_arrivals,
+    without_starts_of_collectives,
+    without_ends_of_collectives,
+    without_handovers,
+)
+
+
+@pytest.mark.parametrize("remove", EVENTS, ids=lambda r: r.__name__)
+def test_each_event_of_the_executor_is_needed(
+    remove: Callable[[Executor], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The race tests can fail: without any one kind of event a schedule shows a wrong number, or an error."""
+    prepare = Executor._prepare
+
+    def broken(self: Executor, module: Any) -> Any:
+        remove(self)
+        return prepare(self, module)
+
+    monkeypatch.setattr(Executor, "_prepare", broken)
+    shown: list[str] = []
+
+    @examples(2, 12)
+    @given(specs, choices, choices)
+    def look(spec: Spec, one: Choices, other: Choices) -> None:
+        found = Bench(spec)
+        a, b = found.program(one), found.program(other)
+        order = [a, a, b, b, a, a]
+        shown.append(goes_wrong(found, list(zip(order, found.inputs(len(order)), strict=True)), one.seed))
+
+    look()
+    assert any(shown)
+
+
+def test_verify_names_the_conflict_of_two_programs_without_a_handover() -> None:
+    """The verifier can fail: with the event taken out of what orders them, two programs in one arena conflict."""
+    shown: list[str] = []
+
+    @examples(3, 6)
+    @given(specs, choices, choices)
+    def look(spec: Spec, one: Choices, other: Choices) -> None:
+        found = Bench(spec)
+        order = HappensBefore((found.program(one), found.program(other)), 1)
+        assert not list(check_turns(order))
+        events = [(u, v) for u, v, kind in order.graph.edges(data="event") if kind == "handover" and order.ops[u].turn]
+        order.graph.remove_edges_from(events)
+        order._clocks = order._count()
+        shown.extend(check_turns(order))
+
+    look()
+    assert any(
+        re.search(r"\(turn 1, priming\) overwrites the slot of .* missing edge: (region|evict)", v) for v in shown
+    )
+
+
+@pytest.mark.parametrize("debug", ["threads", ["poison", "threads"], "poison"])
+def test_a_compiled_model_runs_on_threads(debug: str | list[str]) -> None:
+    from conftest import OPTIONS
+    from helpers import Stack
+
+    model = Stack(4).eval()
+    inputs = [torch.randn(4, 8) for _ in range(4)]
+    want = [model(x) for x in inputs]
+    options = {**OPTIONS, "group_bytes": 1, "debug": debug, "lowering": "eager"}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    for x, right in zip(inputs, want, strict=True):
+        assert torch.equal(run(x), right)
+    (session,) = programs(model)
+    assert (session.executor.device.name == "threads") == ("threads" in debug)
+    assert session.measurements[-1].moved_bytes == session.plan.moved_bytes > 0
+    restore(model)
+    assert torch.equal(model(inputs[0]), want[0])
+
+
+def test_an_error_on_a_stream_reaches_the_caller_and_the_next_step_is_right() -> None:
+    found = Bench(Spec(16, (Layer(36, False, True), Layer(200, True, False)), twice=True, tied=False, seed=2))
+    program, device = found.program(Choices(0.1, 1, False, 1)), ThreadsDevice()
+    executor = found.executor(program, Arena(make=lambda *_: device))
+    inputs = found.inputs(STEPS)
+    copy, failing = device.copy_bytes, iter([True])
+
+    def fail_once(target: torch.Tensor, source: torch.Tensor) -> None:
+        if next(failing, False):
+            raise OSError("the link is down")
+        copy(target, source)
+
+    device.copy_bytes = fail_once  # type: ignore[method-assign]
+    with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
+        for x in inputs:  # a copy for the next step is first waited for there
+            executor.run(found.arguments(program, x))
+    for x, right in zip(inputs, found.expected(inputs), strict=True):
+        assert torch.equal(executor.run(found.arguments(program, x))[0], right)
+    device.close()

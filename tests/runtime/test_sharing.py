@@ -1,0 +1,326 @@
+"""Programs that share: one arena, the same weights, several threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS, RESIDENT
+from helpers import Stack
+from torch import nn
+from torch.torch_version import TorchVersion
+
+from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
+from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.runtime import runner
+from chunkflow_compile.runtime.runner import Session
+
+OPTIONS = {**OPTIONS, "lowering": "eager"}
+SHAPES = [(4, 8), (6, 8), (2, 3, 8)]
+
+
+def stack(layers: int = 3, seed: int = 0) -> Stack:
+    torch.manual_seed(seed)
+    return Stack(layers).eval()
+
+
+def compiled(model: nn.Module, **options: object) -> nn.Module:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=False, options={**OPTIONS, **options})
+
+
+def slots(session: Session) -> set[int]:
+    return {slot.untyped_storage().data_ptr() for slot in session.executor.binding.slots.values()}
+
+
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+def test_two_resolutions_take_turns_in_one_arena(debug: tuple[str, ...], no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, debug=debug, memory=30000, slowdown=None)
+    for step in range(4):
+        for shape in SHAPES:
+            for _ in range(1 + step % 2):
+                x = torch.randn(*shape)
+                assert torch.equal(run(x), twin(x))
+    sessions = programs(model)
+    assert len(sessions) == len(SHAPES)
+    assert len(set.union(*map(slots, sessions))) == 1, "one allocation"
+    arena = sessions[0].arena
+    assert arena.nbytes == max(s.plan.arena_bytes for s in sessions)
+    for session in sessions:
+        cold = [m for m in session.measurements if m.primed_bytes]
+        assert session.plan.moved_bytes == session.measurements[-1].moved_bytes > 0
+        assert 0 < len(cold) < len(session.measurements), "cold after another program, warm after itself"
+    assert f"{len(cold)} calls began cold" in str(explain(run))
+    restore(model)
+    assert arena.nbytes == 0 and not arena.tenants
+
+
+def test_residents_are_copied_once_for_all_programs_of_a_model(no_grad: None) -> None:
+    model, twin = stack(), stack()
+    offload(model, min_bytes=4096)
+    run = compiled(model, memory=40000, slowdown=None)
+    for shape in SHAPES:
+        x = torch.randn(*shape)
+        assert torch.equal(run(x), twin(x))
+    found = [
+        {n: v.data_ptr() for n, v in s.executor.binding.values.items() if n not in s.executor.binding.slots}
+        for s in programs(model)
+    ]
+    shared = set(found[0]) & set(found[1])
+    assert shared and all(found[0][n] == found[1][n] for n in shared)
+
+
+def test_new_values_reach_every_program(no_grad: None) -> None:
+    model, run = stack(), None
+    run = compiled(model, memory=40000, slowdown=None)
+    for seed in (0, 1, 2):
+        model.load_state_dict(stack(seed=seed).state_dict())
+        for shape in (*SHAPES, SHAPES[0]):
+            x = torch.randn(*shape)
+            assert torch.equal(run(x), stack(seed=seed)(x))
+    restore(model)
+    assert all(torch.equal(v, stack(seed=2).state_dict()[n]) for n, v in model.state_dict().items())
+
+
+def test_several_models_share_the_arena_that_they_are_given(no_grad: None) -> None:
+    arena = Arena()
+    models, twins = [stack(2 + i, i) for i in range(3)], [stack(2 + i, i) for i in range(3)]
+    runs = [compiled(model, arena=arena, debug="poison") for model in models]
+    for _ in range(3):
+        for run, twin in zip(runs, twins, strict=True):
+            for _ in range(2):
+                x = torch.randn(4, 8)
+                assert torch.equal(run(x), twin(x))
+    assert len(arena.tenants) == 3
+    assert arena.nbytes == max(s.plan.arena_bytes for s in arena.tenants)
+    restore(models[0])
+    x = torch.randn(4, 8)
+    assert torch.equal(models[0](x), twins[0](x)) and torch.equal(runs[1](x), twins[1](x))
+    for model in models[1:]:
+        restore(model)
+    assert arena.nbytes == 0 and not arena.tenants
+    assert torch.equal(runs[2](x), twins[2](x)), "and is there again when it is needed"
+
+
+def test_an_arena_grows_with_the_largest_of_its_programs(no_grad: None) -> None:
+    arena, model, twin = Arena(), stack(), stack()
+    small = compiled(model, arena=arena, memory=30000, slowdown=None)
+    x = torch.randn(4, 8)
+    small(x)
+    (first,) = programs(model)
+    large = compiled(model, arena=arena, policy="layerwise", slowdown=None, group_bytes=1)
+    for _ in range(3):
+        assert torch.equal(large(x), twin(x)) and torch.equal(small(x), twin(x))
+    assert first.closed and len(arena.tenants) == 2
+    assert first.plan.arena_bytes < arena.nbytes == max(s.plan.arena_bytes for s in arena.tenants)
+    gc.collect()
+    alive = [
+        o for o in gc.get_objects() if type(o) is torch.Tensor and o.untyped_storage().nbytes() == arena.nbytes + 256
+    ]
+    assert len({o.untyped_storage().data_ptr() for o in alive}) == 1
+
+
+def test_what_does_not_fit_an_arena_is_refused(no_grad: None) -> None:
+    arena = Arena()
+    compiled(stack(), arena=arena)(torch.randn(4, 8))
+    kept = stack(seed=1)
+    with pytest.raises(ChunkflowError, match="run on the same streams"):
+        compiled(kept, arena=arena, debug="threads")(torch.randn(4, 8))
+    restore(kept)
+    assert torch.equal(compiled(kept)(torch.ones(4, 8)), stack(seed=1)(torch.ones(4, 8)))
+    with pytest.raises(Exception, match=r"arena='cpu' must be a chunkflow_compile.Arena"):
+        compiled(stack(), arena="cpu")(torch.randn(4, 8))
+
+
+def test_programs_are_verified_together_once_where_they_meet(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+
+    def spy(*programs: Program) -> None:
+        seen.append(len(programs))
+        if len(seen) > 3:
+            raise FindingError("not safe in one arena")
+
+    monkeypatch.setattr(runner, "verify_together", spy)
+    model, twin = stack(), stack()
+    run = compiled(model)
+    for shape in (*SHAPES, *SHAPES):
+        run(torch.randn(*shape))
+    assert len(seen) == 3, "every two of three"
+    model.load_state_dict(twin.state_dict())
+    for shape in SHAPES:
+        run(torch.randn(*shape))
+    assert len(seen) == 3, "new values make new sessions, not new programs"
+    with pytest.raises(FindingError, match="not safe in one arena"):
+        run(torch.randn(5, 8))
+    restore(model)
+    unverified = compiled(model, disable=["verify"])
+    for shape in SHAPES:
+        x = torch.randn(*shape)
+        assert torch.equal(unverified(x), twin(x))
+    assert len(seen) == 4
+
+
+def test_an_arena_whose_models_are_dropped_is_emptied(no_grad: None) -> None:
+    arena = Arena()
+    compiled(stack(), arena=arena)(torch.randn(4, 8))
+    assert arena.nbytes > 0
+    torch._dynamo.reset()
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread.name == "chunkflow-close":
+            thread.join(timeout=5)
+    assert arena.nbytes == 0 and not arena.tenants
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    assert torch.equal(compiled(model, arena=arena, debug="threads")(x), twin(x)), "on other streams than before"
+
+
+@pytest.mark.parametrize("policy", ["resident", "none"])
+def test_a_copy_of_a_model_whose_weights_are_where_they_were_is_a_model_like_any(policy: str, no_grad: None) -> None:
+    model, x = stack(), torch.randn(4, 8)
+    if policy == "resident":
+        torch.compile(model, backend="chunkflow", fullgraph=True, options={**RESIDENT, "lowering": "eager"})(x)
+    else:
+        offload(model, min_bytes=1 << 30)
+    copied = copy.deepcopy(model)
+    offload(copied, min_bytes=4096)
+    run = compiled(copied, arena=Arena())
+    assert torch.equal(run(x), stack()(x)) and programs(copied)[0].plan.moved_bytes > 0
+    restore(copied)
+    assert torch.equal(copy.deepcopy(run)(x), stack()(x))
+
+
+def test_streams_compute_in_the_caller_s_modes_of_autograd() -> None:
+    model, twin = stack(), stack()
+    run = compiled(model, debug="threads")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for _ in range(2):
+                x = torch.randn(4, 8)
+                out = run(x)
+                assert torch.equal(out, twin(x)) and not out.requires_grad
+                assert out.is_inference() == (mode is torch.inference_mode)
+
+
+def in_threads(*works: Callable[[], None]) -> None:
+    """Runs the works at once; raises what the first of them raised."""
+    errors: list[BaseException] = []
+    barrier = threading.Barrier(len(works))
+
+    def go(work: Callable[[], None]) -> None:
+        try:
+            barrier.wait(timeout=20)
+            with torch.no_grad():
+                work()
+        except BaseException as error:  # noqa: BLE001  (raised below, where pytest sees it)
+            errors.append(error)
+
+    threads = [threading.Thread(target=go, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+        assert not thread.is_alive(), "a thread hangs"
+    if errors:
+        raise errors[0]
+
+
+@pytest.mark.skipif(
+    TorchVersion(torch.__version__) < "2.12", reason="torch 2.11 crashes where threads compile at once, on any backend"
+)
+@pytest.mark.parametrize("placed_first", [False, True])
+def test_threads_that_call_one_model_first_at_once_take_turns(placed_first: bool, no_grad: None) -> None:
+    for seed in range(5):
+        torch._dynamo.reset()
+        model, twin = stack(seed=seed), stack(seed=seed)
+        if placed_first:
+            offload(model, min_bytes=4096)
+        run = compiled(model)
+
+        def work(shape: tuple[int, ...], run: nn.Module = run, twin: nn.Module = twin) -> None:
+            for _ in range(4):
+                x = torch.randn(*shape)
+                assert torch.equal(run(x), twin(x))
+
+        in_threads(*(lambda s=s: work(s) for s in (*SHAPES, SHAPES[0])))
+        assert len(programs(model)) >= len(SHAPES), "two threads may have compiled the same shape"
+        restore(model)
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_calls_that_share_an_arena_wait_for_each_other(no_grad: None) -> None:
+    """Two models, copies so slow that their steps would meet."""
+    arena = Arena()
+    models, twins = [stack(3, 0), stack(4, 1)], [stack(3, 0), stack(4, 1)]
+    runs = [compiled(model, arena=arena, debug="poison") for model in models]
+    for run in runs:
+        run(torch.randn(4, 8))
+    plain, inside, most = arena.streams.copy_bytes, [0], [0]
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.001)
+        plain(target, source)
+
+    arena.streams.copy_bytes = slow
+    for model in models:
+        executor = programs(model)[0].executor
+        enqueue = executor.enqueue
+
+        def counted(args: Any, enqueue: Callable[..., Any] = enqueue) -> Any:
+            inside[0] += 1
+            most[0] = max(most[0], inside[0])
+            try:
+                return enqueue(args)
+            finally:
+                inside[0] -= 1
+
+        executor.enqueue = counted
+
+    def work(i: int) -> None:
+        for _ in range(6):
+            x = torch.randn(4, 8)
+            assert torch.equal(runs[i](x), twins[i](x))
+
+    in_threads(lambda: work(0), lambda: work(1), lambda: work(0))
+    assert most == [1]
+
+
+def test_a_program_that_reads_weights_in_place_ends_its_step_before_another_moves_them(no_grad: None) -> None:
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    resident = torch.compile(
+        model, backend="chunkflow", fullgraph=True, options={**RESIDENT, "lowering": "eager", "min_bytes": 4096}
+    )
+    streamed = compiled(model)
+    resident(x)  # compiled now, while nothing is placed
+
+    def work(run: nn.Module) -> None:
+        for _ in range(10):
+            y = torch.randn(4, 8)
+            assert torch.equal(run(y), twin(y))
+
+    in_threads(lambda: work(resident), lambda: work(streamed))
+
+
+def test_threads_may_restore_while_others_call(no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model)
+    run(torch.randn(4, 8))
+
+    def call() -> None:
+        for _ in range(20):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
+
+    def back() -> None:
+        for _ in range(10):
+            restore(model)
+
+    in_threads(call, call, back)
+    restore(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))

@@ -1,0 +1,128 @@
+"""Ctrl-C at any line of a step, of a handover, of a move: nothing hangs, and no number is wrong behind it."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from helpers import Stack
+from surviving import assert_survives, compiled, fail_at, goes_on, run_once, stack
+
+from chunkflow_compile import Arena, ChunkflowError, offload, programs, restore
+from chunkflow_compile.weights.host_store import home_of
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Dynamo takes any error in a guard for one that does not hold, a Ctrl-C too, and compiles anew: that one comes again."""
+    codes = [inside.f_code for inside, _ in traceback.walk_stack(frame)]
+    in_guard = any(c.co_filename.endswith("torch/_dynamo/guards.py") for c in codes)
+    if in_guard or ("<string>", "guard") in [(c.co_filename, c.co_name) for c in codes]:
+        threading.Timer(0.001, signal.raise_signal, (number,)).start()
+    else:
+        signal.default_int_handler(number, frame)
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Interrupts arrive: a job that a shell starts in the background is born with them ignored, and what comes while the
+    collector calls back (hypothesis lets it) Python drops."""
+    before = signal.signal(signal.SIGINT, _interrupt)
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
+    """Ctrl-C, at ten moments of two steps whose copies are slow."""
+    model, twin = stack(), stack()
+    run = compiled(model, debug=debug)
+    run(torch.randn(4, 8))
+    device = programs(model)[0].executor.device
+    plain = device.copy_bytes
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.005)
+        plain(target, source)
+
+    device.copy_bytes = slow
+    start = time.monotonic()
+    run(torch.randn(4, 8))
+    took, interrupted, cold = time.monotonic() - start, 0, 0
+    for moment in range(10):
+        timer = threading.Timer(0.2 * took * moment, signal.raise_signal, (signal.SIGINT,))
+        try:
+            timer.start()
+            for _ in range(100):
+                run(torch.randn(4, 8))
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
+        cold += programs(model)[-1].measurements[-2].primed_bytes > 0
+    assert interrupted == 10 and cold >= 5, "the others came between two steps"
+    assert_survives(model, twin)
+
+
+@pytest.mark.parametrize("cut", range(1, 6))
+def test_an_interrupt_while_an_arena_changes_hands(cut: int, no_grad: None) -> None:
+    """The program that had it before must not take its chunks for whole."""
+    arena = Arena()
+    models, twins = [stack(), Stack(3).eval()], [stack(), Stack(3).eval()]
+    twins[1].load_state_dict(models[1].state_dict())
+    runs = [compiled(model, arena=arena) for model in models]
+    for run in (*runs, runs[0]):
+        run(torch.randn(4, 8))
+    stream = arena.streams.copy
+    enqueue = stream.run
+    stream.run = fail_at(enqueue, cut, KeyboardInterrupt())
+    with pytest.raises(KeyboardInterrupt):
+        runs[1](torch.randn(4, 8))
+    stream.run = enqueue
+    for model, twin, run in zip(models, twins, runs, strict=True):
+        goes_on(model, twin, run)
+        assert_survives(model, twin)
+
+
+def test_an_interrupt_while_weights_move_back(no_grad: None) -> None:
+    model, twin, _, _ = run_once()
+    store = next(home for p in model.parameters() if (home := home_of(p)) is not None).store
+    third = store.homes[-3]
+    third.unpin = fail_at(third.unpin, 1, KeyboardInterrupt())  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        restore(model)
+    assert all(torch.equal(v, twin.state_dict()[n]) for n, v in model.state_dict().items())
+    with pytest.raises(ChunkflowError, match="called eagerly"):
+        model(torch.randn(4, 8))
+    assert_survives(model, twin)
+
+
+def test_an_interrupt_while_weights_move(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    from chunkflow_compile.weights.host_store import HostStore
+
+    add = HostStore.add
+
+    def late(self: HostStore, *args: Any) -> Any:
+        add(self, *args)
+        raise KeyboardInterrupt
+
+    for failing in (fail_at(add, 1, KeyboardInterrupt()), fail_at(add, 3, KeyboardInterrupt()), late):
+        model, twin = stack(), stack()
+        with monkeypatch.context() as patch:
+            patch.setattr(HostStore, "add", failing)
+            with pytest.raises(KeyboardInterrupt):
+                offload(model, min_bytes=4096)
+        assert torch.equal(model(torch.ones(4, 8)), twin(torch.ones(4, 8)))
+        assert_survives(model, twin)

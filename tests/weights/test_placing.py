@@ -1,0 +1,289 @@
+"""Placing a model: parameters that look as before, bytes in the host store, nothing lost on the way."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import OPTIONS, RESIDENT
+from helpers import Stack
+from safetensors.torch import load_file
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.weights.host_store import home_of
+
+MIN_BYTES = 4096
+
+
+def stack() -> Stack:
+    torch.manual_seed(0)
+    return Stack().eval()
+
+
+def placed() -> Stack:
+    model = stack()
+    offload(model, min_bytes=MIN_BYTES)
+    return model
+
+
+def compiled(model: nn.Module, **options: int) -> nn.Module:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+
+
+class Root(nn.Module):
+    """Three weights of its own; with a region for each, streaming them saves memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = (nn.Parameter(torch.randn(64, 64) / 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.a @ self.b @ self.c
+
+
+def test_large_parameters_keep_their_looks_with_0_bytes_of_storage() -> None:
+    model, twin = placed(), stack()
+    moved = [n for n, p in model.named_parameters() if home_of(p) is not None]
+    assert moved == [n for n, p in twin.named_parameters() if p.numel() * 4 >= MIN_BYTES] != []
+    for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert (type(p), p.shape, p.dtype, p.device, p.stride()) == (
+            nn.Parameter,
+            q.shape,
+            q.dtype,
+            q.device,
+            q.stride(),
+        )
+        assert p.untyped_storage().nbytes() == (0 if name in moved else q.untyped_storage().nbytes())
+
+
+def test_packing_takes_the_bytes_over_and_copies_none() -> None:
+    model = stack()
+    before = {n: p.data_ptr() for n, p in model.named_parameters()}
+    offload(model, min_bytes=MIN_BYTES)
+    homes = {n: home for n, p in model.named_parameters() if (home := home_of(p)) is not None}
+    assert {n: h.host.data_ptr() for n, h in homes.items()} == {n: before[n] for n in homes}
+    restore(model)
+    assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
+
+
+def test_restore_is_bit_for_bit_and_leaves_no_trace() -> None:
+    model, twin = placed(), stack()
+    before = set(twin.__dict__)
+    restore(model)
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q) and not p.__dict__
+    assert set(model.__dict__) == before
+    assert all(not m._forward_pre_hooks and "_apply" not in m.__dict__ for m in model.modules())
+    assert copy.deepcopy(model) is not model
+    x = torch.randn(4, 8)
+    assert torch.equal(model(x), twin(x))
+
+
+def test_state_dict_reads_the_host_copy() -> None:
+    model, twin = placed(), stack()
+    state = model.state_dict()
+    assert list(state) == list(twin.state_dict())
+    assert all(torch.equal(state[n], v) for n, v in twin.state_dict().items())
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    assert all(torch.equal(v, state[n]) for n, v in torch.load(buffer).items())
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_load_state_dict_writes_the_host_copy_and_the_next_step_uses_it(assign: bool, no_grad: None) -> None:
+    model, x = placed(), torch.randn(4, 8)
+    run = compiled(model)
+    run(x)
+    torch.manual_seed(1)
+    other = Stack().eval()
+    model.load_state_dict(other.state_dict(), assign=assign)
+    if not assign:  # assign gives the small parameters new identities, for which Dynamo may compile again
+        assert len(programs(model)) == 1
+    for _ in range(3):
+        torch.testing.assert_close(run(x), other(x))
+    restore(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_load_state_dict_still_reports_what_does_not_fit() -> None:
+    model = placed()
+    state = model.state_dict()
+    state["blocks.0.up.weight"] = torch.zeros(3, 3)
+    del state["blocks.1.up.weight"]
+    with pytest.raises(
+        RuntimeError, match=r"(?s)Missing key.*blocks.1.up.weight.*size mismatch for blocks.0.up.weight"
+    ):
+        model.load_state_dict(state)
+
+
+def test_save_pretrained_writes_the_weights(tmp_path: Path) -> None:
+    size = Size()
+    model, twin = small_model("wan", size), small_model("wan", size)
+    offload(model, min_bytes=MIN_BYTES)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "diffusion_pytorch_model.safetensors")
+    assert saved.keys() == twin.state_dict().keys()
+    assert all(torch.equal(saved[n], v) for n, v in twin.state_dict().items())
+
+
+def test_what_would_read_an_empty_parameter_is_refused_with_a_sentence() -> None:
+    model, twin, x = placed(), stack(), torch.randn(4, 8)
+    with pytest.raises(ChunkflowError, match=r"called eagerly, but blocks.0.up.weight lives in ChunkFlow's host store"):
+        model(x)
+    with pytest.raises(ChunkflowError, match=r"blocks\.1\.down\.weight lives"):
+        model.blocks[1].down(torch.randn(4, 64))
+    for attempt in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(ChunkflowError, match=r"cannot be copied or pickled.*state_dict"):
+            attempt(model.blocks)
+    for attempt in (lambda: model.to(torch.float16), lambda: model.blocks.half(), lambda: model.to("meta")):
+        with pytest.raises(ChunkflowError, match=r"cannot become .*restore\(model\), convert, and offload again"):
+            attempt()
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "the refusal came before the first change"
+    model.to("cpu")
+    model.to(torch.float32)
+    restore(model)
+    assert torch.equal(model(x), twin(x))
+
+
+def test_compiling_an_unplaced_model_places_it_at_its_first_call(no_grad: None) -> None:
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    run = compiled(model)
+    assert all(home_of(p) is None for p in model.parameters())
+    torch.testing.assert_close(run(x), twin(x))
+    moved = [n for n, p in model.named_parameters() if home_of(p) is not None]
+    assert moved == ["blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "blocks.1.down.weight"]
+    assert all(torch.equal(v, twin.state_dict()[n]) for n, v in model.state_dict().items())
+    with pytest.raises(ChunkflowError, match="called eagerly"):
+        model(x)
+    assert len(programs(model)) == 1
+
+
+def test_a_compiled_model_works_again_after_restore(no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model)
+    for step in range(6):
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(run(x), twin(x))
+        if step % 2:
+            restore(model)
+            torch.testing.assert_close(model(x), twin(x))
+            assert programs(model) == ()
+
+
+@pytest.mark.parametrize("placed_first", [False, True])
+def test_a_weight_of_the_root_module_is_streamed_and_guarded(placed_first: bool, no_grad: None) -> None:
+    model, twin, x = Root(), Root(), torch.randn(4, 64)
+    if placed_first:
+        offload(model, min_bytes=MIN_BYTES)
+    run = compiled(model, group_bytes=1)
+    for _ in range(3):
+        torch.testing.assert_close(run(x), twin(x))
+    with pytest.raises(ChunkflowError, match="Root was called eagerly, but a lives"):
+        model(x)
+    assert len(programs(model)) == 1
+    assert programs(model)[0].plan.moved_bytes == 3 * 64 * 64 * 4
+    restore(model)
+    torch.testing.assert_close(model(x), twin(x))
+
+
+def test_tied_and_overlapping_parameters_stay_together(no_grad: None) -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b, self.c = (nn.Linear(64, 64, bias=False) for _ in range(3))
+            self.b.weight = self.a.weight
+            whole = torch.randn(128, 64)
+            self.d, self.e = nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False)
+            self.d.weight, self.e.weight = nn.Parameter(whole[:64]), nn.Parameter(whole[64:])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.e(self.d(self.c(self.b(self.a(x)))))
+
+    model, twin, x = Shared(), Shared(), torch.randn(4, 64)
+    run = compiled(model)
+    for _ in range(2):
+        torch.testing.assert_close(run(x), twin(x), rtol=1e-4, atol=1e-4)
+    why = {w.name: w.why for w in programs(model)[0].plan.weights}
+    assert "tied: also b.weight" in why["a.weight"]
+    assert "shares memory" in why["d.weight"] and "shares memory" in why["e.weight"]
+    assert why["c.weight"].startswith("kept because window 0 is full")  # the only one that could be streamed
+
+
+def test_two_arms_on_one_model_agree(no_grad: None) -> None:
+    """The resident program used the parameters in place; the streaming one then empties them."""
+    model, size = small_model("wan", Size()), Size()
+    resident = torch.compile(model, backend="chunkflow", fullgraph=True, options=RESIDENT)
+    inputs = small_inputs("wan", size, 0)
+    first = resident(**inputs)[0]
+    streamed = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    assert torch.equal(streamed(**inputs)[0], first)
+    assert torch.equal(resident(**inputs)[0], first)
+    assert [p.plan.policy for p in programs(model)] == ["chunkflow", "resident"], "the resident one was bound again"
+
+
+class Corners(nn.Module):
+    """What a graph may hold besides Linear layers: a convolution in channels_last, a buffer that changes, constants."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv = nn.Conv2d(16, 32, 3, padding=1, dtype=dtype).to(memory_format=torch.channels_last)
+        self.blocks = nn.ModuleList([nn.Linear(64, 64, dtype=dtype) for _ in range(3)])
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        self.calls.add_(1)
+        x = self.conv(x).flatten(1).unflatten(1, (-1, 64)) * torch.tensor(2.0)
+        for block in self.blocks:
+            x = block(x)
+        return x, x + torch.arange(64), None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("inference", [False, True])
+def test_dtypes_strides_buffers_and_constants(dtype: torch.dtype, inference: bool) -> None:
+    model, twin = Corners(dtype).eval(), Corners(dtype).eval()
+    run = compiled(model)
+    with torch.inference_mode() if inference else torch.no_grad():
+        for call in range(3):
+            x = torch.randn(1, 16, 8, 8, dtype=dtype)
+            first, second, nothing = run(x)
+            torch.testing.assert_close(first, twin(x)[0], rtol=2e-2, atol=2e-2)
+            assert second.shape == first.shape and nothing is None
+            assert model.calls == call + 1
+    (runner,) = programs(model)
+    assert {w.name for w in runner.plan.streamed} == {"conv.weight", *(f"blocks.{i}.weight" for i in range(3))}
+    restore(model)
+    assert all(
+        torch.equal(p, q) and p.stride() == q.stride()
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+
+
+def test_a_tensor_subclass_stays_on_the_device(no_grad: None) -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4))).eval()
+        data = model[0].weight.data
+        model[0].weight = nn.Parameter(TwoTensor(data, data.clone()))
+        return model
+
+    model, x = make(), torch.randn(4, 64)
+    run = compiled(model, group_bytes=1)
+    expected = x @ model[0].weight.a.t() @ model[1].weight.t() @ model[2].weight.t() @ model[3].weight.t()
+    for _ in range(2):
+        out = run(x)
+        torch.testing.assert_close(out.a if isinstance(out, TwoTensor) else out, expected)
+    (runner,) = programs(model)
+    assert [w.name for w in runner.plan.streamed] == ["1.weight", "2.weight", "3.weight"]
