@@ -28,6 +28,7 @@ from chunkflow_compile.passes.pipeline import Settings, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placing import Placement, placements_around
+from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
@@ -50,6 +51,7 @@ def chunkflow(
     Raises ChunkflowError, which Dynamo wraps, before any weight moves: unknown options, gradients, Inductor freezing, a
     graph break, inputs on another device than the weights, a memory budget below the floor.
     """
+    warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
     _refuse_gradients(example_inputs)
     _refuse_graph_break(graph)

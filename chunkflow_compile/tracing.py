@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
 
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
-from chunkflow_compile.passes.graph.discover import group_name, is_collective
+from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.placing import why_not
@@ -59,7 +59,7 @@ def lower_to_aten(
 def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str]) -> Traced:
     """An ATen graph with the sizes of the process groups that its collectives use, which must still be there."""
     resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # in every release, in no __all__
-    groups = {group_name(n) for n in graph.graph.nodes if is_collective(n)}
+    groups = {group_name(n) for n in graph.graph.nodes if collective_kind(n) is not None}
     ranks = {name: int(resolve(name).size()) for name in sorted(groups)}
     return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks)
 

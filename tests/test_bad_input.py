@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.passes.graph.discover import collective_kind
+from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.weights.host_store import home_of
 
 
@@ -217,12 +218,40 @@ def test_a_weight_that_forward_changes_is_named(no_grad: None) -> None:
     assert all(home_of(p) is None for p in model.parameters())
 
 
-def test_an_unknown_collective_is_an_error_not_compute() -> None:
+@pytest.mark.parametrize(
+    ("op", "arguments"),
+    [
+        (torch.ops._c10d_functional.broadcast.default, (0, "0")),
+        (torch.ops.c10d_functional.all_reduce.default, ("sum", "", [0, 1], 2)),
+    ],
+)
+def test_an_unknown_collective_is_an_error_not_compute(op: Any, arguments: tuple[Any, ...]) -> None:
     graph = torch.fx.Graph()
-    x = graph.placeholder("x")
-    node = graph.call_function(torch.ops._c10d_functional.broadcast.default, (x, 0, "0"))
-    with pytest.raises(ChunkflowError, match=r"collective _c10d_functional::broadcast .*does not know"):
+    node = graph.call_function(op, (graph.placeholder("x"), *arguments))
+    with pytest.raises(ChunkflowError, match=rf"collective {op._schema.name} \(node {node.name}\).*does not know"):
         collective_kind(node)
+
+
+def test_a_process_group_that_is_an_input_is_refused() -> None:
+    graph = torch.fx.Graph()
+    x, group = graph.placeholder("x"), graph.placeholder("group")
+    node = graph.call_function(torch.ops._c10d_functional.all_reduce.default, (x, "sum", group))
+    with pytest.raises(ChunkflowError, match=r"The process group of all_reduce\w* is an input of the graph"):
+        group_name(node)
+
+
+@pytest.mark.parametrize(("version", "warns"), [("2.10.0", 1), ("2.11.0+cu130", 0), ("2.15.0", 0), ("2.16.0a0", 1)])
+def test_an_untested_torch_is_a_warning(
+    version: str, warns: int, monkeypatch: pytest.MonkeyPatch, no_grad: None
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            torch._dynamo.reset()
+            run(stack(), lowering="eager")
+    found = [str(w.message) for w in seen if "ChunkFlow is tested on torch 2.11 to 2.15" in str(w.message)]
+    assert len(found) == warns
 
 
 def die_in_the_second_step(rank: int) -> None:

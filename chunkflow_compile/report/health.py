@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Literal
@@ -11,12 +10,11 @@ from typing import Literal
 from tabulate import tabulate
 
 from chunkflow_compile.hardware.machine import Gpu, Machine
+from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
 
 from .record import size
 
 Verdict = Literal["ok", "note", "missing"]
-# The releases that ChunkFlow is tested on.
-OLDEST, NEWEST = (2, 11), (2, 13)
 # A model that needs streaming is larger than this; below it, memory for pinning will be short.
 _SMALL_HOST = 16 << 30
 
@@ -64,16 +62,9 @@ def _gib(nbytes: int) -> str:
 
 
 def _torch(version: str) -> Finding:
-    numbers = re.match(r"(\d+)\.(\d+)", version)
-    release = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
-    tested = f"{OLDEST[0]}.{OLDEST[1]} to {NEWEST[0]}.{NEWEST[1]}"
-    if release < OLDEST:
-        return Finding(
-            "torch", version, "missing", f"ChunkFlow needs {OLDEST[0]}.{OLDEST[1]} or later: pip install -U torch"
-        )
-    if release > NEWEST:
-        return Finding("torch", version, "note", f"newer than what ChunkFlow is tested on, {tested}")
-    return Finding("torch", version)
+    if OLDEST <= release_of(version) <= NEWEST:
+        return Finding("torch", version)
+    return Finding("torch", version, "note", f"ChunkFlow is tested on {TESTED}: install one of these if this one fails")
 
 
 def _cuda(machine: Machine) -> Iterator[Finding]:

@@ -14,6 +14,7 @@ What orders the streams, and nothing else does:
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -245,7 +246,9 @@ class Executor:
             return self._call(node, lambda outputs: outputs)
         if node.op == "call_module":
             return self._call(node, owning(self._regions[str(node.target)], self.binding.slots), window)
-        if any(collective_kind(n) is not None or is_wait_tensor(n) for n in (node, *node.all_input_nodes[:1])):
+        # an element of a collective's results is taken where they are made; of results awaited, where they are read
+        of_results = node.target is operator.getitem and collective_kind(node.all_input_nodes[0]) is not None
+        if of_results or collective_kind(node) is not None or is_wait_tensor(node):
             return self._collective(node, window)
         return self._call(node, function)
 

@@ -22,8 +22,11 @@ from chunkflow_compile.passes.problem import Parameter
 
 from .traced import Traced
 
-COLLECTIVE_NAMESPACES = ("_c10d_functional", "_c10d_functional_autograd")
-# Op -> kind.  The autograd twins carry the same names.
+# Where the collectives are that ChunkFlow schedules.  The autograd twins carry the same names.
+_SCHEDULED = ("_c10d_functional", "_c10d_functional_autograd")
+# Every namespace whose ops communicate: an op of one of them that is not known is refused, never taken for compute.
+COLLECTIVE_NAMESPACES = (*_SCHEDULED, "c10d_functional", "c10d", "_dtensor", "symm_mem")
+# Op -> kind.
 COLLECTIVE_KINDS: Mapping[str, str] = {
     "all_to_all_single": "all-to-all",
     "all_gather_into_tensor": "all-gather",
@@ -37,7 +40,8 @@ COLLECTIVE_KINDS: Mapping[str, str] = {
 }
 # DTensor on CUDA redistributes shards by this op; it waits by itself.
 _SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
-_WAIT = "wait_tensor"
+# wait_tensors, of torch 2.14 and later, completes all results of one coalesced collective.
+_WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name in ("wait_tensor", "wait_tensors"))
 
 
 @dataclass(frozen=True)
@@ -84,34 +88,35 @@ def discover(traced: Traced) -> Discovery:
     return Discovery(tuple(weights), views, collectives)
 
 
-def is_collective(node: Node) -> bool:
-    """Whether a node is a collective, known or not; its completion is none."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    namespace, name = node.target._schema.name.split("::")
-    return node.target._schema.name == _SHARD_DIM_ALLTOALL or (namespace in COLLECTIVE_NAMESPACES and name != _WAIT)
-
-
 def collective_kind(node: Node) -> str | None:
-    """The kind of a collective node, None for any other node (``wait_tensor`` included).
+    """The kind of a collective node, None for any other node (its completion included).
 
     Raises ChunkflowError for an op of a collective namespace that is not known: taking it for compute would let a
     compiler reorder it.
     """
-    if not is_collective(node):
+    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
-    schema: Any = node.target
-    if schema._schema.name == _SHARD_DIM_ALLTOALL:
+    qualified = node.target._schema.name
+    if qualified == _SHARD_DIM_ALLTOALL:
         return "all-to-all"
-    namespace, name = schema._schema.name.split("::")
-    kind = COLLECTIVE_KINDS.get(name)
+    namespace, name = qualified.split("::")
+    if namespace not in COLLECTIVE_NAMESPACES or qualified in _WAITS:
+        return None
+    kind = COLLECTIVE_KINDS.get(name) if namespace in _SCHEDULED else None
     if kind is None:
         known = ", ".join(sorted(COLLECTIVE_KINDS))
         raise ChunkflowError(
-            f"The graph calls the collective {namespace}::{name} (node {node.name}), which ChunkFlow does not know; "
-            f"it schedules {known}."
+            f"The graph calls the collective {qualified} (node {node.name}), which ChunkFlow does not know; "
+            f"it schedules {known} of {_SCHEDULED[0]}. Use one of these, or keep this part of the model outside the "
+            "compiled graph."
         )
     return kind
+
+
+def collective_of(completion: Node) -> Node:
+    """The collective whose result a completion waits for, the elements of a coalesced one looked through."""
+    node = completion.all_input_nodes[0]
+    return node if collective_kind(node) is not None else node.all_input_nodes[0]
 
 
 def crossing_bytes(node: Node, ranks: int) -> int:
@@ -127,11 +132,19 @@ def crossing_bytes(node: Node, ranks: int) -> int:
 
 
 def group_name(node: Node) -> str:
-    """Name of the process group of a collective node."""
+    """Name of the process group of a collective node.
+
+    Raises ChunkflowError where the group is an input of the graph, so that its size is not known when it is compiled.
+    """
     schema: Any = node.target
     names = [a.name for a in schema._schema.arguments]
-    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    return str(given["group_name"])
+    group = {**dict(zip(names, node.args, strict=False)), **node.kwargs}["group_name"]
+    if isinstance(group, Node):
+        raise ChunkflowError(
+            f"The process group of {node.name} is an input of the graph, so its size is not known: leave "
+            "torch.compiler.config.compile_on_one_rank off."
+        )
+    return str(getattr(group, "group_name", group))
 
 
 def is_wait_tensor(node: Node) -> bool:
@@ -139,7 +152,7 @@ def is_wait_tensor(node: Node) -> bool:
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)
-        and node.target._schema.name in {f"{ns}::{_WAIT}" for ns in COLLECTIVE_NAMESPACES}
+        and node.target._schema.name in _WAITS
     )
 
 

@@ -29,7 +29,16 @@ from chunkflow_compile.passes.cost.count import region_cost
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
 
-from .discover import Discovery, collective_kind, crossing_bytes, group_name, is_view, is_wait_tensor, nbytes
+from .discover import (
+    Discovery,
+    collective_kind,
+    collective_of,
+    crossing_bytes,
+    group_name,
+    is_view,
+    is_wait_tensor,
+    nbytes,
+)
 from .traced import Traced
 
 # A cut costs one host call (about 0.2 ms on a slow CPU core) and the fusion across it; 64 MiB of weights take 2 ms at
@@ -320,12 +329,6 @@ def _describe(value: object) -> str:
     return repr(value)
 
 
-def _collective_behind(completion: Node) -> Node:
-    """The collective whose result ``completion`` waits for, getitem of a coalesced one looked through."""
-    node = completion.all_input_nodes[0]
-    return node if collective_kind(node) is not None else node.all_input_nodes[0]
-
-
 def _problem(
     traced: Traced, discovery: Discovery, regions: Sequence[CutRegion], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
@@ -356,7 +359,7 @@ def _problem(
         elif collective_kind(item) is not None:
             started.append((item, before))
         elif is_wait_tensor(item):
-            awaited.setdefault(_collective_behind(item), before)
+            awaited.setdefault(collective_of(item), before)
     collectives = [
         Collective(
             name=node.name,

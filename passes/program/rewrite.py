@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
 
-from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor
+from chunkflow_compile.passes.graph.discover import collective_kind, collective_of, is_wait_tensor
 from chunkflow_compile.passes.graph.listing import listing
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
@@ -158,9 +158,7 @@ def program_items(program: Program) -> list[tuple[Node, Item | None]]:
         elif node.op == "call_module":
             item = Compute(regions[node.name])
         elif is_wait_tensor(node):
-            started = node.all_input_nodes[0]
-            started = started if collective_kind(started) is not None else started.all_input_nodes[0]
-            item = Await(collectives[_source(started)])
+            item = Await(collectives[_source(collective_of(node))])
         found.append((node, item))
     return found[::-1]
 

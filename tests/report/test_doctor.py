@@ -40,7 +40,7 @@ class TestDoctor(TestCase):
 what              found
 ----------------  ----------------------------------------------  -------
 python            3.11.7                                          ok
-torch             2.10.0+cu128                                    missing
+torch             2.10.0+cu128                                    note
 CUDA              torch built for CUDA 12.8, driver 570.86        ok
 GPU 0             NVIDIA L40S, 48.0 GiB, PCIe 4 x8, NUMA node 0   note
 GPU 1             NVIDIA L40S, 48.0 GiB, PCIe 1 x16, NUMA node 1  note
@@ -56,7 +56,7 @@ matplotlib        3.11.2                                          ok
 torch-tensorrt    not installed                                   ok
 hardware profile  not measured                                    note
 
-torch: ChunkFlow needs 2.11 or later: pip install -U torch
+torch: ChunkFlow is tested on 2.11 to 2.15: install one of these if this one fails
 
 GPU 0: its link runs 8 of 16 lanes: check the slot, the riser and the BIOS
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS
 from helpers import Stack
 from torch import nn
@@ -229,3 +231,35 @@ def test_the_copy_thread_ends_with_restore(no_grad: None) -> None:
     assert copying
     restore(model)
     assert not any(t.is_alive() for t in copying[-1:])
+
+
+class Coalesced(nn.Module):
+    """A collective of two results, which one completion may wait for (torch 2.14 and later) or two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(32, 64, bias=False)
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        first, second = funcol.all_reduce_coalesced([hidden, hidden * 2], "sum", dist.group.WORLD)
+        return self.down(first - second)
+
+
+def coalesced(rank: int) -> None:
+    torch.manual_seed(0)
+    model, twin = Coalesced().eval(), Coalesced().eval()
+    twin.load_state_dict(model.state_dict())
+    options = {**OPTIONS, "min_bytes": 1024, "slowdown": 1000.0, "lowering": "eager", "debug": "threads"}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    for step in range(3):
+        x = torch.randn(4, 32, generator=torch.Generator().manual_seed(10 * step + rank))
+        assert torch.equal(run(x), twin(x))
+    (program,) = programs(model)
+    assert [m.collectives for m in program.measurements] == [1, 1, 1]
+    assert program.measurements[-1].moved_bytes == program.plan.moved_bytes > 0
+
+
+def test_a_collective_of_several_results(on_ranks: Callable[..., None]) -> None:
+    on_ranks(coalesced)
