@@ -22,7 +22,7 @@ types: $(VENV)/ready
 unit: $(VENV)/ready
 	$(BIN)/python -m pytest -n 2
 
-# On a machine with a GPU, with a build of torch that fits it: make test-gpu TORCH="torch==2.13.0".  Skipped without one.
+# Needs a GPU and a build of torch for it: make test-gpu TORCH="torch==2.13.0".  Without a GPU, every test is skipped.
 test-gpu: $(VENV)/ready
 	$(BIN)/python -m pytest -m gpu -n 0 -rs tests/test_gpu.py
 
@@ -53,7 +53,7 @@ contention: $(VENV)/ready
 paper: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/paper.py --out docs/benchmarks/paper.md
 
-# torch first: whatever depends on it would otherwise pull a build of its own choice.
+# torch first: otherwise pip chooses a build of torch as a dependency.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet $(TORCH)

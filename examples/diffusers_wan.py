@@ -1,4 +1,4 @@
-"""Wan from diffusers with its weights streamed by ChunkFlow, on one process or Ulysses-parallel.
+"""Wan from diffusers with its weights streamed by ChunkFlow, in one process or Ulysses-parallel.
 
     python examples/diffusers_wan.py
     torchrun --nproc-per-node 2 examples/diffusers_wan.py

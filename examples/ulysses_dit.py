@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 examples/ulysses_dit.py
     chunkflow plan examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu
 
-Each rank holds a part of the sequence.  Attention needs all of it, so four all-to-alls a block trade sequence for
+Each rank holds a part of the sequence.  Attention needs all of it, so four all-to-alls per block trade sequence for
 heads and back.  They are functional collectives: torch.compile traces them, and ChunkFlow schedules copies around them.
 """
 
@@ -21,7 +21,7 @@ WIDTH, HEADS, BLOCKS, TOKENS, STEPS = 512, 8, 12, 1024, 5
 
 
 class Attention(nn.Module):
-    """Self-attention over a sequence of which each of P ranks holds ``tokens / P``."""
+    """Self-attention over a sequence split over P ranks, ``tokens / P`` on each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ def to_sequence(x: torch.Tensor) -> torch.Tensor:
 
 
 def planned() -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """What ``chunkflow plan`` traces: the model and the keyword arguments of one call, on one of P ranks."""
+    """The model and the keyword arguments of one call on one of P ranks, for ``chunkflow plan`` to trace."""
     tokens = TOKENS // dist.get_world_size()
     return UlyssesDiT().eval(), {"x": torch.randn(1, tokens, 16), "t": torch.ones(1)}
 
@@ -93,7 +93,7 @@ def main() -> None:
     model = UlyssesDiT().eval()
     noise = torch.randn(1, TOKENS, 16)
 
-    chunkflow_compile.offload(model, "cpu")  # large weights to host memory; the compute device would be "cuda"
+    chunkflow_compile.offload(model, "cpu")  # large weights move to host memory; on a GPU, write "cuda"
     compiled = torch.compile(model, backend="chunkflow", fullgraph=True)
 
     latent = noise.chunk(ranks, dim=1)[rank].contiguous()

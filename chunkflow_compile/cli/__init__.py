@@ -1,1 +1,5 @@
-"""The command line, one file a command."""
+"""The command line, one file per command: arguments come in; tables, JSON and an exit code go out.
+
+Read main.py (parsing, exit codes), output.py (stdout, stderr, --json) and target.py (the model and machine that most
+commands take) first, then any command.
+"""

@@ -27,19 +27,19 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="example: chunkflow calibrate --out hw.json",
     )
     parser.add_argument(
-        "--out", metavar="FILE", help="write the profile there (default: this machine's own, as hardware='measured')"
+        "--out", metavar="FILE", help="write the profile to FILE (default: where hardware='measured' finds it)"
     )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--name", help="name of the profile (default: that of the file)")
+    parser.add_argument("--name", help="name of the profile (default: the name of the file)")
     parser.add_argument(
         "--emulate",
         metavar="SIZE",
-        help="on the cpu: a link of so many bytes a second, as 200MB, for programs that use it",
+        help="on the CPU: emulate a link of SIZE bytes per second, such as 200MB, for programs that use the profile",
     )
     parser.add_argument(
         "--loopback",
         action="store_true",
-        help="collectives of one process, through host memory: what one GPU can measure of a link that both share",
+        help="measure the collectives of one process, through host memory: one GPU is enough",
     )
     parser.set_defaults(run=run)
     return parser
@@ -51,10 +51,10 @@ def run(arguments: argparse.Namespace) -> int:
     emulated = None
     if arguments.emulate:
         if arguments.device != "cpu":
-            raise ChunkflowError(f"--emulate: --device {arguments.device} has a link of its own; give --device cpu.")
+            raise ChunkflowError(f"--emulate: --device {arguments.device} has a link of its own; use --device cpu.")
         emulated = LinkEmulation(bandwidth=parse_rate(arguments.emulate, "--emulate"))
     if not arguments.out:
-        with contextlib.suppress(OSError):  # what cannot be made is named by the next line
+        with contextlib.suppress(OSError):  # check_writable reports a folder that cannot be created
             out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
     profile = calibrate(device, arguments.name or out.stem, emulated, arguments.loopback)
@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def describe(profile: Hardware) -> str:
-    """The figures of a profile, for people."""
+    """The figures of a profile as a table."""
     rows = [(f"peak {d}", f"{rate / 1e12:.3g} TFLOP/s") for d, rate in profile.peak_flops.items()]
     rows += [
         ("reached by compute", f"{100 * profile.eta_comp:.0f} %"),

@@ -14,8 +14,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "diff",
         help="compare two plans",
-        description="What moved home, what starts in another window, step time and memory before and after.  Exit code 1 if\n"
-        "the plans differ, as diff has it.",
+        description="Weights that changed home or window, and step time and memory before and after.  Exit code 1 if\n"
+        "the plans differ, as in diff.",
         epilog="example:\n"
         "  chunkflow plan wan2.2-ti2v-5b --ulysses 2 --json a.json\n"
         "  chunkflow plan wan2.2-ti2v-5b --ulysses 2 --memory 4GiB --json b.json\n"
@@ -23,7 +23,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("before", metavar="A.json", help="a plan")
-    parser.add_argument("after", metavar="B.json", help="another one")
+    parser.add_argument("after", metavar="B.json", help="another plan")
     add_json(parser, "the difference")
     parser.set_defaults(run=run)
     return parser

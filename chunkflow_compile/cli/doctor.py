@@ -1,4 +1,4 @@
-"""``chunkflow doctor``: this machine, what is missing and how to get it."""
+"""``chunkflow doctor``: this machine, what is missing, and how to get it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .output import add_json, check_json, say, write_json
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "doctor",
-        help="look at this machine: what is missing, and how to get it",
-        description="Looks at torch, CUDA, the GPUs and their links, NUMA, host memory and what of it can be pinned, gloo\n"
-        "and NCCL, compilers and libraries.  Exit code 1 if something is missing that a run needs.",
+        help="check this machine: what is missing, and how to get it",
+        description="Checks torch, CUDA, the GPUs and their links, NUMA, host memory and how much of it can be pinned,\n"
+        "gloo and NCCL, compilers and libraries.  Exit code 1 if something that a run needs is missing.",
         epilog="example: chunkflow doctor",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -26,8 +26,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "dump",
         help="show the program at every stage of compilation",
-        description="Prints the program after the last stage, or after --stage, blocks that are alike folded; or, with\n"
-        f"--out, writes all stages with their differences.  Stages: {', '.join(STAGES)}.",
+        description="Prints the program after the last stage, or after --stage, with equal blocks folded.  With --out,\n"
+        f"writes all stages and their differences instead.  Stages: {', '.join(STAGES)}.",
         epilog=f"passes that can be disabled:\n{passes}\n\n"
         "examples:\n"
         "  chunkflow dump wan2.2-ti2v-5b --ulysses 2 --annotate\n"
@@ -36,13 +36,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     target.add_arguments(parser)
-    parser.add_argument("--stage", metavar="NAME", help="stop behind this stage")
+    parser.add_argument("--stage", metavar="NAME", help="stop after this stage")
     parser.add_argument("--annotate", action="store_true", help="end lines with cost, window, slot, bytes and slack")
     parser.add_argument("--full", action="store_true", help="fold nothing, shorten nothing")
     parser.add_argument("--out", metavar="DIR", help="write NN_stage.py, NN_stage.diff, plan.json and report.txt there")
-    parser.add_argument("--disable-pass", action="append", metavar="NAME", help="leave a pass out; may be given again")
+    parser.add_argument("--disable-pass", action="append", metavar="NAME", help="leave out a pass; may be repeated")
     parser.add_argument(
-        "--verbose", action="store_true", help="say on stderr what each stage took, and what was proved"
+        "--verbose", action="store_true", help="print on stderr the time of each stage, and what was proved"
     )
     parser.add_argument("--verify-each", action="store_true", help="check the contract of every stage")
     add_json(parser, "the op counts of each stage")
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     last = _last(arguments)
     check_json(arguments)
     writer = None
-    if arguments.out:  # an unwritable folder is found before the tracing
+    if arguments.out:  # before tracing, so that an unwritable folder fails early
         hardware = target.options_of(arguments).profile()
         writer = StageWriter(Path(arguments.out), hardware, annotate=arguments.annotate)
     progress = Progress(1 + STAGES.index(last) + 1)  # the tracing and each stage
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
                 if writer is not None:
                     writer.add(stage)
         if arguments.verify_each:
-            print(f"checked, and all hold: {', '.join(s.name for s in made)}", file=sys.stderr)
+            print(f"contracts hold: {', '.join(s.name for s in made)}", file=sys.stderr)
         if arguments.verbose:
             print(tabulate(took, tablefmt="plain"), file=sys.stderr)
     finally:
@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _show(arguments: argparse.Namespace, found: target.Target, made: list[Stage], writer: StageWriter | None) -> None:
-    """Also of a run that failed: what led to it is what is looked for."""
+    """Print or write the stages, also of a run that failed: they show what led to the failure."""
     if writer is None:
         stage = made[-1]
         note = annotator(stage, found.hardware) if arguments.annotate else None
@@ -107,12 +107,12 @@ def _show(arguments: argparse.Namespace, found: target.Target, made: list[Stage]
 
 
 def _last(arguments: argparse.Namespace) -> StageName:
-    """The stage to stop behind.  Raises ChunkflowError if there is none of that name, or not with what is disabled."""
+    """The stage to stop after.  Raises ChunkflowError if there is none of that name, or if its pass is disabled."""
     name = arguments.stage or STAGES[-1]
     for stage in STAGES:
         if stage == name:
             if arguments.stage and stage == "verified" and "verify" in (arguments.disable_pass or ()):
-                raise ChunkflowError("--stage verified: there is none with --disable-pass verify.")
+                raise ChunkflowError("--stage verified: --disable-pass verify leaves it out. Use one of the two.")
             return stage
     close = difflib.get_close_matches(name, STAGES, n=1, cutoff=0.0)[0]
-    raise ChunkflowError(f"There is no stage {name!r}; did you mean {close!r}? There are {', '.join(STAGES)}.")
+    raise ChunkflowError(f"There is no stage {name!r}; did you mean {close!r}? The stages are {', '.join(STAGES)}.")

@@ -1,4 +1,4 @@
-"""``chunkflow explain``: after a run, what was predicted beside what happened."""
+"""``chunkflow explain``: after a run, predicted beside measured."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="DIR", help="folder of the dump, or of one program in it")
-    parser.add_argument("--windows", action="store_true", help="a line for every window")
+    parser.add_argument("--windows", action="store_true", help="list every window")
     add_json(parser, "the explanation")
     parser.set_defaults(run=run)
     return parser
@@ -51,14 +51,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _program(folder: Path) -> Path:
-    """The folder itself, or the newest program of the lowest rank in it that was measured."""
+    """The folder itself if it holds a plan, else its newest measured program of the lowest rank."""
     if not folder.is_dir():
-        raise ChunkflowError(f"There is no folder {folder}: give the one that options={{'dump': DIR}} names.")
+        raise ChunkflowError(f"There is no folder {folder}: use the one that options={{'dump': DIR}} names.")
     if (folder / PLAN_FILE).exists():
         return folder
     found = [p.parent for p in folder.glob(f"rank*_*/{MEASURED_FILE}")]
     if not found:
-        raise ChunkflowError(f"{folder} holds no measured program: call the compiled model, then explain.")
+        raise ChunkflowError(f"{folder} holds no measured program: call the compiled model first.")
     return min(found, key=_order)
 
 

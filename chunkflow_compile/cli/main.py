@@ -27,11 +27,11 @@ one call.
 EPILOG = """\
 exit codes:
   0  fine
-  1  a finding: what was asked about is not as it should be
+  1  a finding: a check failed, or two plans differ
   2  bad use: the sentence on stderr says what to change
 
 Tables go to stdout, progress to stderr; --json writes the same as JSON.
-chunkflow COMMAND --help has the options of a command and an example.
+chunkflow COMMAND --help lists the options of a command, with an example.
 
 examples:
   chunkflow demo
@@ -41,13 +41,13 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command.  Returns 0 if all is well, 1 on a finding, 2 on bad use."""
+    """Run a command.  Return 0 if all is well, 1 on a finding, 2 on bad use, 130 if interrupted."""
     arguments = _parser().parse_args(argv)
     try:
         code = int(arguments.run(arguments))
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # who reads has seen enough: chunkflow dump ... | head
+    except BrokenPipeError:  # the reader has closed the pipe, as in chunkflow dump ... | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except KeyboardInterrupt:
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, ChunkflowError):
             print(f"chunkflow: {error}", file=sys.stderr)
             return 1 if isinstance(error, FindingError) else 2
-        print(f"chunkflow: {first_line(error)} (not foreseen; all of it: {save_traceback()})", file=sys.stderr)
+        print(f"chunkflow: {first_line(error)} (unexpected; full traceback: {save_traceback()})", file=sys.stderr)
         return 2
 
 

@@ -1,4 +1,4 @@
-"""What commands say, and where: tables on stdout, JSON in a file or on stdout instead, progress on stderr."""
+"""Output of the commands: tables on stdout, JSON in a file or on stdout instead, progress on stderr."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ STDOUT = "-"
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """The option ``--json``, the same everywhere."""
-    parser.add_argument("--json", metavar="FILE", help=f"write {what} there, or to stdout instead of tables if it is -")
+    """Add the option ``--json``, the same for every command; ``what`` it writes."""
+    parser.add_argument("--json", metavar="FILE", help=f"write {what} to FILE as JSON; - for stdout, instead of tables")
 
 
 def check_json(arguments: argparse.Namespace) -> None:
-    """Before any work.  Raises ChunkflowError if the file of ``--json`` is unwritable."""
+    """Check the file of ``--json`` before any work.  Raises ChunkflowError if it cannot be written."""
     if arguments.json and arguments.json != STDOUT:
         check_writable(Path(arguments.json))
 
 
 def say(arguments: argparse.Namespace, text: str) -> None:
-    """Prints for people, unless stdout is for JSON."""
+    """Print ``text``, unless stdout is for JSON."""
     if arguments.json != STDOUT:
         print(text)
 
 
 def write_json(arguments: argparse.Namespace, body: str) -> None:
-    """Writes JSON where ``--json`` says, if it was given."""
+    """Write JSON where ``--json`` says, if it is set."""
     if arguments.json == STDOUT:
         print(body, end="")
     elif arguments.json:
@@ -47,20 +47,20 @@ def write_json(arguments: argparse.Namespace, body: str) -> None:
 
 
 def first_line(error: BaseException) -> str:
-    """What kind of error it is, and the first line of what it says."""
+    """The type of an error, and the first line of its message."""
     said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
     return f"{type(error).__name__}: {said}"
 
 
 def save_traceback() -> str:
-    """Writes the traceback of the error being handled to a file of its own; returns its path."""
+    """Write the traceback of the error being handled to a new file; return its path."""
     with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:
         file.write(traceback.format_exc())
     return file.name
 
 
 class Progress:
-    """A bar on stderr over the phases of a command, where stderr is a terminal."""
+    """A progress bar on stderr over the phases of a command, if stderr is a terminal."""
 
     def __init__(self, phases: int) -> None:
         self._bar = tqdm(
@@ -69,7 +69,7 @@ class Progress:
 
     @contextlib.contextmanager
     def phase(self, what: str) -> Iterator[None]:
-        """Shows ``what`` while it lasts; the clock goes on although nothing else can be told of it."""
+        """Show ``what`` during the phase.  The clock keeps running, although the phase reports no progress."""
         self._bar.set_description_str(what)
         over = threading.Event()
         ticker = threading.Thread(target=self._tick, args=(over,), daemon=True)

@@ -1,4 +1,4 @@
-"""``chunkflow plan``: a plan without weights and without a GPU, and what it is expected to cost."""
+"""``chunkflow plan``: a plan without weights and without a GPU, and its predicted cost."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         nargs="?",
         const="",
         metavar="PNG",
-        help="memory against predicted step time; as a picture to PNG too",
+        help="print memory against predicted step time; draw it to PNG as well",
     )
     parser.set_defaults(run=run)
     return parser
@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.curve is not None and (
         arguments.weights or arguments.memory or arguments.slowdown or arguments.yields != "auto"
     ):
-        raise ChunkflowError("--curve is of all budgets: it goes without --memory, --slowdown, --yield and --weights.")
+        raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
     if arguments.curve is not None:
         return _curve(arguments)
     found, plan = target.load_and_plan(arguments, Progress(2))
@@ -77,7 +77,7 @@ def _curve(arguments: argparse.Namespace) -> int:
     problem, chunk_bytes = found.problem, found.settings.chunk_bytes
     plans = plans_along(problem, found.hardware, chunk_bytes)
     chunks = sum(chunk_count(w.nbytes, chunk_bytes) for w in problem.weights if w.keep is None)
-    progress = tqdm(plans, unit="plan", total=2 * chunks, leave=False, disable=None)  # fewer if the copies hide sooner
+    progress = tqdm(plans, unit="plan", total=2 * chunks, leave=False, disable=None)  # an upper bound
     points = on_grid(progress, chunk_bytes)
     say(arguments, f"{found.heading}\n")
     rows = [
@@ -95,7 +95,7 @@ def _curve(arguments: argparse.Namespace) -> int:
 
 
 def _few(points: list[Point]) -> Iterator[Point]:
-    """At most some thirty points, first and last among them: the table is read, the picture has them all."""
+    """About thirty points, with the first and the last, to read as a table; the picture shows them all."""
     step = max(1, len(points) // 30)
     yield from points[:-1:step]
     yield points[-1]

@@ -1,4 +1,4 @@
-"""``chunkflow simulate``: the policies side by side on a machine, played without weights."""
+"""``chunkflow simulate``: the policies side by side on a machine, without weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from chunkflow_compile.simulate.arms import arm_record, plan_arms
 
 from .output import Progress, add_json, check_json, say, write_json
 
-# What host-yield does differently from layerwise depends on how far the host runs ahead.
+# host-yield differs from layerwise only in how far the host runs ahead, which is not simulated.
 SIMULATED = tuple(p for p in POLICIES if p != "host-yield")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "simulate",
-        help="play a model under each policy, without weights",
-        description="Plays a step of a model on a machine under each policy, by discrete events with contention.",
+        help="simulate a model under each policy, without weights",
+        description="Simulates a step of a model on a machine under each policy, by discrete events with contention.",
         epilog="example: chunkflow simulate wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --policy all",
     )
     target.add_arguments(parser)
@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--policy",
         default="all",
         choices=("all", *SIMULATED),
-        help="one policy (default: all, layerwise-prefix where --memory is given)",
+        help="one policy (default: all, with layerwise-prefix only if --memory is set)",
     )
     add_json(parser, "the record")
     parser.set_defaults(run=run)
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress(2)
     found = target.load(arguments, progress)
     settings = found.settings
-    able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # which has no plan without a budget
+    able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
     policies = able if arguments.policy == "all" else [arguments.policy]
     with progress.phase("planning"):
         target.note_rates(found)

@@ -1,4 +1,4 @@
-"""What the planning commands are given alike: a model, its sizes, a machine, a goal."""
+"""The arguments that the planning commands share: a model, its sizes, a machine, a goal."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from .output import Progress, first_line, save_traceback
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A traced model and the machine it is planned for.  ``forwards``: calls of the model a denoising step."""
+    """A traced model and the machine it is planned for.  ``forwards``: calls of the model per denoising step."""
 
     title: str
     traced: Traced
@@ -40,7 +40,7 @@ class Target:
 
     @cached_property
     def cut(self) -> Cut:
-        """The regions; a second for 10,000 nodes."""
+        """The regions; takes a second for 10,000 nodes."""
         return make_cut(self.traced, self.settings.group_bytes, self.settings.disabled)
 
     @property
@@ -52,7 +52,7 @@ class Target:
         return self.settings.hardware
 
     def plan(self, **other: Any) -> Plan:
-        """The plan for the goal that was given, or for ``other`` settings."""
+        """The plan for the goal of the command, or for ``other`` settings."""
         return make_plan(self.problem, replace(self.settings, **other))
 
     @property
@@ -63,10 +63,10 @@ class Target:
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> None:
-    """The options that say what is planned, and for what machine; ``or_plan``: a plan's file does as well."""
+    """Add the options of the model and the machine; ``or_plan``: accept a plan file in place of a model."""
     known = f"{', '.join(PRESETS)}, or file.py:function for your own"
     if or_plan:
-        parser.add_argument("model", metavar="MODEL|PLAN", help=f"{known}; or the file of a plan")
+        parser.add_argument("model", metavar="MODEL|PLAN", help=f"{known}; or a plan file")
     else:
         parser.add_argument("model", metavar="MODEL", help=known)
     parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
@@ -78,22 +78,22 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> 
     )
     goal = parser.add_mutually_exclusive_group()
     goal.add_argument(
-        "--memory", metavar="SIZE", help="most weight bytes on the device, as 4GiB: the fastest plan in them"
+        "--memory", metavar="SIZE", help="most weight bytes on the device, such as 4GiB: the fastest plan within them"
     )
     goal.add_argument(
         "--slowdown",
         type=float,
         metavar="X",
-        help="longest step over resident weights: the smallest plan (default 1.02)",
+        help="longest step, over that with all weights resident: the smallest plan within it (default 1.02)",
     )
     parser.add_argument(
         "--yield",
         dest="yields",
         choices=get_args(Yield),
         default="auto",
-        help="how copies keep out of the way of collectives (default auto: as predicted)",
+        help="how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)",
     )
-    sizes = parser.add_argument_group("sizes of a preset (defaults: its published ones)")
+    sizes = parser.add_argument_group("sizes of a preset (defaults: those published)")
     for name, text in (
         ("frames", "frames of video"),
         ("height", "pixels"),
@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> 
     ):
         sizes.add_argument(f"--{name}", type=int, metavar="N", help=text)
     parser.add_argument(
-        "--forwards", type=int, metavar="N", help="calls of the model a step (default: the preset's guidance)"
+        "--forwards", type=int, metavar="N", help="calls of the model per step (default: the preset's, 2 with guidance)"
     )
     for name, default in (
         ("chunk-bytes", DEFAULT_CHUNK_BYTES),
@@ -116,7 +116,7 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> 
 
 
 def options_of(arguments: argparse.Namespace) -> Options:
-    """What the options of a compilation would be.  Raises ChunkflowError for one that makes no sense."""
+    """The arguments as options of the backend.  Raises ChunkflowError if one is invalid."""
     return Options(
         memory=arguments.memory,
         slowdown=arguments.slowdown,
@@ -130,7 +130,10 @@ def options_of(arguments: argparse.Namespace) -> Options:
 
 
 def load(arguments: argparse.Namespace, progress: Progress) -> Target:
-    """Checks everything, then traces, which takes up to a minute for a large model: one phase of ``progress``."""
+    """Check the arguments, then trace: one phase of ``progress``, up to a minute for a large model.
+
+    Raises ChunkflowError for bad arguments or a model that cannot be traced.
+    """
     if arguments.ulysses < 1 or (arguments.forwards is not None and arguments.forwards < 1):
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
     options = options_of(arguments)
@@ -138,12 +141,12 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     given = {n: v for n, v in given.items() if v is not None}
     if arguments.model.endswith(".json"):
         raise ChunkflowError(
-            f"{arguments.model} is no model: a plan's file goes to chunkflow timeline and chunkflow diff."
+            f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline or chunkflow diff."
         )
     if ":" in arguments.model or ".py" in arguments.model:
         if given:
             raise ChunkflowError(
-                f"--{next(iter(given))} is a size of a preset; your own function makes its own inputs."
+                f"--{next(iter(given))} is a size of a preset: leave it out, since your own function makes its inputs."
             )
         with contextlib.redirect_stdout(sys.stderr):
             build = load_build(arguments.model)
@@ -161,19 +164,19 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
-    """A plan's file says all that these options would.  Raises ChunkflowError if one was given."""
+    """Refuse the options of a model, which a plan file already fixes.  Raises ChunkflowError if one is set."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     for name, default in vars(parser.parse_args(["plan.json"])).items():
         if name != "model" and getattr(arguments, name) != default:
             option = ALIASES.get(name, name).replace("_", "-")
             raise ChunkflowError(
-                f"--{option} is an option of a model: the plan {arguments.model} was made with its own."
+                f"--{option} is an option of a model: leave it out, since the plan {arguments.model} fixes it."
             )
 
 
 def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Target, Plan]:
-    """Traces, cuts and plans: two phases of ``progress``."""
+    """Trace, cut and plan: two phases of ``progress``."""
     found = load(arguments, progress)
     with progress.phase("planning"):
         note_rates(found)
@@ -181,12 +184,12 @@ def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Ta
 
 
 def note_rates(found: Target) -> None:
-    """Says on stderr if the machine has no rate for what the model computes in."""
+    """Print a note on stderr if the machine has no rate for a dtype of the model."""
     dtypes = sorted({r.cost.dtype for r in found.problem.regions if r.cost.flops} - set(found.hardware.peak_flops))
     if dtypes:
         missing, known = ", ".join(dtypes), ", ".join(found.hardware.peak_flops)
         print(
-            f"note: {found.hardware.name} has no rate for {missing}; planned at its slowest of {known}", file=sys.stderr
+            f"note: {found.hardware.name} has no rate for {missing}; planned at the slowest of {known}", file=sys.stderr
         )
 
 
@@ -206,13 +209,13 @@ def _number(text: str) -> int | str:
 
 
 def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
-    """Traces; what torch says of a failure in a hundred lines goes into a file, its cause into a sentence.
+    """Trace.  Raises ChunkflowError with the cause of a failure in a sentence; the full traceback goes into a file.
 
-    What the model prints goes to stderr: stdout is for tables, or for JSON alone.
+    What the model prints goes to stderr: stdout is for tables or JSON only.
     """
     import diffusers
 
-    diffusers.utils.logging.set_verbosity_error()  # remarks about missing GPUs do not belong into a table
+    diffusers.utils.logging.set_verbosity_error()  # warnings about missing GPUs do not belong in a table
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         try:
@@ -221,11 +224,13 @@ def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
             raise
         except Exception as error:
             file = save_traceback()
-            raise ChunkflowError(f"{arguments.model} cannot be traced: {_cause(error)} (all of it: {file})") from error
+            raise ChunkflowError(
+                f"{arguments.model} cannot be traced: {_cause(error)} (full traceback: {file})"
+            ) from error
 
 
 def _cause(error: Exception) -> str:
-    """The line that tells most: Dynamo's reason, or the first one of what was raised inside the model."""
+    """The most useful line: Dynamo's reason, or the first line of the error raised inside the model."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     for start in ("got ", "Explanation: "):
         if found := next((line for line in lines if line.startswith(start)), None):

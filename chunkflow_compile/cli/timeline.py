@@ -23,8 +23,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "timeline",
         help="draw a step: compute, collectives, copies, the arena",
-        description="Draws the predicted step of a model, or of a plan's file: lanes for compute, collectives and copies,\n"
-        "the arena byte by byte, stalls in red.  A plan's file needs none of the model's options.",
+        description="Draws the predicted step of a model or of a plan file: lanes for compute, collectives and copies,\n"
+        "the arena byte by byte, stalls in red.  With a plan file, leave out the options of the model.",
         epilog="examples:\n"
         "  chunkflow timeline wan2.2-ti2v-5b --ulysses 2 --out step.png\n"
         "  chunkflow timeline plan.json --block blocks.3 --blocks 2 --out step.svg\n"
@@ -33,10 +33,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     target.add_arguments(parser, or_plan=True)
     parser.add_argument("--out", required=True, metavar="FILE", help="picture (.png, .svg) or trace events (.json)")
-    parser.add_argument("--block", metavar="NAME", help="first block shown large (default: one in the middle)")
-    parser.add_argument(
-        "--blocks", type=int, default=1, metavar="N", help="how many blocks are shown large (default 1)"
-    )
+    parser.add_argument("--block", metavar="NAME", help="first block to enlarge (default: one in the middle)")
+    parser.add_argument("--blocks", type=int, default=1, metavar="N", help="number of blocks to enlarge (default 1)")
     parser.set_defaults(run=run)
     return parser
 
@@ -44,7 +42,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if out.suffix not in FORMATS:
-        raise ChunkflowError(f"--out {out} has no ending that tells what to write: give one of {', '.join(FORMATS)}.")
+        raise ChunkflowError(f"--out {out} has an unknown file type: use one of {', '.join(FORMATS)}.")
     if arguments.blocks < 1:
         raise ChunkflowError("--blocks must be at least 1.")
     check_writable(out)
@@ -62,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _stalls(lanes: Lanes) -> str:
-    """Where to look: the default picture is of the middle, and waits are often at the ends."""
+    """The stalls in a sentence: the picture enlarges the middle by default, and stalls are often at the ends."""
     if not lanes.stalls:
         return "compute waits for no weight"
     waited = sum(s.end - s.start for s in lanes.stalls)

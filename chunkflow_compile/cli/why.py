@@ -14,9 +14,9 @@ from .output import Progress, add_json, check_json, say, write_json
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
     parser = commands.add_parser(
         "why",
-        help="tell why a weight is where it is, and what would change it",
-        description="One weight's story: home, chunks, slot, when it is copied and read, slack, what limits it; and, by\n"
-        "planning again with one thing changed, what would change it.",
+        help="explain why a weight is where it is, and what would change it",
+        description="One weight's story: home, chunks, slot, when it is copied and read, slack, and what limits it.\n"
+        "Plans again with one setting changed at a time, to show what would change it.",
         epilog="examples:\n"
         "  chunkflow why wan2.2-ti2v-5b blocks.3.ffn.net.2.weight --ulysses 2\n"
         "  chunkflow why wan2.2-ti2v-5b time_proj.weight --ulysses 2      # a part of the name, if only one has it",
@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
         plan = found.plan()
     weight = next(w for w in found.problem.weights if w.name == name)
     changes = []
-    with progress.phase("planning otherwise"):
-        # What must stay is not the plan's to change: its reason says what is.
+    with progress.phase("planning alternatives"):
+        # No plan moves a weight that must stay; its reason says why it must.
         for what, settings in alternatives(found.settings) if weight.keep is None else ():
             changes.append(changed(name, what, lambda s=settings: make_plan(found.problem, s)))  # type: ignore[misc]
     story = tell(found.problem, plan, name, changes)

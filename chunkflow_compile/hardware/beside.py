@@ -1,4 +1,4 @@
-"""Copies and other work at once: how much they stretch each other."""
+"""Copies beside other work: how much each slows the other."""
 
 from __future__ import annotations
 
@@ -21,19 +21,21 @@ from chunkflow_compile.weights.host_memory import near_cpus, own_pages
 
 MIB = 1 << 20
 REPEATS = 7
-# Compute is timed alone and beside copies this often in turns: a machine is not the same from one second to the next.
+# Compute is timed alone and beside copies in this many turns: the speed of a machine changes from second to second.
 TURNS = 24
-# Blocks between two marks on a GPU: so long that the host, which issues them, is not in the figure.
+# Blocks between two events on a GPU: enough that the host's time to issue them does not count.
 _BLOCKS = 8
-# Copies walk through so much memory that none of it is in a cache when its turn comes.
+# Bytes that successive copies cycle through: enough that none are in a cache when their turn comes again.
 _WALK = 128 * MIB
-# Copies that are enqueued before the first of them is waited for.
+# Copies enqueued before the host waits for the first of them.
 _AHEAD = 4
 
 
 def copier(device: torch.device, size: int, port: Port | None = None, walk: int = 0) -> Callable[[], object]:
-    """A copy of ``size`` bytes from host memory to the device, on the engine that the runtime uses; through ``port`` if
-    there is one.  ``walk``: bytes that the copies go through one after the other, at least ``size``."""
+    """A function that copies ``size`` bytes from host memory to the device like the runtime, through ``port`` if any.
+
+    ``walk``: bytes that successive calls cycle through, at least ``size``.
+    """
     pieces = max(1, walk // size)
     source = torch.ones(pieces * size, dtype=torch.uint8)
     targets = torch.ones(pieces * size, dtype=torch.uint8, device=device).split(size)
@@ -62,12 +64,12 @@ def copier(device: torch.device, size: int, port: Port | None = None, walk: int 
 def compute_slowdown(
     device: torch.device, port: Port | None = None, meet: Callable[[], object] = lambda: None
 ) -> float:
-    """The factor by which copies, one behind the other, stretch compute of the kind that blocks do.
+    """The factor by which back-to-back copies slow compute like that of a block.
 
-    ``meet``: a barrier of all ranks, which are to copy at the same time, and to be quiet at the same time.
+    ``meet``: a barrier of all ranks, so that all copy at the same time and pause at the same time.
     """
     host = device.type == "cpu"
-    # On the CPU such that several copies fall into each time that is taken, with an emulated link too.
+    # On the CPU, sized so that several copies fall into each timed run, on an emulated link too.
     tokens, width, size = (512, 512, MIB) if host else (8192, 4096, 16 * MIB)
     x, into, back = (
         torch.randn(shape, device=device, dtype=torch.float32 if host else torch.bfloat16)
@@ -88,14 +90,14 @@ def compute_slowdown(
 
 
 def factor(beside: float, alone: float) -> float:
-    """At least 1: nothing is faster in company but by noise."""
+    """The slowdown, at least 1: work that is faster beside other work is noise."""
     return max(1.0, beside / alone)
 
 
 def beside_copies(
     device: torch.device, work: Callable[[], object], repeats: int, copy: Callable[[], object]
 ) -> tuple[float, float]:
-    """Median seconds of ``copy`` and of ``work`` while the other runs all the time."""
+    """Median seconds of ``copy`` and of ``work``, each while the other runs all the time."""
     begun, over = threading.Event(), threading.Event()
 
     def keep_copying() -> list[float]:
@@ -111,7 +113,7 @@ def beside_copies(
 
     with ThreadPoolExecutor(1) as thread:
         copying = thread.submit(keep_copying)
-        copying.add_done_callback(lambda _: begun.set())  # it may have failed
+        copying.add_done_callback(lambda _: begun.set())  # in case copying fails
         begun.wait()
         try:
             beside = median_seconds(device, work, repeats, own_stream=True)
@@ -123,7 +125,7 @@ def beside_copies(
 def _copies_back_to_back(
     device: torch.device, copy: Callable[[], object], begun: threading.Event, over: threading.Event
 ) -> list[float]:
-    """Seconds of each copy on a stream that always has more of them, as the device sees them: the host is not in it."""
+    """Seconds of each copy on a stream that always holds more of them, by device events: host time does not count."""
     marks: list[Any] = []
     torch.cuda.set_device(device)
     with torch.cuda.stream(torch.cuda.Stream(device)):
@@ -139,14 +141,14 @@ def _copies_back_to_back(
 
 
 def _mark() -> Any:
-    """A timed event at this point of the current stream."""
+    """A timed event, recorded on the current stream."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
 
 
 def _timed_by_events(work: Callable[[], object]) -> float:
-    """Seconds on the current stream."""
+    """Seconds of ``work`` on the current stream."""
     begin = _mark()
     work()
     end = _mark()
@@ -157,8 +159,8 @@ def _timed_by_events(work: Callable[[], object]) -> float:
 def median_seconds(
     device: torch.device, work: Callable[[], object], repeats: int = REPEATS, own_stream: bool = False
 ) -> float:
-    """Median seconds of ``work``, after one run that does not count.  ``own_stream``: by events of the caller's
-    stream, where there are any; others are not waited for."""
+    """Median seconds of ``work``, after one run that does not count.  ``own_stream``: time CUDA work by events of the
+    caller's stream, without waiting for other streams."""
 
     def finish() -> None:
         if device.type == "cuda":
@@ -175,4 +177,4 @@ def median_seconds(
         work()
         finish()
         times.append(time.perf_counter() - start)
-    return float(f"{statistics.median(times):.4g}")  # what follows is noise
+    return float(f"{statistics.median(times):.4g}")  # further digits are noise

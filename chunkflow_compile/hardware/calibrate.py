@@ -1,7 +1,7 @@
-"""Calibrate: measures a machine into a profile, on the CPU or on CUDA.
+"""Calibration: measure a machine, on the CPU or on CUDA, into a hardware profile.
 
-Stages, each a median of repetitions: GEMM and attention rates by dtype, memory bandwidth, the cost of a call, H2D time
-against size, compute beside copies, and over two ranks a collective alone, a copy alone, and both at once.
+Every figure is a median of repetitions.  The stages: GEMM and attention rates by dtype, memory bandwidth, the cost of a
+call, H2D time against size, compute beside copies; on two ranks, a collective alone, a copy alone, and both at once.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from .machine import device_name
 
 MIB = 1 << 20
 RANKS = 2
-# Copies of these sizes show both the cost to start one and the rate of a long one.
+# The smallest copy gives the cost to start one, the largest the rate.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
-# Fixed, because all ranks must call as often; enough that some hundred milliseconds of copies run beside them.
+# Collectives timed at once.  Fixed, because all ranks must make equally many; together some hundred milliseconds long.
 ROUNDS_BESIDE = 40
-# A slowdown of compute below it is noise, which would keep plans from streaming.
+# A smaller slowdown of compute is noise, and would keep plans from streaming.
 LEAST_SLOWDOWN = 1.02
 _TIMEOUT = timedelta(minutes=2)
 
@@ -49,10 +49,11 @@ class _Line:
 def calibrate(
     device: torch.device, name: str, emulated: LinkEmulation | None = None, loopback: bool = False
 ) -> Hardware:
-    """The profile of ``device`` under ``name``, with a progress bar.  Raises ChunkflowError if a rank fails.
+    """Measure ``device`` into a profile called ``name``, with a progress bar.
 
-    ``emulated``: a link that copies and collectives pass, of which the profile says so, and which programs that are given
-    it run on.  ``loopback``: collectives are those of one process, through host memory, which one GPU can measure.
+    ``emulated``: an emulated link for copies and collectives.  The profile records it, and programs compiled for the
+    profile use it.  ``loopback``: measure the collectives of one process, through host memory; one GPU is enough.
+    Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
     link = RANKS if device.type == "cpu" or loopback or torch.cuda.device_count() >= RANKS else 1
     with tqdm(total=6, unit="stage") as progress:
@@ -88,7 +89,7 @@ def calibrate(
 
 @dataclass(frozen=True)
 class _Together:
-    """Two ranks: the line of a collective, the factors by which it and a copy stretch each other, and that of compute."""
+    """Measured on two ranks: the line of a collective, and the slowdowns of copies, collectives and compute."""
 
     collective: _Line
     copy_slowdown: float
@@ -180,7 +181,7 @@ def _launch_seconds(device: torch.device) -> float:
 
 
 def _make_link(emulated: LinkEmulation | None) -> Port | None:
-    """A port of this rank's own."""
+    """This rank's port of the emulated link, None without one."""
     return None if emulated is None else make_port(emulated)
 
 
@@ -240,10 +241,10 @@ def _exchange(device: torch.device, size: int, port: Port | None = None) -> Call
 
 
 def _line(points: Sequence[tuple[int, float]]) -> _Line:
-    """The latency is what the smallest takes, a few KiB; the rate is that between the smallest and the largest."""
+    """Latency: the seconds of the smallest size, a few KiB.  Rate: from the smallest to the largest size."""
     (small, latency), (large, seconds) = points[0], points[-1]
     if seconds <= latency:
         raise ChunkflowError(
-            f"{large} bytes took no longer than {small}: the machine is too busy to be measured. Run calibrate again."
+            f"{large} bytes took no longer than {small}: the machine is too busy to measure. Try again when it is idle."
         )
     return _Line(latency=latency, rate=round((large - small) / (seconds - latency)))

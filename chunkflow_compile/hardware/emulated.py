@@ -7,12 +7,12 @@ from typing import Any
 
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 
-# A gloo all-to-all of a few KiB between processes of one machine.
-_EXCHANGE_S = 1e-3
+# Seconds of a gloo all-to-all of a few KiB between processes of one machine.
+EXCHANGE_S = 1e-3
 
 
 def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Hardware:
-    """``hardware`` behind an emulated link, which copies and collectives share; all ``ranks`` of them if it says so."""
+    """``hardware`` with an emulated link, shared by copies and collectives, and by all ``ranks`` if ``link.shared``."""
     rate = link.bandwidth / (ranks if link.shared else 1)
     by = f"emulated, {link.order}, {'all ranks' if link.shared else 'each rank'} {link.bandwidth:g} bytes/s"
     figures: dict[str, Any] = {
@@ -20,7 +20,7 @@ def on_emulated_link(hardware: Hardware, link: LinkEmulation, ranks: int) -> Har
         "eta_pref": 1.0,
         "chunk_s": 0.0,
         "collective_bandwidth": rate,
-        "collective_latency_s": _EXCHANGE_S + link.latency_s,
+        "collective_latency_s": EXCHANGE_S + link.latency_s,
         "shared_link": True,
         "copy_slowdown": 2.0,
         "collective_slowdown": 2.0,

@@ -1,8 +1,8 @@
-"""Collectives on one device: a process group for benchmarks whose bytes go to host memory and come back.
+"""Collectives on one device: a process group for benchmarks that sends its bytes to host memory and back.
 
-NCCL does so on nodes whose GPUs cannot reach each other: what a rank receives comes over its own PCIe link, beside the
-copies of weights.  One process stands for rank 0 of several; its peers send what it would have sent them.  So its results
-are those of no model that runs on several ranks, but they are the same every time.
+NCCL does the same on nodes without peer access between GPUs: what a rank receives crosses its own PCIe link, beside the
+copies of weights.  One process is rank 0 of several, and receives from each peer what it sent to that peer.  A model's
+outputs are therefore not those of several ranks, but they are reproducible.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NAME = "loopback"
 
 
 class Loopback(dist.ProcessGroup):
-    """Rank 0 of ``size``."""
+    """Rank 0 of ``size`` ranks."""
 
     def __init__(self, size: int) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]
@@ -39,7 +39,7 @@ class Loopback(dist.ProcessGroup):
         self, output: torch.Tensor, sent: torch.Tensor, output_splits: Any, input_splits: Any, *_: Any
     ) -> Any:
         if list(output_splits or ()) != list(input_splits or ()):
-            raise NotImplementedError("a peer of the loopback group sends as much as it is sent")
+            raise NotImplementedError("a loopback group returns what it is sent: input and output splits must be equal")
         parts = output_splits or [len(output) // self._size] * self._size
         return self._work(output, list(zip(output.split(parts), sent.split(parts), strict=True)))
 
@@ -58,17 +58,17 @@ class Loopback(dist.ProcessGroup):
         return NAME
 
     def _work(self, result: Any, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
-        """Copies each part but the rank's own to the host and back, on a stream of its own."""
+        """Copy each part to the host and back, except this rank's own, on the group's own stream."""
         device = parts[0][0].device if parts else torch.device("cpu")
         future: torch.futures.Future[Any] = torch.futures.Future(devices=[device] if device.type == "cuda" else [])
         with self._aside(device):
             self._carry(parts)
             future.set_result(result)
-        make: Any = torch._C._distributed_c10d.__dict__["_create_work_from_future"]  # in every release, in no stub
+        make: Any = torch._C._distributed_c10d.__dict__["_create_work_from_future"]  # in every release, but in no stub
         return make(future)
 
     def _aside(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """On a GPU, the stream of its own, behind what the caller's has to do."""
+        """On a GPU, the group's own stream, after it has waited for the caller's."""
         if device.type != "cuda":
             return contextlib.nullcontext()
         if device not in self._streams:
@@ -86,7 +86,7 @@ class Loopback(dist.ProcessGroup):
             target.copy_(staged.reshape(target.shape), non_blocking=True)
 
     def _stage(self, like: torch.Tensor) -> torch.Tensor:
-        """Pinned host memory for one part; in the order of one stream, parts may use it one after the other."""
+        """Pinned host memory for one part.  All parts use it in turn, ordered by the stream."""
         nbytes = like.numel() * like.element_size()
         held = self._staging.get(like.device)
         if held is None or held.numel() < nbytes:
@@ -96,7 +96,7 @@ class Loopback(dist.ProcessGroup):
 
 
 def join_loopback(size: int) -> None:
-    """Makes a loopback group of ``size`` ranks the process's default group."""
+    """Initialise the process's default group as a loopback group of ``size`` ranks."""
     if NAME.upper() not in dist.Backend.__dict__:
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
     store: Any = dist.__dict__["HashStore"]()

@@ -1,4 +1,4 @@
-"""This machine as it is found: versions, GPUs and their links, memory, what collectives there are."""
+"""This machine: versions, GPUs and their links, memory, and the collectives available."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A CUDA device.  ``link``: (generation, width) of its PCIe link as it runs and at most; generation drops in idle.
-    ``numa``: node of the host memory next to it, None where the machine does not tell."""
+    """A CUDA device.  ``link``: current (generation, width) of its PCIe link; the generation drops when idle.
+    ``most_link``: its maximum.  ``numa``: the nearest NUMA node; None if unknown."""
 
     name: str
     memory_bytes: int
@@ -35,8 +35,11 @@ class Gpu:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What doctor looks at.  ``cuda_build``: CUDA version torch was built for, None for a CPU build.  ``libraries``:
-    name -> version, None where missing.  ``pinnable_bytes``: limit of locked memory, None for no limit."""
+    """The facts that ``chunkflow doctor`` checks.
+
+    ``cuda_build``: CUDA version torch was built for, None for a CPU build.  ``libraries``: name -> version, None if
+    missing.  ``pinnable_bytes``: limit of locked memory, None for no limit.
+    """
 
     python: str
     torch: str
@@ -57,12 +60,12 @@ class Machine:
 
 
 def device_name(device: torch.device) -> str:
-    """A card's name, or the threads of the CPU."""
+    """A card's name, or the number of CPU threads."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
 def look() -> Machine:
-    """Looks at this machine; allocates nothing on a GPU and changes nothing."""
+    """Inspect this machine.  Allocates nothing on a GPU and changes nothing."""
     memory = _memory()
     return Machine(
         python=platform.python_version(),
@@ -89,7 +92,7 @@ def _gpus() -> list[Gpu]:
     found = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(i)
-        # torch may number the GPUs otherwise than nvidia-smi, or see fewer of them.
+        # torch may number the GPUs differently from nvidia-smi, or see fewer of them.
         bus = (getattr(properties, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
         row = links.get("{:08X}:{:02X}:{:02X}.0".format(*bus))
         found.append(
@@ -111,7 +114,7 @@ def _link(row: list[str] | None, generation: int, width: int) -> tuple[int, int]
 
 
 def _numa(bus: str) -> int | None:
-    """nvidia-smi writes the domain with eight digits, the kernel with four."""
+    """The NUMA node of a PCI bus id.  nvidia-smi writes the domain with eight digits, the kernel with four."""
     name = bus.lower()[4:] if len(bus) == 16 else bus.lower()
     try:
         node = int(Path(f"/sys/bus/pci/devices/{name}/numa_node").read_text())
@@ -121,7 +124,7 @@ def _numa(bus: str) -> int | None:
 
 
 def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
-    """A row a GPU, empty where there is no driver."""
+    """One row per GPU; none without a driver."""
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=30)
@@ -131,7 +134,7 @@ def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
 
 
 def _memory() -> dict[str, int]:
-    """Bytes by the names of /proc/meminfo."""
+    """Bytes by name, from /proc/meminfo."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""Profiles by name or file.  The built-in ones lie beside this module, one JSON file each."""
+"""Profiles by name or file.  The built-in ones are in this folder, one JSON file each."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 
-# What ``hardware="measured"`` reads.
+# Names the profile that chunkflow calibrate has written.
 MEASURED = "measured"
 CPU = "cpu"
-# Part of a card's name -> the built-in profile that is nearest to it; the first that fits.
+# Part of a card's name -> the nearest built-in profile; the first match counts.
 CARDS = {
     "H200": "h200",
     "H100 NVL": "h100-pcie-x2",
@@ -24,7 +24,7 @@ CARDS = {
     "5090": "rtx-5090-pcie",
     "4090": "rtx-4090-pcie",
 }
-# For a card that no profile knows: a slow link keeps more weights on the device.
+# For an unknown card: with a slow link, plans keep more weights on the device.
 _CAREFUL = "rtx-4090-pcie"
 
 
@@ -34,13 +34,13 @@ def profile_names() -> list[str]:
 
 
 def measured_path() -> Path:
-    """Where ``chunkflow calibrate`` leaves this machine's profile when it is given no other place."""
+    """The path to which ``chunkflow calibrate`` writes this machine's profile without ``--out``."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "chunkflow" / "hardware.json"
 
 
 def default_profile(device: torch.device) -> str:
-    """The profile for a device where none is named; warns if nothing is known of it."""
+    """The name of the default profile of a device.  Warns if no profile fits the card."""
     if device.type != "cuda":
         return CPU
     name = torch.cuda.get_device_name(device)
@@ -49,7 +49,7 @@ def default_profile(device: torch.device) -> str:
     found = next((profile for part, profile in CARDS.items() if part in name), None)
     if found is None:
         warnings.warn(
-            f"No hardware profile knows {name}: it is planned for as {_CAREFUL}. Run chunkflow calibrate once here.",
+            f"No hardware profile fits {name}: plans use {_CAREFUL}. Run chunkflow calibrate once on this machine.",
             stacklevel=2,
         )
     return found or _CAREFUL
@@ -58,10 +58,12 @@ def default_profile(device: torch.device) -> str:
 def load_profile(name: str | Path) -> Hardware:
     """A built-in profile by its name, a file by its path, or ``"measured"``.
 
-    Raises ChunkflowError if there is none, naming the profiles, or if a figure of it is missing or absurd.
+    Raises ChunkflowError if there is no such profile, or if a figure in it is missing or out of range.
     """
     if not isinstance(name, (str, Path)):
-        raise ChunkflowError(f"hardware={name!r} is no name: give one of {', '.join(profile_names())}, or a JSON file.")
+        raise ChunkflowError(
+            f"hardware={name!r} is not a name: use one of {', '.join(profile_names())}, or the path of a JSON file."
+        )
     if str(name) == MEASURED:
         if not measured_path().exists():
             raise ChunkflowError("hardware='measured', but this machine is not measured yet: run chunkflow calibrate.")
@@ -71,7 +73,7 @@ def load_profile(name: str | Path) -> Hardware:
     if Path(name).is_file():
         return _read(Path(name))
     raise ChunkflowError(
-        f"There is no hardware profile {str(name)!r}: give one of {', '.join(profile_names())}, a JSON file, or "
+        f"There is no hardware profile {str(name)!r}: use one of {', '.join(profile_names())}, a JSON file, or "
         f"{MEASURED!r}."
     )
 

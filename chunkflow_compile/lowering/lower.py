@@ -1,4 +1,4 @@
-"""Lowering: each structurally unique region once, through Inductor or eager."""
+"""Lowering: each structurally unique region once, with Inductor or eager."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ Region = Callable[..., Sequence[Any]]
 
 
 def warm_up(lowering: Lowering, device: torch.device) -> None:
-    """Starts, beside the tracing, what Inductor would do first: finding out the CPU's vector instructions.
+    """Start what Inductor does first, detecting the CPU's vector instructions, in a thread beside the tracing.
 
-    With empty caches that compiles a test file for each, 6 s on a slow core, and the compiler needs no GIL for it.
+    With empty caches, it compiles a test file for each instruction set: 6 s on a slow core, in which the compiler does
+    not hold the GIL.
     """
     if lowering == "inductor" and device.type == "cpu":
         threading.Thread(target=_find_vector_instructions, name="chunkflow-warm-up", daemon=True).start()
 
 
 def _find_vector_instructions() -> None:
-    with contextlib.suppress(Exception):  # whatever fails here fails again, and is reported, where it is needed
+    with contextlib.suppress(Exception):  # a failure recurs, and is reported, when Inductor needs the result
         pick_vec_isa()
 
 
 def lower_regions(program: Program, lowering: Lowering, inductor: Mapping[str, Any]) -> dict[str, Region]:
     """Submodule name -> callable that takes the region's inputs and returns its outputs as a sequence.
 
-    ``inductor``: configuration of the user's for every region.  Must be called inside a torch.compile backend, whose
-    fake mode the regions' metadata belong to.
+    ``inductor``: the user's Inductor configuration, for every region.  Must be called inside a torch.compile backend:
+    the metadata of the regions belong to its fake mode.
     """
     if lowering == "eager":
         return {name: region.module.forward for name, region in program.regions.items()}
@@ -44,8 +45,8 @@ def lower_regions(program: Program, lowering: Lowering, inductor: Mapping[str, A
 
 def _through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Region:
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    # standalone_compile gives each region a TracingContext of its own; weights stay inputs, so no buffer that Inductor
-    # thinks it owns ever lies in a slot.
+    # standalone_compile gives each region a TracingContext of its own.  Weights stay inputs, so Inductor never takes
+    # memory of a slot for a buffer of its own.
     return torch._inductor.standalone_compile(
         module, inputs, dynamic_shapes="from_tracing_context", options={"config_patches": dict(inductor)}
     )

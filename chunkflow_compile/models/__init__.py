@@ -1,1 +1,5 @@
-"""Diffusion transformers from their diffusers classes: small random ones, and how to run them Ulysses-parallel."""
+"""Diffusion transformers from diffusers: a name and sizes come in; a model, its inputs or a traced graph goes out.
+
+Read families.py (how each class is configured and called) first, then small.py (small random models) and ulysses.py
+(sequence parallelism).  weightless.py traces a model without weights; presets.py does so at published sizes.
+"""

@@ -1,4 +1,4 @@
-"""The diffusers classes that ChunkFlow is for: how each is configured and called."""
+"""Families: the diffusers classes, and how each is configured and called."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What one call of a transformer works on: latent sizes (before its patches) and text tokens."""
+    """Sizes of one call of a transformer: the latent, before it is cut into patches, and the text tokens."""
 
     batch: int = 1
     frames: int = 1
@@ -26,7 +26,7 @@ class Shape:
 @dataclass(frozen=True)
 class Family:
     """A diffusers class.  ``inputs(config, shape, generator)``: keyword arguments of one denoising step; latents and
-    text are random, drawn from ``generator`` where one is given."""
+    text are random, drawn from ``generator`` unless it is None."""
 
     name: str
     class_name: str

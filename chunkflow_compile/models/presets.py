@@ -1,7 +1,7 @@
 """Well-known diffusion transformers at their published sizes, traced without weights, for any Ulysses degree.
 
-Configurations are those of the models' repositories (``transformer/config.json``) and of the diffusers classes'
-defaults, which are the published sizes for FLUX.1, HunyuanVideo and Qwen-Image.
+The configurations are from the models' repositories (``transformer/config.json``) and the defaults of the diffusers
+classes, which are the published sizes of FLUX.1, HunyuanVideo and Qwen-Image.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .weightless import default_dtype, trace_without_weights
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What is generated: pixels of ``height`` by ``width``, ``frames`` of video (1 for an image), ``batch`` samples,
+    """Output sizes: pixels of ``height`` by ``width``, ``frames`` of video (1 for an image), ``batch`` samples,
     ``text`` tokens of the prompt."""
 
     height: int
@@ -35,7 +35,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """A model.  ``forwards``: calls of the transformer a denoising step (2 with classifier-free guidance).
+    """A model.  ``forwards``: calls of the transformer per denoising step (2 with classifier-free guidance).
 
     ``spatial`` and ``temporal``: pixels and frames per latent element, patches of packed latents (FLUX) included.
     """
@@ -49,12 +49,12 @@ class Preset:
     temporal: int = 1
 
     def shape(self, sizes: Sizes) -> Shape:
-        """The latent of ``sizes``.  Raises ChunkflowError if the VAE cannot make such pixels or frames."""
+        """The latent of ``sizes``.  Raises ChunkflowError if the VAE cannot decode to such pixels or frames."""
         for name, value, step in (("height", sizes.height, self.spatial), ("width", sizes.width, self.spatial)):
             if value < step or value % step:
                 raise ChunkflowError(f"{self.name}: {name} {value} is not a multiple of {step}.")
         if self.temporal == 1 and sizes.frames != 1:
-            raise ChunkflowError(f"{self.name} makes images: it has no frames, give a batch.")
+            raise ChunkflowError(f"{self.name} generates images: leave out frames, or use batch for several images.")
         if sizes.frames < 1 or (sizes.frames - 1) % self.temporal:
             raise ChunkflowError(f"{self.name}: frames {sizes.frames} is not {self.temporal} k + 1.")
         return Shape(
@@ -74,9 +74,9 @@ class Preset:
         return model, {k: _as_bfloat16(v) for k, v in inputs.items()}
 
     def trace(self, degree: int = 1, sizes: Sizes | None = None, min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
-        """One rank's forward in bfloat16, of ``degree`` ranks; in one process, without weights.
+        """Trace the forward of one of ``degree`` ranks in bfloat16, in one process and without weights.
 
-        Raises ChunkflowError if a process group is there already, or the heads do not divide by the degree.
+        Raises ChunkflowError if there is a process group already, or if the degree does not divide the heads.
         """
         family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
         heads = self.config["num_attention_heads"]
@@ -196,7 +196,7 @@ PRESETS: Mapping[str, Preset] = {
 
 
 def preset(name: str) -> Preset:
-    """The preset of a name.  Raises ChunkflowError listing the names."""
+    """The preset called ``name``.  Raises ChunkflowError if there is none."""
     if name not in PRESETS:
-        raise ChunkflowError(f"There is no preset {name!r}; there are {', '.join(PRESETS)}.")
+        raise ChunkflowError(f"There is no preset {name!r}: use one of {', '.join(PRESETS)}.")
     return PRESETS[name]

@@ -1,4 +1,4 @@
-"""Small random models of the families: demo, tests and benchmarks run on them."""
+"""Small random models of each family, for the demo, tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ TEXT_WIDTH = 32
 
 @dataclass(frozen=True)
 class Size:
-    """``layers``: blocks of the first kind; ``singles``: of the second, where the class has two.  Width is
-    ``heads * head_dim``.  ``frames``, ``height`` and ``width`` are latent sizes; ``text``: text tokens."""
+    """Sizes of a small model.  ``layers``: blocks of the first kind; ``singles``: of the second, if the class has two.
+    Width is ``heads * head_dim``.  ``frames``, ``height`` and ``width`` are latent sizes; ``text``: text tokens."""
 
     layers: int = 2
     singles: int = 2
@@ -30,7 +30,7 @@ class Size:
 
     @property
     def rope(self) -> tuple[int, int, int]:
-        """The head's dimensions by axis: half of them time, a quarter each of height and width, all even."""
+        """Dimensions of a head by axis: half for time, a quarter each for height and width, all even."""
         quarter = self.head_dim // 4 // 2 * 2
         return self.head_dim - 2 * quarter, quarter, quarter
 

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism for diffusers models, on a GPU or on a machine that has none."""
+"""Ulysses sequence parallelism for diffusers models, with or without a GPU."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from torch.torch_version import TorchVersion
 
 
 def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
-    """Splits the sequence of a diffusers transformer over ``degree`` ranks; returns ``model``.
+    """Split the sequence of a diffusers transformer over ``degree`` ranks; return ``model``.
 
-    torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph, also
-    where the model was not called before: one that does not fit the device could not be.
+    torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph.
+    The model need not have been called before, because one that does not fit the device could not be.
     """
     from diffusers import ContextParallelConfig
 
     if TorchVersion(torch.__version__) < "2.13":
-        # The last gather of a model calls it, and Dynamo does not trace into torch._utils before 2.13.
+        # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
-    # Without an accelerator, diffusers (0.42) divides by the number of devices; the model's own resolver is shadowed
-    # for the length of the call by one that builds its mesh on the CPU.
+    # Without an accelerator, diffusers (0.42) divides by the number of devices, 0.  During this call, the model's own
+    # resolver is shadowed by one that builds its mesh on the CPU.
     if not torch.accelerator.is_available():
         model.__dict__["_resolve_parallel_config"] = lambda config: _resolve_on_cpu(model, config)
     try:
@@ -37,17 +37,18 @@ def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
 
 
 def _settle(metadata: Any) -> None:
-    """Looks up, in front of the first call, where the arguments are that a hook splits: Dynamo does not trace that."""
+    """Look up the positions of the arguments that a hook splits before the first call: Dynamo does not trace that."""
     if metadata is not None and metadata.cached_parameter_indices is None:
         names = list(inspect.signature(metadata._cls.forward).parameters)[1:]  # without self
         metadata.cached_parameter_indices = {name: i for i, name in enumerate(names)}
 
 
 def parallel_plan(model: nn.Module) -> dict[str, Any]:
-    """How a model's sequence is split and gathered, in diffusers' terms.
+    """How a model's sequence is split and gathered, as a ``cp_plan`` of diffusers.
 
-    diffusers' own plan, with two changes: HunyuanVideo has none, so it is given one; Wan's splits a per-token timestep,
-    and warns, which breaks the graph, when the timestep is per sample as in text-to-video.
+    diffusers' own plan, with two changes.  HunyuanVideo has none, so one is defined here.  Wan's plan also splits a
+    per-token timestep; if the timestep is per sample, as in text-to-video, that split only warns, and the warning
+    breaks the graph, so it is left out.
     """
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 

@@ -1,4 +1,4 @@
-"""Tracing without weights: fake tensors, and as many ranks as one likes in one process."""
+"""Tracing without weights: fake tensors, and any number of ranks in one process."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 def trace_without_weights(
     build: Build, degree: int = 1, min_bytes: int = DEFAULT_MIN_BYTES, dtype: torch.dtype = torch.float32
 ) -> Traced:
-    """One rank's call of the model and keyword arguments that ``build`` makes, of ``degree`` ranks.
+    """Trace one call on one of ``degree`` ranks, of the model and keyword arguments that ``build`` returns.
 
-    ``build`` runs where every tensor is fake, in a process group of ``degree`` ranks that does nothing; a model with
-    ``enable_parallelism`` is split by it.  ``dtype``: what parameters are made in.  Raises
-    ChunkflowError if a process group is there already.
+    ``build`` runs with fake tensors, in a process group of ``degree`` ranks that does nothing; a model with
+    ``enable_parallelism`` is split over the ranks.  ``dtype``: that of the parameters.  Raises ChunkflowError if there
+    is a process group already.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with _fake_ranks(degree), torch.no_grad():
         with fake, default_dtype(dtype):  # fake parameters cannot be converted afterwards
             model, inputs = build()
         if degree > 1 and hasattr(model, "enable_parallelism"):
-            enable_ulysses(model, degree)  # a device mesh reads real tensors
+            enable_ulysses(model, degree)  # not under fake: a device mesh reads real tensors
         with fake:
             return trace(model, inputs, min_bytes)
 
@@ -47,12 +47,12 @@ def load_build(name: str) -> Build:
     """The function of ``file.py:function``.  Raises ChunkflowError if there is no such file or function."""
     path, _, function = name.rpartition(":")
     if Path(name).is_file():
-        raise ChunkflowError(f"{name} is a file: name the function in it that makes the model, as {name}:function.")
+        raise ChunkflowError(f"{name} is a file: name the function in it that returns the model, as {name}:function.")
     if not path or not Path(path).is_file():
-        raise ChunkflowError(f"There is no file {path or name!r}: give a model as file.py:function.")
+        raise ChunkflowError(f"There is no file {path or name!r}: write the model as file.py:function.")
     spec = importlib.util.spec_from_file_location(f"chunkflow_model_{Path(path).stem}", path)
     if spec is None or spec.loader is None:
-        raise ChunkflowError(f"{path} is no Python file: give a model as file.py:function.")
+        raise ChunkflowError(f"{path} is not a Python file: write the model as file.py:function.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look it up
     sys.path.insert(0, str(Path(path).resolve().parent))
@@ -64,7 +64,7 @@ def load_build(name: str) -> Build:
         sys.path.pop(0)
     build = getattr(module, function, None)
     if not callable(build):
-        raise ChunkflowError(f"{path} has no function {function!r}: it should return (model, keyword arguments).")
+        raise ChunkflowError(f"{path} has no function {function!r}. Name one that returns (model, keyword arguments).")
 
     def checked() -> tuple[nn.Module, Mapping[str, Any]]:
         made = build()
@@ -74,7 +74,7 @@ def load_build(name: str) -> Build:
             and isinstance(made[0], nn.Module)
             and isinstance(made[1], Mapping)
         ):
-            raise ChunkflowError(f"{name} returned {type(made).__name__}: it should return (model, keyword arguments).")
+            raise ChunkflowError(f"{name} returned {type(made).__name__}: it must return (model, keyword arguments).")
         return made[0].eval(), made[1]
 
     return checked
@@ -82,7 +82,7 @@ def load_build(name: str) -> Build:
 
 @contextlib.contextmanager
 def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    """What parameters are made in."""
+    """Set the dtype in which parameters are created."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -93,16 +93,14 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_ranks(degree: int) -> Iterator[None]:
-    """A process group of ``degree`` ranks that does nothing, for tracing alone."""
+    """A process group of ``degree`` ranks that does nothing, for tracing only."""
     if degree == 1 and dist.is_initialized():
         yield
         return
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise ChunkflowError(
-            "A process group is initialised: models are traced without weights in a process of their own."
-        )
+        raise ChunkflowError("There is a process group already. Trace models without weights in a separate process.")
     dist.init_process_group("fake", rank=0, world_size=degree, store=FakeStore())
     try:
         yield

@@ -1,4 +1,4 @@
-"""Annotations: what each line of a listing costs and moves on the machine that it is planned for."""
+"""Annotations: what each line of a listing costs and moves on the machine that the plan is for."""
 
 from __future__ import annotations
 
@@ -15,16 +15,19 @@ from chunkflow_compile.passes.problem import Problem
 from .lines import Line
 from .record import size
 
-# Characters of a reason at the end of a line; chunkflow why tells it whole.
+# Most characters of a reason at the end of a line; chunkflow why prints all of it.
 _SAID = 48
 HEADER = f"{'cost':>12} {'window':>9} {'slot':>13} {'bytes':>11}  slack or work"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Note:
-    """The end of a line.  ``cost_s``: seconds of compute, collective or copy alone; ``nbytes``: bytes copied or sent, or
-    of an input; ``slack_s``: seconds to spare before the reader, negative, and called ``late``, if there are too few.  None
-    where it does not apply."""
+    """The annotation at the end of a line; None where a figure does not apply.
+
+    ``cost_s``: seconds of the compute, collective or copy alone.  ``slot``: offset in the arena.  ``nbytes``: bytes
+    copied, sent, or of the input.  ``slack_s``: seconds from arrival to the first reader; if negative, ``late`` is the
+    word printed before them.  ``said``: text in place of the slack.
+    """
 
     cost_s: float | None = None
     window: int | None = None
@@ -53,7 +56,7 @@ class Note:
 
 
 class FlopNotes:
-    """Notes on a graph of which only the ops are known: their FLOPs."""
+    """Notes on a graph that has no regions yet: the FLOPs of each op."""
 
     def note(self, line: Line) -> Note | None:
         flops = 0 if line.node is None else node_flops(line.node)
@@ -61,7 +64,7 @@ class FlopNotes:
 
 
 class Annotator(FlopNotes):
-    """Notes on the lines of one problem, by cost on ``hardware`` and, where there is one, by its ``plan``."""
+    """Notes on the lines of one problem: costs on ``hardware`` and, if there is a ``plan``, slots and slack."""
 
     def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None = None) -> None:
         self.problem = problem
@@ -71,7 +74,7 @@ class Annotator(FlopNotes):
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         spans = plan.predicted.spans if plan is not None and plan.predicted is not None else ()
         self.took = {s.name: s.end - s.start for s in spans if s.lane == "collective"}
-        # What the plan was made with, which need not be this machine; all with what copies and collectives add to each other.
+        # Predicted by the plan, perhaps for other hardware; includes what copies and collectives add to each other.
         self.planned = {s.name: s.end - s.start for s in spans if s.lane in ("compute", "copy")}
         self.same = plan is None or plan.hardware == hardware.name
         self.starts = [s.start for s in spans if s.lane == "compute"]
@@ -82,7 +85,7 @@ class Annotator(FlopNotes):
         self.arrival = {s.name: s.end for s in spans if s.lane == "copy"}
 
     def note(self, line: Line) -> Note | None:
-        """What is known of a line, None for one that costs nothing."""
+        """The note on a line, None if the line costs nothing."""
         item = line.item
         if isinstance(item, Compute):
             cost = self.problem.regions[item.region].cost
@@ -121,7 +124,7 @@ class Annotator(FlopNotes):
         )
 
     def _slack(self, item: Prefetch, reader: int) -> float | None:
-        """Seconds from the arrival of a copy to when compute is ready for its reader, which may be in the next step."""
+        """Seconds from the arrival of a copy until compute reaches its reader, which may be in the next step."""
         arrival = self.arrival.get(_copied(item))
         if arrival is None or self.plan is None or self.plan.predicted is None:
             return None

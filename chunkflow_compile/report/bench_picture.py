@@ -1,4 +1,4 @@
-"""A picture of the arms of a measurement: what each step is made of, and what was predicted."""
+"""The picture of a measurement: what each arm's step consists of, and what was predicted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _COLOURS = {"compute, and the host": "#4c78a8", "collectives": "#f2a541", "waiti
 
 
 def draw_arms(record: Record, predicted: Mapping[str, ArmRecord], path: Path) -> None:
-    """A bar an arm; a diamond where its step was predicted to end, a dotted line at that of all weights resident."""
+    """Draw a bar for each arm, a diamond at its predicted step, and a dotted line at the step of the resident arm."""
     names = list(record.arms)
     figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
     begins = [0.0] * len(names)

@@ -1,4 +1,4 @@
-"""Explain: what was predicted beside what happened, where compute waited and why, and what limits the step."""
+"""Explain: predicted beside measured, where compute waited and why, and what limits the step."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from chunkflow_compile.runtime.measurement import Measured
 from .lanes import HELD, Lanes, lanes_of
 from .record import fine, seconds, size
 
-# How many stalls and windows are told of: what a person reads before acting.
+# Stalls and windows listed: as many as a person reads before acting.
 SHOWN = 5
-# Shares of a step that are worth a word: less is within what steps differ by.
+# Shares of a step from which stalls, and wrong predictions, are reported; less is within the variation of steps.
 _NOTABLE = 0.02
 _FAR = 0.10
-# Seconds that a table would show as 0.0 ms.
+# Seconds below which a table shows 0.0 ms.
 _SHORT = 5e-5
-# Characters of a region that a table shows: a block and two weights.
+# Most characters of a region in a table: a block and two weights.
 _WIDE = 56
 _TEXT = 100
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One figure of a step, seconds unless ``unit`` says "bytes" or "bytes/s"; None where it is not known."""
+    """One figure of a step, seconds unless ``unit`` says "bytes" or "bytes/s"; None if unknown."""
 
     name: str
     predicted: float | None
@@ -41,7 +41,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """One window: the region behind it, and seconds as (predicted, measured)."""
+    """One window and its region; seconds are (predicted, measured)."""
 
     index: int
     block: str
@@ -52,13 +52,13 @@ class Window:
 
     @property
     def off_s(self) -> float:
-        """How far the measured window is from the predicted one."""
+        """Measured minus predicted seconds of the window."""
         return sum(m - p for p, m in (self.compute_s, self.exposed_s, self.collective_s))
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorstStall:
-    """Compute waited in front of a region.  ``weights``: those that arrive there, the one that comes last first."""
+    """A stall before a region.  ``weights``: those that must have arrived there, the last to arrive first."""
 
     window: int
     block: str
@@ -71,7 +71,7 @@ class WorstStall:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan beside its measurement.  ``str()`` is the report for people."""
+    """A plan beside its measurement.  ``str()`` gives the report."""
 
     plan: str
     policy: str
@@ -95,7 +95,7 @@ class Explanation:
         return self.report()
 
     def report(self, every_window: bool = False) -> str:
-        """Tables; ``every_window``: of all windows instead of those that differ most from what was predicted."""
+        """The report as text.  ``every_window``: list all windows, not only those furthest from their prediction."""
         calls = f"medians of {self.steps} call{'s' * (self.steps != 1)}"
         warm = f"policy {self.policy}, planned for {self.hardware}; {calls}; plan {self.plan}"
         parts = [warm, _figures(self.figures), fill(f"limited by {self.limit}", _TEXT)]
@@ -104,8 +104,8 @@ class Explanation:
         if self.cold > 1:  # the first always is
             parts.append(
                 fill(
-                    f"{self.cold} calls began cold, with nothing in the slots: programs that share an arena take turns, and "
-                    "each change costs the first copies; or an error came. Give one of them an arena of its own.",
+                    f"{self.cold} calls began cold, with empty slots: programs that share an arena take turns, and "
+                    "each change repeats the first copies; or a call failed. Give one of them an arena of its own.",
                     _TEXT,
                 )
             )
@@ -124,16 +124,18 @@ class Explanation:
 
 
 def explain_plan(plan: Plan, measured: Measured) -> Explanation:
-    """Puts a measurement beside its plan.  Raises ChunkflowError if it is of another plan."""
+    """Compare a measurement with its plan.  Raises ChunkflowError if they do not belong together."""
     if measured.plan != plan.digest:
-        raise ChunkflowError(f"The measurement is of plan {measured.plan}, this plan is {plan.digest}: take its own.")
+        raise ChunkflowError(
+            f"The measurement is of plan {measured.plan}, but this plan is {plan.digest}. Use the plan that ran."
+        )
     if any(len(column) != len(plan.regions) for column in measured.windows):
         raise ChunkflowError(
-            "The measurement has other windows than its plan: it was edited or cut off; measure again."
+            "The measurement and its plan have different windows: the file was edited or cut off. Measure again."
         )
     predicted = plan.predicted
     if predicted is None:
-        raise ChunkflowError("The plan predicts nothing to compare with: make it with chunkflow plan.")
+        raise ChunkflowError("The plan has no prediction to compare with. Write one with chunkflow plan --json.")
     lanes = lanes_of(plan)
     windows = tuple(_compare(plan, lanes, measured))
     rate = plan.moved_bytes / predicted.copy_s if predicted.copy_s else None
@@ -167,7 +169,7 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
 
 
 def _rest(measured: Measured) -> float:
-    """What is left of a step, above 0: medians of parts may exceed the median of the whole."""
+    """Seconds of a step in none of the other parts; at least 0, as medians of parts may exceed the median step."""
     return max(0.0, measured.step_s - measured.compute_s - measured.exposed_s - measured.collective_s)
 
 
@@ -191,7 +193,7 @@ def _compare(plan: Plan, lanes: Lanes, measured: Measured) -> Iterator[Window]:
 
 
 def _worst(plan: Plan, lanes: Lanes, windows: Sequence[Window]) -> Iterator[WorstStall]:
-    """The longest measured waits, as far as a table shows them."""
+    """The longest measured stalls, at most ``SHOWN``, without those that a table would show as 0.0 ms."""
     arrivals: dict[int, list[tuple[float, str, str]]] = {}
     for weight in plan.streamed:
         slack = weight.slack_s if weight.slack_s is not None else 0.0
@@ -231,7 +233,7 @@ def _held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
 
 
 def _limit(measured: Measured) -> str:
-    """The longest part of the step, and the wait for weights where it is worth a word."""
+    """The longest part of the step, and how far the copies are hidden."""
     parts = {
         "compute": measured.compute_s,
         "the link: compute waits for weights": measured.exposed_s,
@@ -251,7 +253,7 @@ def _limit(measured: Measured) -> str:
 
 
 def _advice(figures: Sequence[Figure], hardware: str) -> str:
-    """Where the prediction is far off, the figure that is most to blame."""
+    """The figure that is off most, and what to do; empty if the step is near its prediction."""
     step, *parts = figures[:5]
     if not step.predicted or step.measured is None or abs(step.measured / step.predicted - 1) <= _FAR:
         return ""
@@ -259,8 +261,8 @@ def _advice(figures: Sequence[Figure], hardware: str) -> str:
     name = max(off, key=lambda n: abs(off[n]))
     return (
         f"a call takes {step.measured / step.predicted:.2f} times what was predicted, most of it {name} "
-        f"({off[name] * 1e3:+.1f} ms): the profile {hardware!r} is of another machine, or this one was busy; measure it with "
-        "chunkflow calibrate and compile with hardware='measured'"
+        f"({off[name] * 1e3:+.1f} ms): the profile {hardware!r} does not fit this machine, or the machine was busy; "
+        "run chunkflow calibrate and compile with hardware='measured'"
     )
 
 

@@ -1,4 +1,4 @@
-"""Health: what of a machine stands in the way of a run, and what to do about it."""
+"""Health: what on a machine stops or slows a run, and how to fix it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
 from .record import size
 
 Verdict = Literal["ok", "note", "missing"]
-# A model that needs streaming is larger than this; below it, memory for pinning will be short.
+# Less free memory is reported: a model that needs streaming is larger than this.
 _SMALL_HOST = 16 << 30
 
 
@@ -30,7 +30,7 @@ class Finding:
 
 
 def findings(machine: Machine) -> tuple[Finding, ...]:
-    """Everything that was looked at, in the order in which a run needs it."""
+    """All findings, in the order in which a run needs them."""
     return (
         Finding("python", machine.python),
         _torch(machine.torch),
@@ -73,13 +73,13 @@ def _cuda(machine: Machine) -> Iterator[Finding]:
     if machine.gpus:
         yield Finding("CUDA", build + driver)
     elif machine.driver and not machine.cuda_build:
-        fix = "there is a GPU, but torch cannot use it: install the build of torch for CUDA"
+        fix = "this torch cannot use the GPU: install a CUDA build of torch"
         yield Finding("CUDA", build + driver, "missing", fix)
     elif machine.cuda_build and machine.driver:
         fix = "torch sees no GPU: CUDA_VISIBLE_DEVICES may hide it, or the driver is too old for this build"
         yield Finding("CUDA", build + driver, "missing", fix)
     else:
-        yield Finding("CUDA", build + driver, "note", "no GPU here: models are planned for others and run on the CPU")
+        yield Finding("CUDA", build + driver, "note", "no GPU: models run on the CPU, but can be planned for GPUs")
 
 
 def _gpu(index: int, gpu: Gpu) -> Finding:
@@ -94,8 +94,8 @@ def _gpu(index: int, gpu: Gpu) -> Finding:
             fix = f"its link runs {gpu.link[1]} of {gpu.most_link[1]} lanes: check the slot, the riser and the BIOS"
         elif gpu.link[0] < gpu.most_link[0]:
             fix = (
-                f"its link runs at generation {gpu.link[0]} of {gpu.most_link[0]}, as links do when idle: look again while "
-                "something copies"
+                f"its link runs at generation {gpu.link[0]} of {gpu.most_link[0]}, as links do when idle: check again "
+                "while something copies"
             )
     return Finding(f"GPU {index}", ", ".join(parts), "note" if fix else "ok", fix)
 
@@ -112,8 +112,8 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         return
     limit = f"limit {size(machine.pinnable_bytes)}"
     if machine.gpus:
-        # cudaHostRegister is not held to it, mlock is: it tells how the machine is set up, not what fails.
-        fix = "copies from memory that is not pinned are slow: raise it with ulimit -l unlimited"
+        # The limit binds mlock, not cudaHostRegister: a low one says how the machine is set up; pinning still works.
+        fix = "copies from unpinned memory are slow: raise the limit with ulimit -l unlimited"
         yield Finding("pinnable memory", limit, "note", fix)
     else:
         yield Finding("pinnable memory", f"{limit}, enough without a GPU")
@@ -123,7 +123,7 @@ def _collectives(machine: Machine) -> Iterator[Finding]:
     yield (
         Finding("gloo", "available")
         if machine.gloo
-        else Finding("gloo", "not in this torch", "note", "ranks on CPUs need it, as chunkflow demo does")
+        else Finding("gloo", "not in this torch", "note", "ranks on CPUs need it, and so does chunkflow demo")
     )
     if machine.nccl:
         yield Finding("NCCL", "available")
@@ -138,11 +138,11 @@ def _compilers(machine: Machine) -> Iterator[Finding]:
     if machine.compiler:
         yield Finding("C++ compiler", machine.compiler)
     else:
-        fix = "Inductor compiles for the CPU with it: install g++, or name one as CXX; lowering='eager' does without"
+        fix = "Inductor needs one for the CPU: install g++ or set CXX; lowering='eager' works without"
         yield Finding("C++ compiler", "none", "missing", fix)
     if machine.gpus and not machine.triton:
         yield Finding(
-            "triton", "none", "missing", "Inductor compiles for GPUs with it: it comes with torch's CUDA builds"
+            "triton", "none", "missing", "Inductor needs it for GPUs: install a CUDA build of torch, which includes it"
         )
     elif machine.gpus:
         yield Finding("triton", "available")
@@ -150,7 +150,7 @@ def _compilers(machine: Machine) -> Iterator[Finding]:
 
 def _libraries(machine: Machine) -> Iterator[Finding]:
     fixes = {
-        "diffusers": "the presets, the demo and your pipelines need it: pip install 'chunkflow-compile[diffusers]'",
+        "diffusers": "the presets, the demo and diffusers pipelines need it: pip install 'chunkflow-compile[diffusers]'",
         "matplotlib": "pictures need it: pip install 'chunkflow-compile[pictures]'",
     }
     for name, version in machine.libraries.items():
@@ -162,5 +162,5 @@ def _profile(path: str | None) -> Finding:
     if path:
         return Finding("hardware profile", f"measured, {path}")
     return Finding(
-        "hardware profile", "not measured", "note", "plans are as good as their figures: run chunkflow calibrate"
+        "hardware profile", "not measured", "note", "plans are only as good as the profile: run chunkflow calibrate"
     )

@@ -1,7 +1,7 @@
 """Lanes: a plan's predicted step as bars, stalls and slots, for pictures and for trace viewers.
 
-Times are seconds from the start of a step among many like it.  What reaches back into the step before, or on into the
-one behind, starts below 0 or ends above ``step_s``.
+Times are seconds from the start of a step in a series of equal steps.  A bar that starts in the step before has a
+negative start; one that ends in the step after has an end above ``step_s``.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, runs
 from .record import size
 
 LaneName = Literal["compute", "collective", "copy"]
-HELD = "held back until the copies are there, so that none runs beside it"
-# Sums of a thousand spans differ by this much; nothing that happens is as short.
+HELD = "held back until the copies have arrived, so that none runs beside it"
+# Seconds by which sums of a thousand spans differ; every real span is longer.
 _INSTANT = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
-    """Work on a lane.  ``name``: as in the program.  ``label``: as people call it, inside ``block``."""
+    """Work on a lane.  ``name``: as in the program.  ``label``: a short name for people, within ``block``."""
 
     lane: LaneName
     name: str
@@ -49,7 +49,7 @@ class Stall:
 
 @dataclass(frozen=True, kw_only=True)
 class Slot:
-    """Bytes ``[begin, end)`` of the arena that hold a piece of a weight, from its copy to its last reader."""
+    """Bytes ``[begin, stop)`` of the arena, which hold a piece of a weight from its copy to its last reader."""
 
     weight: str
     label: str
@@ -62,8 +62,8 @@ class Slot:
 
 @dataclass(frozen=True, kw_only=True)
 class Lanes:
-    """One step.  ``blocks``: block -> when it computes, first to last region.  ``inflation_s``: what copies add to
-    collectives."""
+    """One step.  ``blocks``: block -> start of its first region and end of its last.  ``inflation_s``: seconds that
+    copies add to collectives."""
 
     step_s: float
     inflation_s: float
@@ -77,11 +77,11 @@ class Lanes:
         return tuple(b for b in self.bars if b.lane == name)
 
     def occupancy(self) -> list[tuple[float, int]]:
-        """Bytes of the arena in use, as (time, bytes from there on), over one step."""
+        """Bytes of the arena in use over one step, as (time, bytes from then on)."""
         changes: list[tuple[float, int]] = []
         for slot in self.slots:
             for start, end in around(slot.start, slot.end, self.step_s):
-                # Rounded, so that who leaves at an instant makes room for who comes then.
+                # Rounded, so that a slot freed at an instant is freed before another is taken at that instant.
                 changes += [(round(start, 12), slot.stop - slot.begin), (round(end, 12), slot.begin - slot.stop)]
         points, level = [(0.0, 0)], 0
         for time, change in sorted(changes):
@@ -95,7 +95,7 @@ def lanes_of(plan: Plan) -> Lanes:
     """The predicted step of a plan.  Raises ChunkflowError if the plan has no prediction."""
     predicted = plan.predicted
     if predicted is None:
-        raise ChunkflowError("The plan predicts nothing: make it with chunkflow plan.")
+        raise ChunkflowError("The plan has no prediction. Write one with chunkflow plan --json.")
     compute = [s for s in predicted.spans if s.lane == "compute"]
     blocks: dict[str, tuple[float, float]] = {}
     for region, span in zip(plan.regions, compute, strict=True):
@@ -114,7 +114,7 @@ def lanes_of(plan: Plan) -> Lanes:
 
 
 def around(start: float, end: float, step: float) -> Iterator[tuple[float, float]]:
-    """What of [start, end) falls into each step, moved into one."""
+    """The parts of [start, end) in each step, moved into one step."""
     if end - start >= step:
         yield 0.0, step
         return
@@ -152,7 +152,7 @@ def _bar(span: Span, lane: LaneName, label: str, block: str, detail: str) -> Bar
 
 
 def _stalls(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
-    """Waits in a row before one region, or one collective, are one stall."""
+    """Stalls; consecutive waits before one region or one collective count as one."""
     weights = {w.name: w for w in plan.weights}
     compute = [s for s in spans if s.lane == "compute"]
     for first, waits in groupby((s for s in spans if s.lane == "stall"), key=lambda s: weights[s.name].first_use):

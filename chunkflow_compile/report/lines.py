@@ -1,7 +1,7 @@
-"""Lines: a stage of compilation as text whose lines know what they show, for annotating, folding and counting.
+"""Lines: a stage of compilation as text, each line with the op, node and weight it shows, to annotate, fold and count.
 
-Every stage is one op a line and parses as Python.  ``traced`` is the ATen graph; ``regions`` draws the cuts into it and
-``planned`` the transfers; in ``rewritten`` each region has become a call.
+Every stage has one op per line and parses as Python.  ``traced`` is the ATen graph; ``regions`` adds the cuts and
+``planned`` the transfers; in ``rewritten`` each region is a call.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ INPUTS = "inputs"
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """``op``: what it calls, empty for comments.  ``part``: :data:`INPUTS`, or the name of the block, empty outside
-    blocks.  ``like``: the line without its names, which with the wiring of ``defines`` and ``uses`` tells parts of equal
-    structure; transfers and comments have none.  ``weight``: of an input.
+    """One line of a listing.
+
+    ``op``: what it calls, empty for comments.  ``part``: :data:`INPUTS`, the inputs of a block, or a block; empty
+    outside blocks.  ``like``: the line without names, empty for transfers; parts have equal structure if ``like`` and
+    the wiring of ``defines`` and ``uses`` are equal.  ``weight``: the weight that an input holds.
     """
 
     text: str
@@ -42,7 +44,7 @@ class Line:
 
 
 def stage_lines(stage: Stage) -> list[Line]:
-    """The lines of a stage, from the newest of what it holds."""
+    """The lines of a stage: of its program if it has one, else of its regions, else of the traced graph."""
     if stage.program is not None and stage.cut is not None:
         return [*_proof(stage), *_program(stage)]
     if stage.cut is not None:
@@ -55,7 +57,7 @@ def stage_lines(stage: Stage) -> list[Line]:
 
 
 def op_counts(lines: Sequence[Line]) -> Counter[str]:
-    """How often each op stands in a stage."""
+    """The number of lines of each op."""
     return Counter(line.op for line in lines if line.op)
 
 
@@ -132,7 +134,7 @@ def _program(stage: Stage) -> Iterator[Line]:
     regions = program.problem.regions
     block_of = {r.name: r.block for r in regions}
     blocks = [*block_of.values(), ""]
-    at, computed = 0, False  # the region whose lines these are; behind its evicts come the next one's
+    at, computed = 0, False  # the current region; after its evicts, the lines of the next one begin
     for node, item in program_items(program):
         if node.op == "placeholder":
             yield from _input(node, names.get(node.name, ""), next((block_of.get(u.name, "") for u in node.users), ""))
@@ -152,7 +154,7 @@ def _program(stage: Stage) -> Iterator[Line]:
 
 
 def _input(node: Node, weight: str, block: str, named: bool = False) -> Iterator[Line]:
-    """``named``: whether the weight's name is told beside torch's own for it."""
+    """The line of an input that is used.  ``named``: add the weight's name as a comment, since torch's name differs."""
     if node.users:
         line = _line(node, f"{INPUTS} of {block}" if block else INPUTS)
         text = f"{line.text}  # {weight}" if named and weight else line.text
@@ -179,7 +181,7 @@ def _like(node: Node) -> str:
 
 
 def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...]:
-    """Its operands in order, each as often as it stands there."""
+    """The operands of a node in order, with repetitions."""
     found: list[str] = []
     map_arg((node.args, node.kwargs), lambda n: found.append((names or {}).get(n, n.name)))
     return tuple(found)

@@ -1,4 +1,4 @@
-"""Listings: lines as text, with notes at their ends, blocks that are like the one before folded."""
+"""Listings: lines as text, with notes at their ends; a block equal in structure to the one before is folded."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from .annotate import HEADER, FlopNotes, Note
 from .lines import INPUTS, Line
 from .record import size
 
-# Wide enough for a region's call with its first inputs; with the notes a line is 160, which a wide terminal shows.
+# Columns of program text: enough for a region's call with its first inputs.  A line with notes has 160.
 COLUMN = 96
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Neighbouring lines of one part of a listing.  ``shape``: equal for parts of equal structure, wiring included."""
+    """Consecutive lines of one part of a listing.  ``shape``: equal for parts of equal structure, wiring included."""
 
     name: str
     lines: tuple[Line, ...]
@@ -27,7 +27,7 @@ class _Part:
 
 
 def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: bool = True) -> str:
-    """The listing.  ``full``: whole; otherwise of parts of equal structure the first, and long lines shortened."""
+    """The listing as text.  Unless ``full``, long lines are cut, and consecutive equal parts are shown once."""
     text = [] if annotator is None else [f"#{' ' * (COLUMN - 1)}# {HEADER}"]
     if full:
         text += [_text(line, annotator, False) for line in lines]
@@ -43,8 +43,8 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
 
 
 def _parts(lines: Sequence[Line]) -> list[_Part]:
-    """The parts, with their wiring by place: an operand is of the part itself, of the part before it, of the inputs of
-    its block, each by its number there, or it is one and the same for all, by its name."""
+    """The parts and their wiring.  An operand defined in the same part, in the part before it or in the inputs of its
+    block counts by its number there; any other operand counts by its name."""
     found: list[_Part] = []
     place: dict[str, tuple[str, int]] = {}
     before = ""
@@ -64,7 +64,7 @@ def _parts(lines: Sequence[Line]) -> list[_Part]:
 
 
 def _equal(parts: Sequence[_Part]) -> Callable[[tuple[int, _Part]], int]:
-    """A key that stays the same along neighbouring parts of equal structure; parts outside blocks stand alone."""
+    """A key for groupby: equal for consecutive parts of equal structure, and different for parts outside blocks."""
     keys: list[int] = []
     for i, part in enumerate(parts):
         same = bool(i) and part.shape == parts[i - 1].shape and bool(part.name) and bool(parts[i - 1].name)

@@ -1,7 +1,7 @@
-"""Stages where torch's own tools look: ``trace_structured`` for tlparse, a ``chunkflow`` artefact for torch's logs.
+"""Stages for torch's own tools: ``trace_structured`` for tlparse, a ``chunkflow`` artefact for torch's logs.
 
-torch reads TORCH_LOGS while it is imported, when it knows no artefact but its own: in the environment the artefact goes
-by the name of this package, ``TORCH_LOGS=chunkflow_compile``; ``set_logs`` knows it as ``chunkflow``.
+torch reads TORCH_LOGS while it is imported, when only its own artefacts are registered.  The environment
+therefore uses the name of this package, ``TORCH_LOGS=chunkflow_compile``; ``set_logs`` uses ``chunkflow``.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ PACKAGE = "chunkflow_compile"
 def logged(
     run: Iterable[Stage], hardware: Hardware, took: Callable[[Stage, float], None] | None = None
 ) -> Iterator[Stage]:
-    """Passes the stages on, each with its listing in the structured trace and, annotated and folded, in the log.
+    """Yield the stages, and write the listing of each to the structured trace and, annotated and folded, to the log.
 
-    ``took`` is told the seconds of each stage.
+    ``took``: called with each stage and its seconds.
     """
     log = _logger()
     for stage, seconds in _timed(run):
@@ -72,5 +72,5 @@ def _logger() -> logging.Logger:
     if ARTEFACT not in _internal.log_registry.artifact_names:
         _internal.register_artifact(ARTEFACT, "Stages of ChunkFlow's compilation, annotated.", visible=True)
     if not _internal.log_registry.is_log(PACKAGE):
-        _internal.log_registry.register_log(PACKAGE, PACKAGE)  # set_logs gives handlers to registered logs alone
+        _internal.log_registry.register_log(PACKAGE, PACKAGE)  # set_logs adds handlers to registered logs only
     return _internal.getArtifactLogger(PACKAGE, ARTEFACT)

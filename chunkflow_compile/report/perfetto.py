@@ -8,14 +8,14 @@ from typing import Any
 
 from .lanes import Lanes, around
 
-# Two steps, so that copies which one step starts for the next are seen whole.
+# Two steps, so that copies that one step starts for the next are shown whole.
 STEPS = 2
 _PROCESS = 0
 _THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3}
 
 
 def trace_events(lanes: Lanes, title: str) -> str:
-    """JSON of the Trace Event Format: a thread a lane, complete events in microseconds, arena bytes as a counter."""
+    """JSON in the Trace Event Format: a thread per lane, complete events in microseconds, arena bytes as a counter."""
     events = [_name("process_name", 0, title), *(_name("thread_name", t, name) for name, t in _THREADS.items())]
     events += sorted(_events(lanes), key=lambda e: (e["ts"], -e.get("dur", 0.0)))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=0) + "\n"
@@ -24,7 +24,7 @@ def trace_events(lanes: Lanes, title: str) -> str:
 def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
     whole = STEPS * round(lanes.step_s * 1e9) / 1e9
     for step in range(STEPS):
-        offset = step * round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds: where calls meet nothing overlaps
+        offset = step * round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
         for bar in lanes.bars:
             start, end = max(0.0, bar.start + offset), min(whole, bar.end + offset)
             if end > start:
@@ -36,7 +36,7 @@ def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
         for time, level in lanes.occupancy():
             values = {"bytes": level}
             yield {"ph": "C", "name": "arena", "pid": _PROCESS, "ts": _us(time + offset), "args": values}
-    # The last steps' wrap-around copies, as far as they fall into what is shown.
+    # Copies that the last step shown starts for the one after it, cut at the end of the trace.
     for bar in lanes.bars:
         if bar.start < 0:
             begin, end = next(around(bar.start, bar.end, lanes.step_s))
@@ -45,7 +45,7 @@ def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
 
 
 def _event(lane: str, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:
-    # Rounded ends, not lengths: neighbours that touch stay neighbours.
+    # Both ends are rounded, not the length, so that adjacent events stay adjacent.
     begin, stop = _us(start), _us(end)
     return {
         "ph": "X",
@@ -64,5 +64,5 @@ def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
 
 
 def _us(seconds: float) -> float:
-    """Microseconds to the nanosecond, none before the first call."""
+    """Microseconds, rounded to the nanosecond and at least 0."""
     return max(0, round(seconds * 1e9)) / 1e3

@@ -1,4 +1,4 @@
-"""Pictures, by matplotlib, which is an extra: it is imported when a picture is asked for."""
+"""Pictures by matplotlib, an optional dependency that is imported only to draw."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def _figure(width: float, height: float) -> Any:
 
 
 def save(figure: Any, path: Path) -> None:
-    """Writes a figure without the date, so that equal figures are equal files."""
+    """Write a figure without its date, so that equal figures give equal files."""
     dated = {".png": {"Software": None}, ".svg": {"Date": None}}
     figure.savefig(path, dpi=110, metadata=dated.get(path.suffix))
 
 
 def draw_curve(points: Sequence[Point], forwards: int, title: str, path: Path) -> None:
-    """Memory against step time, with the resident step as a line."""
+    """Draw memory against step time, with the resident step as a line."""
     figure, axes = new_axes()
     axes.step([p.memory / 2**30 for p in points], [p.step_s * forwards for p in points], where="post")
     axes.axhline(points[-1].resident_step_s * forwards, linestyle=":", color="gray")

@@ -1,4 +1,4 @@
-"""The difference of two plans: what moved home, what starts in another window, what it costs and gains."""
+"""The difference between two plans: weights that changed home or window, and the change in time and memory."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from chunkflow_compile.passes.plan import Plan, WeightPlan
 
 from .record import seconds, size
 
-# The words of chunkflow plan -> fields of a prediction.
+# Names as chunkflow plan prints them -> fields of a prediction.
 _SECONDS = {
     "a call of the model": "step_s",
     "with all weights resident": "resident_step_s",
@@ -28,9 +28,11 @@ _SECONDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Move:
-    """A weight of both plans that is elsewhere, before and after.  ``streamed``: its chunks that are copied, of how many;
-    ``ahead``: how many windows before its first reader the first of them starts; ``elsewhere``: chunks whose window is
-    another, None if they are of another size."""
+    """A weight of both plans; pairs are (before, after).
+
+    ``streamed``: how many of its ``chunks`` are copied.  ``ahead``: windows from the start of its first copy to its
+    first reader.  ``elsewhere``: how many chunks changed window, None if the plans differ in windows or chunk size.
+    """
 
     name: str
     block: str
@@ -49,8 +51,10 @@ class Move:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanDiff:
-    """``figures``: name -> before and after, seconds and bytes.  ``settings``: what the plans were told, where it differs.
-    ``only``: weights that one plan alone has."""
+    """The difference between two plans; pairs are (before, after).
+
+    ``figures``: seconds and bytes by name.  ``settings``: those that differ.  ``only``: weights that one plan lacks.
+    """
 
     digests: tuple[str, str]
     settings: dict[str, tuple[str, str]]
@@ -77,13 +81,13 @@ class PlanDiff:
         for weights, which in zip(self.only, ("before", "after"), strict=True):
             if weights:
                 parts.append(f"only {which}: {', '.join(weights[:8])}{' ...' * (len(weights) > 8)}")
-        parts.append(_moves("moved home", self.homes, _home))
+        parts.append(_moves("changed home", self.homes, _home))
         parts.append(_moves("changed window", self.windows, _window))
         return "\n\n".join(parts)
 
 
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
-    """Compares two plans, which need not be of one model."""
+    """Compare two plans, which may be of different models."""
     old, new = ({w.name: w for w in plan.weights} for plan in (before, after))
     moves = [_move(before, after, old[n], new[n]) for n in old if n in new]
     told = {
@@ -123,7 +127,7 @@ def _move(before: Plan, after: Plan, old: WeightPlan, new: WeightPlan) -> Move:
 
 
 def _moves(title: str, moves: tuple[Move, ...], text: object) -> str:
-    """One row for neighbours that moved alike, as the same weights of many blocks do."""
+    """A table with one row for all weights of the same label and the same change, such as one weight in many blocks."""
     if not moves:
         return f"{title}: none"
     cells: list[tuple[str, str, str]] = [(m.block, m.label, text(m)) for m in moves]  # type: ignore[operator]

@@ -13,7 +13,7 @@ from .record import seconds, size
 
 
 def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
-    """What a plan is expected to cost, a denoising step of ``forwards`` calls."""
+    """The predicted cost of a plan, per denoising step of ``forwards`` calls."""
     predicted = plan.predicted
     assert predicted is not None
     ratio = predicted.step_s / (predicted.resident_step_s or 1.0)
@@ -22,12 +22,12 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
         ("compute", seconds(predicted.compute_s * forwards)),
         (
             "collectives",
-            f"{seconds(predicted.collective_s * forwards)}, {seconds(predicted.inflation_s * forwards)} by copies",
+            f"{seconds(predicted.collective_s * forwards)}, {seconds(predicted.inflation_s * forwards)} added by copies",
         ),
         ("waiting for weights", seconds(predicted.exposed_s * forwards)),
         ("copies, beside the rest", seconds(predicted.copy_s * forwards)),
         ("weights on the device", f"{size(plan.device_bytes)} of {size(problem.total_bytes)}"),
-        ("of it arena", size(plan.arena_bytes)),
+        ("of which arena", size(plan.arena_bytes)),
         ("moved a step", size(plan.moved_bytes * forwards)),
         ("regions, collectives", f"{len(problem.regions)}, {len(problem.collectives)}"),
     ]
@@ -35,7 +35,7 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
 
 
 def blocks_table(plan: Plan, problem: Problem) -> str:
-    """A row a block, equal neighbours as one."""
+    """One row per block; consecutive equal blocks share one."""
     block = {k: r.block for k, r in enumerate(problem.regions)}
     rows: dict[str, list[WeightPlan]] = {}
     for weight in plan.weights:
@@ -70,6 +70,6 @@ def _streamed_bytes(plan: Plan, weight: WeightPlan) -> int:
 
 
 def weights_table(plan: Plan) -> str:
-    """A row a weight: where it is and why."""
+    """One row per weight: its home and the reason."""
     rows = [(w.name, size(w.nbytes), w.home, w.why) for w in plan.weights]
     return tabulate(rows, headers=("weight", "size", "home", "why"), tablefmt="simple")

@@ -1,4 +1,4 @@
-"""The one record that every measuring command writes, and its table."""
+"""The record that every measuring command writes, and its table."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRecord:
-    """One arm: seconds and bytes a step and rank; None where a figure does not apply.
+    """One arm: seconds and bytes per step and rank; None where a figure does not apply.
 
     ``step_s``, ``exposed_h2d_s`` (compute waited for weights) and ``collective_s`` are medians over the steps, of the
     slowest rank.  ``weights_device_bytes``: arena and resident weights; ``weights_total_bytes``: all weights.
@@ -45,7 +45,7 @@ class Record:
 
 
 def check_writable(path: Path) -> None:
-    """Before minutes of work, not behind them.  Raises ChunkflowError; leaves no empty file behind."""
+    """Check, before minutes of work, that a file can be written.  Leaves no empty file.  Raises ChunkflowError if not."""
     fresh = not path.exists()
     try:
         path.open("a").close()
@@ -56,7 +56,7 @@ def check_writable(path: Path) -> None:
 
 
 def table(record: Record, extra: Mapping[str, Mapping[str, object]] | None = None) -> str:
-    """The record as a table for people, an arm a row; ``extra``: column -> arm -> cell."""
+    """The record as a table, one row per arm; ``extra``: column -> arm -> cell."""
     rows = []
     for name, arm in record.arms.items():
         row: dict[str, object] = {
@@ -68,26 +68,26 @@ def table(record: Record, extra: Mapping[str, Mapping[str, object]] | None = Non
             "moved a step": size(arm.moved_bytes_per_step),
         }
         row.update({column: cells.get(name, "") for column, cells in (extra or {}).items()})
-        if any(a.equal_to_resident is not None for a in record.arms.values()):  # nothing was computed in a simulation
+        if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation computes no output
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append(row)
     return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
 
 
 def size(nbytes: int | None) -> str:
-    """Bytes for people: MiB, or KiB where that would be 0."""
+    """Bytes as text: in MiB, or in KiB below 1 MiB."""
     if nbytes is None:
         return "-"
     return f"{nbytes / 2**10:.1f} KiB" if 0 < nbytes < 1 << 20 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def seconds(value: float | None) -> str:
-    """Seconds for people, in ms."""
+    """Seconds as text, in ms."""
     return "-" if value is None else f"{value * 1e3:.1f} ms"
 
 
 def fine(value: float) -> str:
-    """Seconds for people, in ms to the microsecond."""
+    """Seconds as text, in ms to the microsecond."""
     return f"{value * 1e3:.3f} ms"
 
 

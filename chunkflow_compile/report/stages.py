@@ -1,6 +1,6 @@
-"""Stages as files: ``NN_stage.py``, the difference to the one before, the plan, a report.
+"""Stages as files: ``NN_stage.py``, the difference from the stage before, the plan, and a report.
 
-Files are whole and plain, so that tools compare them; only the report folds blocks that are alike.
+The files are complete, so that tools can compare them; only the report folds equal blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ REPORT_FILE = "report.txt"
 
 @dataclass(frozen=True)
 class Written:
-    """A stage that was written, and what stands in it.  ``change``: lines added and removed since the one before."""
+    """A stage that was written, and its contents.  ``change``: lines added and removed since the stage before."""
 
     name: str
     path: Path
@@ -40,9 +40,9 @@ class Written:
 
 
 class StageWriter:
-    """Writes stages into a folder, each as soon as it is there: the last file before an error is what led to it.
+    """A writer of stages to a folder, each as soon as it exists: after an error, the last file shows what led to it.
 
-    ``annotate``: whether the files carry the notes of the listing.  Raises ChunkflowError if the folder is unwritable.
+    ``annotate``: add notes to the lines.  Raises ChunkflowError if the folder cannot be written.
     """
 
     def __init__(self, folder: Path, hardware: Hardware, *, annotate: bool = False) -> None:
@@ -55,10 +55,10 @@ class StageWriter:
         with _refused(folder):
             folder.mkdir(parents=True, exist_ok=True)
             for name in (*(f"{_numbered(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
-                (folder / name).unlink(missing_ok=True)  # of an earlier run: the last file must be this one's
+                (folder / name).unlink(missing_ok=True)  # of an earlier run: the last file must be of this one
 
     def add(self, stage: Stage) -> Written:
-        """Writes one stage."""
+        """Write one stage."""
         lines = stage_lines(stage)
         plain = [line.text for line in lines]
         name = _numbered(stage.name)
@@ -79,7 +79,7 @@ class StageWriter:
         return self.written[-1]
 
     def finish(self, title: str = "", forwards: int = 1) -> Path:
-        """Writes the report of what was added; returns its path."""
+        """Write the report of the stages added; return its path."""
         assert self._newest is not None
         path = self.folder / REPORT_FILE
         with _refused(self.folder):
@@ -88,7 +88,7 @@ class StageWriter:
 
 
 def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -> tuple[Stage, Path]:
-    """All stages of a run under ``folder/rankR_N``, N counting the programs of a rank; the last one, and that folder."""
+    """Write a run to ``folder/rankR_N``, N counting the programs of rank R.  Return the last stage and that folder."""
     rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
     base, number = Path(folder), 0
     while (target := base / f"rank{rank}_{number}").exists():
@@ -101,7 +101,7 @@ def write_stages(run: Iterable[Stage], folder: str | Path, hardware: Hardware) -
 
 
 def report(stage: Stage, hardware: Hardware, written: Iterable[Written], title: str, forwards: int) -> str:
-    """What a person reads first: figures, blocks, op counts, and the last stage with notes, folded."""
+    """The text to read first: figures, blocks, op counts, and the last stage with notes, folded."""
     parts = [title] if title else []
     if stage.plan is not None and stage.cut is not None:
         parts += [summary_table(stage.plan, stage.cut.problem, forwards), blocks_table(stage.plan, stage.cut.problem)]
@@ -111,12 +111,12 @@ def report(stage: Stage, hardware: Hardware, written: Iterable[Written], title: 
 
 
 def annotator(stage: Stage, hardware: Hardware) -> FlopNotes:
-    """What annotates a stage: before there are regions, FLOPs alone."""
+    """The annotator of a stage: of FLOPs only, before there are regions."""
     return FlopNotes() if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan)
 
 
 def counts_table(written: Iterable[Written]) -> str:
-    """Op by stage, the ops that most stages share first."""
+    """Op counts, one column per stage; the ops most frequent in the last stage come first."""
     columns = list(written)
     names = sorted({op for w in columns for op in w.ops}, key=lambda op: (tuple(-w.ops[op] for w in columns[::-1]), op))
     rows = [(op, *(w.ops[op] or "" for w in columns)) for op in names]
@@ -143,7 +143,7 @@ def _count(difference: list[str]) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _refused(path: Path) -> Iterator[None]:
-    """Turns what the file system says into a sentence."""
+    """Turn an OSError into a ChunkflowError that names the path."""
     try:
         yield
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Story: one weight, from its home to its last reader, and what other choices would do to it."""
+"""Story: one weight, from its home to its last reader, and what other settings would change."""
 
 from __future__ import annotations
 
@@ -18,13 +18,16 @@ from chunkflow_compile.passes.problem import Problem
 from .lanes import Lanes, around, lanes_of
 from .record import fine, seconds, size
 
-# Names that an ambiguous one lists: a screen holds them.
+# Most candidates listed for an ambiguous name: they fit on a screen.
 _CANDIDATES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copy:
-    """Chunks ``[first, end)``, which ``window`` starts.  Seconds from the start of a call; below 0: of the call before."""
+    """A copy of chunks ``[first, end)``, started in ``window``.
+
+    Seconds from the start of a call; negative ones are in the call before.
+    """
 
     first: int
     end: int
@@ -37,7 +40,7 @@ class Copy:
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """What another choice would do.  ``streamed``: share of the weight's chunks; None throughout: there is no such plan."""
+    """The effect of another setting.  ``streamed``: share of the weight's chunks.  Without a plan, figures are None."""
 
     what: str
     streamed: float | None = None
@@ -49,7 +52,7 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """One weight under a plan.  Times in seconds of one call of the model; ``readers``: region -> what it is called."""
+    """One weight under a plan.  Times are seconds of one call of the model; ``readers``: region -> its label."""
 
     name: str
     shape: tuple[int, ...]
@@ -88,7 +91,7 @@ class Story:
             headers = ("chunks", "bytes", "window", "opens at", "copied from", "to")
             parts.append(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
             if any(c.opens_s < 0 for c in self.copies):
-                parts[-1] += "\n(below 0: in the call before)"
+                parts[-1] += "\n(negative: in the call before)"
         if self.changes:
             parts.append(f"what would change it:\n\n{self._changes()}")
         return "\n\n".join(parts)
@@ -101,7 +104,7 @@ class Story:
         if self.slot is not None:
             rows.append(("slot", f"{size(self.slot[0])} to {size(self.slot[1])} of the arena"))
         if self.slack_s is not None:
-            there = f"there {fine(self.slack_s)} before its first reader"
+            there = f"arrives {fine(self.slack_s)} before its first reader"
             rows.append(("slack", there if self.slack_s >= 0 else f"its first reader waits {fine(-self.slack_s)}"))
         return [*rows, ("why", self.why), ("limited by", self.limit)]
 
@@ -119,7 +122,7 @@ class Story:
 
 
 def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()) -> Story:
-    """The story of the weight ``name``, which the plan must hold."""
+    """The story of the weight ``name``, which must be in the plan."""
     weight = next(w for w in plan.weights if w.name == name)
     known = next(w for w in problem.weights if w.name == name)
     lanes = lanes_of(plan)
@@ -145,7 +148,7 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
 
 
 def find_weight(problem: Problem, part: str) -> str:
-    """The name of the one weight that ``part`` is the name or a part of.  Raises ChunkflowError listing candidates."""
+    """The only weight whose name is or contains ``part``.  Raises ChunkflowError if none or several match."""
     names = [w.name for w in problem.weights]
     aliases = {alias: w.name for w in problem.weights for alias in w.names}
     if part in aliases:
@@ -156,15 +159,15 @@ def find_weight(problem: Problem, part: str) -> str:
     if found:
         shown = "\n".join(f"  {n}" for n in found[:_CANDIDATES])
         more = f"\n  and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
-        raise ChunkflowError(f"{part!r} is part of {len(found)} names; give more of one:\n{shown}{more}")
+        raise ChunkflowError(f"{part!r} is part of {len(found)} names; use a longer part:\n{shown}{more}")
     if not names:
-        raise ChunkflowError("The model has no weights that a call of it reads.")
+        raise ChunkflowError("A call of this model reads no weights.")
     close = difflib.get_close_matches(part, names, n=3, cutoff=0.0)
-    raise ChunkflowError(f"No weight has {part!r} in its name; near are {', '.join(close)}.")
+    raise ChunkflowError(f"No weight has {part!r} in its name; the nearest are {', '.join(close)}.")
 
 
 def alternatives(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """Choices next to the one made, one thing changed in each."""
+    """Variants of ``settings`` with one thing changed in each, and what it is."""
     if settings.memory is not None:
         for factor in (0.75, 1.25):
             memory = int(settings.memory * factor)
@@ -183,7 +186,7 @@ def alternatives(settings: Settings) -> Iterator[tuple[str, Settings]]:
 
 
 def changed(name: str, what: str, make: Callable[[], Plan]) -> Change:
-    """What another plan does to a weight."""
+    """The effect on a weight of the plan that ``make`` returns."""
     try:
         plan = make()
     except ChunkflowError as error:
@@ -214,15 +217,15 @@ def _home(weight: WeightPlan) -> str:
 def _limit(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> str:
     if keep is not None or not weight.nbytes or weight.first_use < 0:
         small = (keep or "").startswith("small")
-        return "min_bytes, which says what is small" if small else "what it is: no plan moves it"
+        return "min_bytes: smaller weights stay" if small else "the weight itself: no plan moves it"
     if weight.slack_s is not None and weight.slack_s < 0:
         return "memory" if weight.ahead(len(plan.regions)) <= 1 else "the link"
     if weight.streamed_chunks < chunk_count(weight.nbytes, plan.chunk_bytes):
-        return "the goal: streaming more of it would save no memory, or take longer than was asked for"
+        return "the goal: streaming more of it would save no memory, or make the step longer than the goal allows"
     if held := [b.collective for b in plan.barriers if weight.name in b.weights]:
-        return f"its barrier: {', '.join(held)} waits for it, so that no copy runs beside it"
+        return f"its barrier: {', '.join(held)} waits for this weight, so that no copy runs beside the collective"
     if beside := _beside(weight, lanes):
-        return f"the link: its copy runs beside {', '.join(beside)}, and each slows the other where they share it"
+        return f"the link: its copy runs beside {', '.join(beside)}, and each slows the other where they share the link"
     return "nothing: it costs the call no time"
 
 

@@ -1,4 +1,4 @@
-"""The picture of a step: the whole of it above, a few blocks of it large below, with the arena byte by byte."""
+"""The picture of a step: all of it above, a few blocks enlarged below, with the arena byte by byte."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ WIDTH, HEIGHT = 15.0, 10.0
 _LANES: tuple[LaneName, ...] = ("compute", "collective", "copy")
 _HEIGHTS = (1.0, 4.0, 3.2)
 _COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
-# Inches that a character takes along and across its line at _SIZE; where there is less, a label is made smaller.
+# Inches of a character along and across its line at font size _SIZE; a label with less room is drawn smaller.
 _CHARACTER, _LINE = 0.068, 0.125
 _SIZE, _SMALLEST = 8.0, 3.5
 _LEGIBLE = 0.55
-# Shorter than anything on a machine; an axis needs some length.
+# Seconds; shorter than any span.  Keeps an axis from being empty.
 _INSTANT = 1e-12
 
 
 def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = None, blocks: int = 1) -> None:
-    """Writes the picture of a step; ``block``: the first block shown large (default: one in the middle), with
-    ``blocks - 1`` behind it.  Raises ChunkflowError for a block that there is not."""
+    """Write the picture of a step.
+
+    ``block``: the first of ``blocks`` enlarged blocks; by default they are in the middle.  Raises ChunkflowError if
+    there is no such block.
+    """
     shown = _shown(lanes, block, blocks)
     begin, end = _window(lanes, shown)
     with _text_in_svg():
@@ -41,11 +44,11 @@ def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = N
 
 
 def _shown(lanes: Lanes, block: str | None, blocks: int) -> list[str]:
-    """The blocks that are shown large."""
+    """The blocks to enlarge."""
     names = list(lanes.blocks)
     if block is not None and block not in lanes.blocks:
         close = difflib.get_close_matches(block, names, n=1, cutoff=0.0)
-        meant = f"; did you mean {close[0]!r}?" if close else ": the model has none."
+        meant = f"; did you mean {close[0]!r}?" if close else ": the model has no blocks."
         raise ChunkflowError(f"There is no block {block!r}{meant}")
     first = names.index(block) if block is not None else max(0, (len(names) - blocks) // 2)
     return names[first : first + blocks]
@@ -62,13 +65,13 @@ def _window(lanes: Lanes, shown: list[str]) -> tuple[float, float]:
 
 
 class _Colours:
-    """One colour for a weight and its like in every block."""
+    """One colour for the same weight of every block."""
 
     def __init__(self, lanes: Lanes) -> None:
         from matplotlib import colormaps
 
         labels = dict.fromkeys(slot.label for slot in lanes.slots)
-        # Light, so that black text stands on it; red is for stalls.
+        # Light colours, because the text on them is black; not red, which marks stalls.
         palette = [
             c for c in (*_rows(colormaps["Set3"]), *_rows(colormaps["Pastel2"])) if c != _rows(colormaps["Set3"])[3]
         ]
@@ -109,7 +112,7 @@ def _overview(axes: Any, lanes: Lanes, begin: float, end: float) -> None:
 
 def _detail(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours, shown: list[str]) -> None:
     rows = {"compute": 2.0, "collective": 1.0, "copy": 0.0}
-    inch = (WIDTH - 1.6) / (end - begin)  # on the time axis
+    inch = (WIDTH - 1.6) / (end - begin)  # inches per second
     lane_inches = HEIGHT * _HEIGHTS[1] / sum(_HEIGHTS) * 0.8 * 0.86 / 3.35
     longest: dict[str, float] = {}
     for bar in lanes.bars:
@@ -206,14 +209,14 @@ def _arena(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours,
 
 
 def _lines(bar: Bar, shown: list[str]) -> tuple[str, ...]:
-    """What stands in a bar: the region's name and what it computes, or the label alone."""
+    """The text of a bar: a region's name and what it computes, or the label."""
     if bar.lane == "compute":
         return bar.name, *bar.label.split(" ")
     return (_named(bar.label, bar.block, shown),)
 
 
 def _named(label: str, block: str, shown: list[str]) -> str:
-    """A weight's label; with the number of its block if that is not one of those shown."""
+    """A weight's label; with the number of its block if that block is not enlarged."""
     return label if block in shown or not block else f"{block.rpartition('.')[2]}: {label}"
 
 
@@ -227,16 +230,16 @@ def _label(
     colour: str = "black",
     least: bool = True,
 ) -> None:
-    """Text in a box of ``width`` by ``height`` inches: across or upright, in one line or several, whichever is largest.
+    """Draw text in a box of ``width`` by ``height`` inches: across or upright, one line or several, as large as fits.
 
-    ``least``: whether it is written even where it is too small to read on paper; a picture can be enlarged.
+    ``least``: draw it even if it is too small to read on paper; the picture can be enlarged.
     """
     best, turned, text = 0.0, False, ""
     for shown in (lines, (" ".join(lines),)):
         long, many = _CHARACTER * max(len(line) for line in shown), _LINE * len(shown)
         for room, upright in (((width, height), False), ((height, width), True)):
             scale = min(room[0] / long, room[1] / many, 1.0)
-            if scale > best + 0.1 * upright:  # heads stay straight for a little
+            if scale > best + 0.1 * upright:  # upright text must be clearly larger
                 best, turned, text = scale, upright, "\n".join(shown)
     if least or best >= _LEGIBLE:
         size = max(_SMALLEST, _SIZE * best)
@@ -255,13 +258,13 @@ def _label(
 
 
 def _behind(colour: str) -> dict[str, Any]:
-    """Text on hatches needs a ground of its own."""
+    """A white background for text on hatching."""
     return {} if colour == "black" else {"bbox": {"facecolor": "white", "edgecolor": "none", "pad": 1}}
 
 
 @contextlib.contextmanager
 def _text_in_svg() -> Iterator[None]:
-    """Text stays text, which can be searched for, and equal pictures are equal files."""
+    """Keep the text in an SVG searchable, and make equal pictures equal files."""
     import matplotlib
 
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "chunkflow"}):

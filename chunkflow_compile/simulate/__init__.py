@@ -1,1 +1,4 @@
-"""Plans and programs played on a hardware profile, without weights and without a device."""
+"""Simulation: a problem or a program and a hardware profile come in; plans, records or a timeline go out.
+
+One file: arms.py.  Nothing here needs weights or a device.
+"""

@@ -1,4 +1,4 @@
-"""Arms: one model on one machine under several policies, everything else the same; and a program, played as it stands."""
+"""Arms: one model on one machine under several policies, all else equal; and a program, simulated node by node."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from chunkflow_compile.report.record import ArmRecord
 
 
 def arm_record(plan: Plan, problem: Problem, forwards: int) -> ArmRecord:
-    """What a plan is expected to cost, in the terms of every other record: a denoising step of ``forwards`` calls."""
+    """The predicted cost of a plan as a record, per denoising step of ``forwards`` calls."""
     predicted = plan.predicted
     assert predicted is not None
     return ArmRecord(
@@ -40,7 +40,7 @@ def plan_arms(
     slowdown: float | None = None,
     yields: Yield = "auto",
 ) -> dict[Policy, Plan]:
-    """A plan for each policy; the goal is for those that have a choice.  Raises what ``place`` raises."""
+    """A plan for each policy.  Policies that accept no goal ignore it.  Raises what ``place`` raises."""
     return {
         policy: place(
             problem,
@@ -56,6 +56,6 @@ def plan_arms(
 
 
 def play_program(program: Program, hardware: Hardware, timings: Timings | None = None) -> Timeline:
-    """Plays a program node by node: what it says, whatever its plan expected."""
+    """Simulate a program node by node, independently of what its plan predicts."""
     simulator = Simulator(program.problem, hardware, program.plan.chunk_bytes, timings)
     return simulator.play([item for _, item in program_items(program) if item is not None])

@@ -107,7 +107,7 @@ def main() -> None:
     compiles = measure_compile(arguments.blocks, arguments.repeats)
     text = "# Compile time and resident step time against plain torch.compile\n\n"
     text += f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores ({platform.machine()}), no GPU. "
-    text += "Wan-style models from diffusers, random weights, float32, one process. Made by\n`make bench`.\n\n"
+    text += "Wan-style models from diffusers, random weights, float32, one process. Written by\n`make bench`.\n\n"
     text += f"## Compile and first step, {arguments.blocks} narrow blocks, empty caches\n\n"
     text += tabulate(rows(compiles), headers="keys", tablefmt="github", disable_numparse=True) + "\n"
     for label, seconds in steps.items():

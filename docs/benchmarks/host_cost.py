@@ -1,4 +1,4 @@
-"""What the executor costs the host: a call of 60 blocks issued to a GPU that does nothing, so that only its own time is left.
+"""Host time of the executor: a call of 60 blocks is issued to a stub of a GPU, so that only the executor takes time.
 
 python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md
 """
@@ -33,7 +33,7 @@ STEPS = 3 * FIRST_STEPS
 
 
 class IdleGpu:
-    """A GPU whose every call is over at once: a stream, an event and the GPU itself."""
+    """A stub of a GPU, of its streams and of its events.  Every call returns at once."""
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         return lambda *_: self
@@ -70,8 +70,8 @@ def main() -> None:
     chunks = sum(w.streamed_chunks for w in program.plan.streamed)
     about = (
         f"{title}, half of its weights resident: "
-        f"{len(cut.problem.regions)} regions, {chunks} chunks. The executor's own time to issue one call, medians; regions, "
-        "collectives, copies and the calls of CUDA cost nothing here, and come on top on a GPU (**not measured**). "
+        f"{len(cut.problem.regions)} regions, {chunks} chunks. Medians of the executor's own time to issue one call. "
+        "Regions, collectives, copies and CUDA calls take no time here; on a GPU they add to it (**not measured**). "
         f"The call is predicted to take {predicted.step_s:.1f} s on {machine.name}. torch {torch.__version__}, one core."
     )
     command = "python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md"
@@ -80,24 +80,24 @@ def main() -> None:
 
 @dataclass(eq=False)
 class Tenant:
-    """Holds a place in an arena."""
+    """A member of an arena, so that its slots exist."""
 
     plan: Plan
     code: None = None
 
     def close(self) -> None:
-        """Nobody else comes."""
+        """Never called: no other program joins the arena."""
 
 
 class IdleExecutor(Executor):
-    """Whose collectives bring nothing: there is no group."""
+    """An executor whose collectives return nothing, because there is no process group."""
 
     def _told(self, node: Node) -> Callable[..., Any]:
         return lambda *_: None
 
 
 def _issue(program: Program) -> list[float]:
-    """Seconds to issue each of some steps."""
+    """Seconds to issue each of ``STEPS`` calls."""
     device: Any = CudaDevice(IdleGpu())
     arena = Arena(make=lambda *_: device)
     tenant = Tenant(replace(program.plan, arena_bytes=1))

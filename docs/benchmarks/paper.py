@@ -2,9 +2,9 @@
 
     python docs/benchmarks/paper.py [--out docs/benchmarks/paper.md] [--keep FOLDER]
 
-Traces twelve configurations at full size without weights (about half a minute each), plans and plays each policy, and
-writes the tables, the pictures beside them, and what must be true of them: it fails if something is not.
-``--keep``: a folder that keeps the traced problems, and gives them back to the next run.
+Traces twelve configurations at full size without weights (about half a minute each), plans and simulates each policy,
+and writes tables, pictures and the claims that must hold.  The exit code is 1 if one does not.
+``--keep``: a folder for the traced problems, from which the next run reads them.
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ def document(results: list[Result], machine: Hardware, broken: list[str]) -> str
     return f"""# The paper's evaluation, from the simulator
 
 Simulated on `{machine.name}` at Ulysses degree {DEGREE}, bfloat16, chunks of {CHUNK // MIB} MiB; full-size graphs of the
-diffusers classes, traced without weights. Nothing here was run on a GPU. `make paper` makes this page and its pictures again.
+diffusers classes, traced without weights. Nothing here was run on a GPU. `make paper` writes this page and its pictures.
 
 Steps are denoising steps (Wan: two forwards). `layerwise` fetches the whole next block while a block computes;
-`layerwise-barrier` moreover waits for it before the first all-to-all of each block, as the baseline of the paper's
+`layerwise-barrier` also waits for it before the first all-to-all of each block, like the baseline of the paper's
 reference code; `chunkflow` is the smallest plan within 2 % of all weights resident (the default); the last row is the
-fastest plan in the memory that layerwise takes. Weights are arena and residents, slots cut.
+fastest plan in the memory of layerwise. Weights are the arena, after its slots are placed, and the resident weights.
 
 {main_table(results)}
 
 ![simulated step time](paper_steps.png)
 ![weights on the device](paper_memory.png)
 
-At the smallest sizes `chunkflow` reaches that step only by keeping half of the weights or more: a link that is too slow
-cannot be hidden, only relieved. The other way round, at the step of layerwise:
+At the smallest sizes, `chunkflow` reaches that step only by keeping half of the weights or more: where the link is too
+slow, copies cannot be hidden, and only fewer copies help. Conversely, at the step of layerwise:
 
 {equal_step_table(results)}
 
-## Against what was measured
+## Compared with measurements
 
 {measured}
 
@@ -74,8 +74,8 @@ Constants fitted to that one configuration, once, and used for all:
 {fitted}
 
 The reference code sends 8 all-to-alls a block, of which 6 carry the latent; diffusers, which is simulated here, sends 4.
-The last columns give every collective 1.5 times its bytes, as in the reference code. One configuration was measured, and
-two constants were fitted to it: this is a check of consistency, not of the other eleven. The simulated ratio of the
+In the last columns, every collective has 1.5 times its bytes, as in the reference code. One configuration was measured,
+and two constants were fitted to it: this checks consistency, not the other eleven. The simulated ratio of the
 two arms is {ratio[1]:.2f}, the measured one {ratio[0]:.2f}.
 
 ## Where the time goes
@@ -86,15 +86,16 @@ two arms is {ratio[1]:.2f}, the measured one {ratio[0]:.2f}.
 
 ## Chunk size
 
-The fastest plan in layerwise's memory. The tail is the longest that a collective would wait for a chunk in flight; where
-compute hides all copies, as at 81 frames, windows are filled so that none is, and only memory tells chunk sizes apart.
+The fastest plan in layerwise's memory. The tail is the longest time that a collective would wait for a chunk in flight.
+Where compute hides all copies, as at 81 frames, windows are filled so that no chunk is in flight, and chunk sizes differ
+only in memory.
 
 {chunk_table([small, wan], machine)}
 
 ## Residency
 
-The smallest sizes, with a fixed share of chunks resident and all the room that hides the others. The planner finds the
-share itself.
+The smallest sizes, with a fixed share of chunks resident and no memory limit for the others. The planner finds the share
+on its own.
 
 {residency_table(results, machine)}
 
@@ -104,32 +105,33 @@ share itself.
 
 ![roofline](paper_roofline.png)
 
-F is the FLOPs of a rank's block, I = F / bytes of its weights; I* is the knee, above which a block computes for longer than
-its own copy takes, and F* = I* times the bytes. Here eta_comp is {machine.eta_comp}, fitted to a
-whole step, so that the knee lies lower than with the paper's 0.60 and blocks hide earlier than its critical points
-below say. The last column is of the whole step: copies and collectives share the link and together take no longer than
-the resident step. It does not say that hiding is cheap: where blocks differ (the double blocks of FLUX and HunyuanVideo
-carry more bytes than the single ones, in as much compute), copies must run far ahead, which takes memory.
+F is the FLOPs of a block on one rank, and I = F / bytes of its weights. I* is the knee: above it, a block computes for
+longer than its own copy takes. F* = I* times the bytes. Here eta_comp is {machine.eta_comp}, fitted to a
+whole step. The knee is therefore lower than with the paper's 0.60, and blocks hide their copies at smaller sizes than the
+critical points below. The last column is for the whole step: "yes" if copies and collectives, which share the link, take
+no longer together than the resident step. That does not mean that hiding is cheap: where blocks differ (the double blocks
+of FLUX and HunyuanVideo have more bytes than the single ones, and as much compute), copies must run far ahead, which takes
+memory.
 
 ## Critical points
 
-From the paper's closed formulas and its constants (eta_comp 0.60, eta_pref 0.89), two ranks: the size at which F = F*. Its
-B_pref are profiled and carry contention; the bytes of the weights are smaller.
+The size at which F = F* on two ranks, from the paper's closed formulas and constants (eta_comp 0.60, eta_pref 0.89). The
+paper's B_pref are profiled and include contention; the bytes of the weights are smaller.
 
 {critical_table()}
 
-## What must be true
+## Claims that must hold
 
 * The default plan is within 2 % of resident (its goal) wherever copies and collectives fit the resident step; the plan
   in layerwise's memory is never slower than layerwise; the plan at layerwise's step is never larger: {held}.
-* The two measured steps are met within 15 %: {met}.
+* The two measured steps are predicted within 15 %: {met}.
 """
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="The paper's evaluation, from the simulator.")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".md"))
-    parser.add_argument("--keep", type=Path, help="folder for the traced problems, read again by the next run")
+    parser.add_argument("--keep", type=Path, help="folder for the traced problems, from which the next run reads them")
     arguments = parser.parse_args()
     machine = load_profile(MACHINE)
     problems = trace_all(arguments.keep)
@@ -145,7 +147,7 @@ def main() -> int:
     print(f"{arguments.out}: {len(results)} configurations")
     broken += measured_table(results)[1]
     for sentence in broken:
-        print(f"not true: {sentence}", file=sys.stderr)
+        print(f"does not hold: {sentence}", file=sys.stderr)
     return 1 if broken else 0
 
 

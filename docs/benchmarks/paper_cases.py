@@ -1,4 +1,4 @@
-"""The configurations of the paper's evaluation, traced without weights, planned and played."""
+"""The configurations of the paper's evaluation: traced without weights, planned and simulated."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, Prediction
 from chunkflow_compile.passes.problem import Problem
 
-# Those that the paper measures, and ours.
+# The policies that the paper measures, and chunkflow.
 POLICIES: tuple[Policy, ...] = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
 DEGREE = 2
 MACHINE = "h100-pcie-x2"
 MIB, GIB = 1 << 20, 1 << 30
 CHUNK = 16 * MIB
-TEXT = {"hunyuanvideo": 162}  # the paper has 161 tokens, which two ranks cannot share evenly
+TEXT = {"hunyuanvideo": 162}  # the paper has 161 tokens, which two ranks cannot split evenly
 ROOMY = "chunkflow, in layerwise's memory"
 
 
@@ -72,7 +72,7 @@ CASES = [
 
 @dataclass(frozen=True)
 class Result:
-    """A configuration, played.  ``plans``: by arm."""
+    """A configuration and its ``plans``, by arm."""
 
     case: Case
     problem: Problem
@@ -115,7 +115,7 @@ def breakdown(r: Result, arm: str) -> tuple[float, float, float, float]:
 
 
 def blocks_of(problem: Problem) -> tuple[float, float]:
-    """Mean FLOPs of a rank and bytes of the transformer blocks."""
+    """Mean FLOPs (on one rank) and mean bytes of the transformer blocks."""
     home = {r.index: r.block for r in problem.regions}
     flops: dict[str, float] = {}
     nbytes: dict[str, float] = {}
@@ -130,7 +130,7 @@ def blocks_of(problem: Problem) -> tuple[float, float]:
 
 
 def trace_all(keep: Path | None) -> list[Problem]:
-    """The problems of all cases, two processes at a time."""
+    """The problems of all cases, traced by two processes, or read from ``keep`` if an earlier run wrote them there."""
     found: dict[Case, Problem] = {}
     for case in CASES:
         path = keep / f"{case.model}_{case.size}.pkl" if keep is not None else None

@@ -31,7 +31,7 @@ def draw_memory(results: list[Result], path: Path) -> None:
 def _draw_bars(
     results: list[Result], height: Callable[[Result, str], float], label: str, path: Path, scale: str = "linear"
 ) -> None:
-    """A panel a model, a group a size, a bar an arm."""
+    """Draw a panel for each model, a group for each size, and a bar for each arm."""
     figure, axes = new_axes(12, 4, columns=3)
     for panel, model in zip(axes, dict.fromkeys(r.case.model for r in results), strict=True):
         mine = [r for r in results if r.case.model == model]

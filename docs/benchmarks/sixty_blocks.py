@@ -1,4 +1,4 @@
-"""The program that benchmarks of long programs take: a Wan of 60 blocks, traced without weights."""
+"""A long program for benchmarks: a Wan of 60 blocks, traced without weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BLOCKS, DEGREE = 60, 2
 
 
 def sixty_blocks() -> tuple[str, Cut, Hardware]:
-    """What it is, its regions, and the machine that it is planned for."""
+    """A title, the regions, and the machine to plan for."""
     preset = PRESETS["wan2.2-t2v-a14b"]
     preset = replace(preset, config={**preset.config, "num_layers": BLOCKS})
     title = f"`{preset.name}` with {BLOCKS} blocks, Ulysses degree {DEGREE}"

@@ -252,7 +252,7 @@ home        host, streamed in every call in 1 chunk
 read by     region_9 (blocks.1: out)
             from 9.802 ms to 10.802 ms of a call
 slot        0.0 MiB to 4.0 KiB of the arena
-slack       there 0.894 ms before its first reader
+slack       arrives 0.894 ms before its first reader
 why         hidden: copied from window 8, 1 window ahead of region 9, there 0.894 ms before it is read
 limited by  nothing: it costs the call no time
 
@@ -290,7 +290,7 @@ weights on the device      16.0 KiB  12.0 KiB  -25.0 %
 arena                      16.0 KiB  12.0 KiB  -25.0 %
 copied                     32.0 KiB  32.0 KiB
 
-moved home: none
+changed home: none
 
 changed window: 2 weights
 
@@ -322,8 +322,8 @@ rate of copies           0.02 GB/s    0.01 GB/s   0.50
 limited by compute, 80 % of the step; compute waits 12 % of it for weights, and the link is busy 13
 % of it
 
-a call takes 2.31 times what was predicted, most of it compute (+10.0 ms): the profile 'machine' is
-of another machine, or this one was busy; measure it with chunkflow calibrate and compile with
+a call takes 2.31 times what was predicted, most of it compute (+10.0 ms): the profile 'machine'
+does not fit this machine, or the machine was busy; run chunkflow calibrate and compile with
 hardware='measured'
 
 worst stalls:

@@ -56,10 +56,10 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
         own.write_text(odd)
         with pytest.raises(ChunkflowError, match=sentence):
             load_profile(own)
-    with pytest.raises(ChunkflowError, match=r"hardware=5 is no name"):
+    with pytest.raises(ChunkflowError, match=r"hardware=5 is not a name"):
         load_profile(5)  # type: ignore[arg-type]
     with pytest.raises(
-        ChunkflowError, match=r"no hardware profile 'h300': give one of cpu, .*a JSON file, or 'measured'"
+        ChunkflowError, match=r"no hardware profile 'h300': use one of cpu, .*a JSON file, or 'measured'"
     ):
         load_profile("h300")
 

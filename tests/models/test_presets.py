@@ -89,10 +89,10 @@ def test_true_bytes_of_a_block_are_the_paper_s() -> None:
 @pytest.mark.parametrize(
     ("attempt", "sentence"),
     [
-        (lambda: preset("wan3"), r"no preset 'wan3'; there are wan2.2-ti2v-5b, "),
+        (lambda: preset("wan3"), r"no preset 'wan3': use one of wan2.2-ti2v-5b, "),
         (lambda: PRESETS["flux.1-dev"].trace(5), r"24 attention heads: the Ulysses degree 5 must divide"),
         (lambda: PRESETS["flux.1-dev"].shape(Sizes(height=100, width=64)), r"height 100 is not a multiple of 16"),
-        (lambda: PRESETS["flux.1-dev"].shape(Sizes(height=64, width=64, frames=5)), r"makes images: it has no frames"),
+        (lambda: PRESETS["flux.1-dev"].shape(Sizes(height=64, width=64, frames=5)), r"generates images: leave out frames"),
         (lambda: PRESETS["hunyuanvideo"].shape(Sizes(height=720, width=1280, frames=32)), r"frames 32 is not 4 k \+ 1"),
     ],
 )

@@ -60,19 +60,19 @@ torch: ChunkFlow is tested on 2.11 to 2.15: install one of these if this one fai
 
 GPU 0: its link runs 8 of 16 lanes: check the slot, the riser and the BIOS
 
-GPU 1: its link runs at generation 1 of 4, as links do when idle: look again while something copies
+GPU 1: its link runs at generation 1 of 4, as links do when idle: check again while something copies
 
 host memory: the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16
 
-pinnable memory: copies from memory that is not pinned are slow: raise it with ulimit -l unlimited
+pinnable memory: copies from unpinned memory are slow: raise the limit with ulimit -l unlimited
 
 NCCL: several GPUs need it
 
-C++ compiler: Inductor compiles for the CPU with it: install g++, or name one as CXX; lowering='eager' does without
+C++ compiler: Inductor needs one for the CPU: install g++ or set CXX; lowering='eager' works without
 
-triton: Inductor compiles for GPUs with it: it comes with torch's CUDA builds
+triton: Inductor needs it for GPUs: install a CUDA build of torch, which includes it
 
-diffusers: the presets, the demo and your pipelines need it: pip install 'chunkflow-compile[diffusers]'
+diffusers: the presets, the demo and diffusers pipelines need it: pip install 'chunkflow-compile[diffusers]'
 
-hardware profile: plans are as good as their figures: run chunkflow calibrate""",
+hardware profile: plans are only as good as the profile: run chunkflow calibrate""",
         )
