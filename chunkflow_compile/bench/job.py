@@ -15,6 +15,7 @@ from chunkflow_compile.runtime.measurement import StepMeasurement
 
 from .arms import REPLAN_AFTER, Arm
 from .link_error import LinkError
+from .link_load import LinkLoad
 from .regimes import Regime
 
 # The arm that others are compared with: the same program with all weights on the device.
@@ -30,7 +31,8 @@ class Job:
     """What a rank is told.
 
     ``model``: a preset or file.py:function, in place of the regime's; ``sizes``: of the preset.  ``device``: "threads", where
-    the host runs ahead of every stream, "cpu", or "cuda".  ``link``: to be emulated; None for the device's own.
+    the host runs ahead of every stream, "cpu", or "cuda".  ``link``: to be emulated; None for the device's own.  ``load``:
+    of the link, which sets its bandwidth; None for the bandwidth in ``link``.
     ``hardware``: profile of the machine, None for that of the device.  ``folder``: where it meets the others and leaves its
     result, made for the run; ``dump``: for programs.
     """
@@ -40,6 +42,7 @@ class Job:
     ranks: int
     arms: tuple[Arm, ...]
     steps: int
+    load: float | None = None
     model: str | None = None
     sizes: Sizes | None = None
     device: str = "threads"
@@ -91,10 +94,11 @@ class ArmRun(Run):
 @dataclass(frozen=True, kw_only=True)
 class RankRun:
     """``peers``: arms that are no programs of ours.  ``total_bytes``: of all weights; ``link``: how well the emulation keeps
-    to its figures; ``machine``: what it ran on."""
+    to its figures; ``load``: what its bandwidth follows from, None where it was given; ``machine``: what it ran on."""
 
     arms: Mapping[str, ArmRun]
     peers: Mapping[str, Run]
     total_bytes: int
     link: LinkError | None
+    load: LinkLoad | None
     machine: str

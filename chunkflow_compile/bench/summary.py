@@ -12,11 +12,12 @@ from chunkflow_compile.report.record import SCHEMA, ArmRecord, Record, seconds, 
 
 from .job import RESIDENT, ArmRun, Job, RankRun, Run
 from .link_error import LinkError
+from .link_load import LinkLoad
 
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecord:
-    """``predicted``: in the terms of ``record``.  ``quartiles_s``: of the step, of the slowest rank, by arm.
+    """``predicted``: in the terms of ``record``.  ``steps_s``: of the slowest rank in each step, by arm.
 
     ``inflation``: how much longer collectives took than with all weights resident, 0.05 for a twentieth; without the time
     that one rank waited for the other.  None without a resident arm, or without collectives.  ``host_s``: until a call
@@ -26,15 +27,33 @@ class BenchRecord:
 
     record: Record
     predicted: Mapping[str, ArmRecord]
-    quartiles_s: Mapping[str, tuple[float, float]]
+    steps_s: Mapping[str, tuple[float, ...]]
     inflation: Mapping[str, float | None]
     host_s: Mapping[str, float]
     copy_rate: Mapping[str, float | None]
     peak_bytes: Mapping[str, int | None]
     difference: Mapping[str, float | None]
     link: LinkError | None
-    steps: int
+    load: LinkLoad | None
     machine: str
+
+    @property
+    def steps(self) -> int:
+        """Steps that count, an arm."""
+        return len(next(iter(self.steps_s.values())))
+
+    @property
+    def quartiles_s(self) -> dict[str, tuple[float, float]]:
+        """The middle half of an arm's steps."""
+        return {name: _quartiles(found) for name, found in self.steps_s.items()}
+
+    def ratio(self, arm: str, base: str) -> float:
+        """How long a step of ``arm`` takes, in steps of ``base``: the median over the rounds of the measurement.
+
+        A round holds one step of every arm, so that the two have the machine of the same seconds: what slows both for a
+        while, as neighbours do, is not in the ratio.
+        """
+        return median(a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True))
 
     def to_json(self) -> str:
         body = {
@@ -43,13 +62,16 @@ class BenchRecord:
             "degree": self.record.degree,
             "arms": {n: asdict(a) for n, a in self.record.arms.items()},
             "predicted": {n: asdict(a) for n, a in self.predicted.items()},
+            "steps_s": self.steps_s,
             "quartiles_s": self.quartiles_s,
+            "to_resident": {n: self.ratio(n, RESIDENT) for n in self.steps_s} if RESIDENT in self.steps_s else None,
             "collective_inflation": self.inflation,
             "host_s": self.host_s,
             "copy_rate": self.copy_rate,
             "peak_bytes": self.peak_bytes,
             "difference": self.difference,
             "link": None if self.link is None else asdict(self.link),
+            "load": None if self.load is None else asdict(self.load),
             "steps": self.steps,
             "machine": self.machine,
         }
@@ -64,14 +86,14 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
     base = _exchanges(runs[RESIDENT]) if RESIDENT in runs else None
     peers = {name: [rank.peers[name] for rank in ranks] for name in ranks[0].peers}
     everyone: Mapping[str, Sequence[Run]] = {**runs, **peers}
-    steps = {name: max((r.steps_s for r in arm), key=median) for name, arm in everyone.items()}
+    steps = {name: tuple(max(s) for s in zip(*(r.steps_s for r in arm), strict=True)) for name, arm in everyone.items()}
     measured = {name: _measured(arm, total) for name, arm in runs.items()}
     measured |= {name: _peer(arm, total) for name, arm in peers.items()}
     record = Record(model=_title(job), degree=job.ranks, arms=measured)
     return BenchRecord(
         record=record,
         predicted={name: _predicted(arm, total) for name, arm in runs.items()},
-        quartiles_s={name: _quartiles(found) for name, found in steps.items()},
+        steps_s=steps,
         inflation={name: _exchanges(arm) / base - 1 if base else None for name, arm in runs.items()},
         host_s={name: max(median(r.host_s) for r in arm) for name, arm in everyone.items()},
         copy_rate={name: _copy_rate(arm) for name, arm in runs.items()},
@@ -82,7 +104,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
             key=lambda link: abs(link.shared / link.requested - 1),
             default=None,
         ),
-        steps=len(next(iter(steps.values()))),
+        load=ranks[0].load,
         machine=ranks[0].machine,
     )
 
@@ -108,7 +130,7 @@ def describe(job: Job, found: BenchRecord) -> str:
         f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device}{machine}, "
         f"medians of {found.steps} steps, slowest rank"
     )
-    return text if found.link is None else f"{text}\n{found.link}"
+    return "\n".join([text, *(str(line) for line in (found.link, found.load) if line is not None)])
 
 
 def bench_table(found: BenchRecord) -> str:
@@ -118,9 +140,8 @@ def bench_table(found: BenchRecord) -> str:
         "middle half": {n: f"{a * 1e3:.0f} to {b * 1e3:.0f}" for n, (a, b) in found.quartiles_s.items()}
     }
     for base in (RESIDENT, "layerwise"):
-        whole = arms[base].step_s if base in arms else None
-        if whole:
-            columns[f"to {base}"] = {n: f"{(a.step_s or 0) / whole:.3f}" for n, a in arms.items()}
+        if base in arms:
+            columns[f"to {base}"] = {n: f"{found.ratio(n, base):.3f}" for n in arms}
     if any(x is not None for x in found.inflation.values()):
         columns["collectives inflated"] = {n: _percent(x) for n, x in found.inflation.items()}
     if any(peak is not None for peak in found.peak_bytes.values()):

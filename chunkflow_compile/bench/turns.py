@@ -23,6 +23,7 @@ from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.placing import offload, programs, restore
 from chunkflow_compile.runtime.device import make_port
@@ -32,11 +33,14 @@ from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, RankRun, Run
-from .link_error import link_error
+from .link_error import LinkError, link_error
+from .link_load import LinkLoad
 from .peers import make_peer
 from .subject import build, first
 
 T = TypeVar("T")
+# Resident steps that the load of the link is computed from: their median.
+COMPUTE_STEPS = 4
 # Resident steps that the plans are made from, behind one that pays for first touches.
 CALIBRATION = 3
 # Share of the compute of all arms beside copies from which on it tells what they do to it.
@@ -63,7 +67,7 @@ class Turns:
         self.progress = progress
         self.device = torch.device("cuda" if job.device == "cuda" else "cpu")
         machine = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
-        self.hardware = machine if job.link is None else on_emulated_link(machine, job.link, job.ranks)
+        self.hardware = machine
         self.profile = Path(job.folder) / f"hardware{rank}.json"
         self.times: dict[str, list[float]] = {a.name: [] for a in job.arms}
         self.host: dict[str, list[float]] = {a.name: [] for a in job.arms}
@@ -75,16 +79,12 @@ class Turns:
 
     def run(self) -> RankRun:
         job = self.job
-        link = None
-        if job.link is not None:
-            self.progress.set_description("measure the link")
-            link = link_error(job.link)
-            slowdown = compute_slowdown(self.device, make_port(job.link), dist.barrier)
-            self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
         self.profile.write_text(self.hardware.to_json())
         self.progress.set_description("compile")
         self._compile()
         self.progress.update()
+        load = None if job.load is None else self._load(job.load)
+        link = None if job.link is None else self._emulate(job.link, load)
         self.progress.set_description("measure regions")
         timings = self._calibrate()
         self.progress.update()
@@ -107,6 +107,7 @@ class Turns:
             peers={name: Run(**self._run(name)) for name in self.peers},
             total_bytes=total,
             link=link,
+            load=load,
             machine=device_name(self.device),
         )
         restore(self.model, "cpu")
@@ -129,6 +130,29 @@ class Turns:
         }
         self.compiled = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=options)
         self.compiled(**self.inputs(0))
+
+    def _load(self, share: float) -> LinkLoad:
+        """The compute of a resident step, measured before there is a link to wait for."""
+        self.progress.set_description("measure compute")
+        for step in range(COMPUTE_STEPS):
+            self.compiled(**self.inputs(step))
+        steps = self._session.measurements[-COMPUTE_STEPS:]
+        return LinkLoad(share, fmean(self._gather(median(sum(m.windows.compute_s) for m in steps))))
+
+    def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
+        """From the next call on, copies and collectives pass ``link``, of the bandwidth that ``load`` sets."""
+        self.progress.set_description("measure the link")
+        code = self._session.code
+        if load is not None:
+            ports = self.job.ranks if link.shared else 1
+            link = replace(link, bandwidth=ports * load.bandwidth(code.program.problem))
+        slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
+        self.hardware = replace(
+            on_emulated_link(self.hardware, link, self.job.ranks), compute_slowdown=fmean(self._gather(slowdown))
+        )
+        made = code.remade(hardware=self.hardware)
+        self._session.choice.code = replace(made, kind=replace(code.kind, link=link))
+        return link_error(link)
 
     def _make_peers(self) -> None:
         for arm in self.job.arms:

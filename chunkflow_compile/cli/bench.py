@@ -11,6 +11,7 @@ import torch
 
 from chunkflow_compile.bench.arms import Arm, parse_arms
 from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.link_load import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, describe, summarise
@@ -28,6 +29,8 @@ from chunkflow_compile.units import parse_rate
 from .output import add_json, check_json, say, write_json
 
 STEPS = 6
+# The link would take ten times as long as compute: no step is worth the wait.
+MOST_LOAD = 10.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -52,7 +55,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--arms", metavar="A,B", help="what is measured (default: those of the regime)")
     parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"that count, an arm (default {STEPS})")
     parser.add_argument("--ranks", type=int, metavar="P", help="Ulysses degree, a process each (default 2; 1 on a GPU)")
-    parser.add_argument("--bandwidth", metavar="SIZE", help="of the link, a second, as 200MB (default: the regime's)")
+    link = parser.add_mutually_exclusive_group()
+    link.add_argument(
+        "--load",
+        type=float,
+        metavar="X",
+        help="share of the resident step for which streaming all weights would keep the link busy; its bandwidth follows "
+        "from the compute measured (default: the regime's)",
+    )
+    link.add_argument("--bandwidth", metavar="SIZE", help="of the link, a second, as 200MB, instead of a load")
     parser.add_argument(
         "--order", choices=("fair", "fifo"), default="fair", help="how transfers share it (default fair)"
     )
@@ -82,6 +93,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.load is not None and not 0 < arguments.load <= MOST_LOAD:
+        raise ChunkflowError(f"--load must be above 0 and at most {MOST_LOAD}, not {arguments.load}.")
     if arguments.steps < 1 or (arguments.ranks is not None and arguments.ranks < 1):
         raise ChunkflowError("--steps and --ranks must be at least 1.")
     check_json(arguments)
@@ -101,15 +114,17 @@ def _job(arguments: argparse.Namespace) -> Job:
     regime = _regime(arguments)
     arms = parse_arms(tuple(arguments.arms.split(",")) if arguments.arms else regime.arms)
     _check_device(arguments, arms)
-    link = None
+    link, load = None, None
     if arguments.device != "cuda":
-        bandwidth = parse_rate(arguments.bandwidth, "--bandwidth") if arguments.bandwidth else regime.bandwidth
+        load = None if arguments.bandwidth else arguments.load or regime.load
+        bandwidth = parse_rate(arguments.bandwidth, "--bandwidth") if arguments.bandwidth else TO_BE_DERIVED
         link = LinkEmulation(bandwidth=bandwidth, order=arguments.order, shared="port" if arguments.one_port else "")
     return Job(
         regime=regime,
         model=None if arguments.model in REGIMES else arguments.model,
         sizes=_sizes(arguments),
         link=link,
+        load=load,
         ranks=arguments.ranks or (2 if link is not None or arguments.transport == "loopback" else 1),
         arms=arms,
         steps=arguments.steps,
@@ -123,9 +138,9 @@ def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
     """What goes with a GPU alone, and what does not."""
     if arguments.device == "cuda":
         check_device(torch.device("cuda"))
-        if arguments.bandwidth or arguments.one_port or arguments.order != "fair":
+        if arguments.bandwidth or arguments.load or arguments.one_port or arguments.order != "fair":
             raise ChunkflowError(
-                "--bandwidth, --one-port and --order are of an emulated link: --device cuda has its own."
+                "--load, --bandwidth, --one-port and --order describe an emulated link: --device cuda has its own."
             )
         if arguments.transport == "processes" and (arguments.ranks or 1) > 1:
             raise ChunkflowError(
@@ -159,14 +174,16 @@ def _regime(arguments: argparse.Namespace) -> Regime:
         raise ChunkflowError(
             f"There is no regime {arguments.model!r}: give one of {', '.join(REGIMES)}, or file.py:function for your own."
         )
-    if own and arguments.device != "cuda" and not arguments.bandwidth:
-        raise ChunkflowError("--bandwidth is needed for a model of your own: bytes a second, as 200MB.")
+    if own and arguments.device != "cuda" and not (arguments.bandwidth or arguments.load):
+        raise ChunkflowError(
+            "A model of your own needs a link: give --load 0.7 for one that is nearly full, or --bandwidth 200MB."
+        )
     if own:
         load_build(arguments.model)
     return Regime(
         family="",
         size=Size(),
-        bandwidth=0.0,
+        load=0.0,
         chunk_bytes=DEFAULT_CHUNK_BYTES if arguments.device == "cuda" else DEFAULT_MIN_BYTES,
         arms=GPU_ARMS if arguments.device == "cuda" else PEERS,
         shows=arguments.model,

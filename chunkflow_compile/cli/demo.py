@@ -1,17 +1,20 @@
-"""``chunkflow demo``: two ranks of a Wan-style model on an emulated link; weights resident, layerwise, and by chunkflow."""
+"""``chunkflow demo``: the main job on two ranks, where the link is nearly full and where compute is rich."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.job import RESIDENT, Job
+from chunkflow_compile.bench.link_load import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
-from chunkflow_compile.bench.summary import describe, summarise
+from chunkflow_compile.bench.summary import BenchRecord, describe, summarise
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import table
@@ -19,20 +22,21 @@ from chunkflow_compile.report.record import table
 from .output import add_json, check_json, say, write_json
 
 RANKS = 2
-STEPS = 6
+STEPS = 4
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    layers = DEMO.size.layers
+    layers = " and ".join(f"{regime.size.layers} in {name}" for name, regime in DEMO.items())
     parser = commands.add_parser(
         "demo",
         help="run the main job on two ranks of this machine",
-        description="Two gloo ranks take denoising steps of a small Wan-style transformer from diffusers (random weights, "
+        description="Two gloo ranks run denoising steps of a small Wan-style transformer from diffusers (random weights, "
         "Ulysses degree 2) over an emulated link: with all weights resident, with the whole next block fetched ahead, and "
-        "as ChunkFlow plans it. The outputs must be equal bit for bit.",
+        "as ChunkFlow plans it. First the link is nearly full, which shows speed. Then compute is rich, which shows memory. "
+        "The outputs must be equal bit for bit.",
         epilog="example: chunkflow demo --json demo.json",
     )
-    parser.add_argument("--layers", type=int, default=layers, help=f"blocks of the model (default {layers})")
+    parser.add_argument("--layers", type=int, metavar="N", help=f"blocks of the model (default {layers})")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps that count, an arm (default {STEPS})")
     add_json(parser, "the record")
     parser.add_argument("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
@@ -41,35 +45,58 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if arguments.layers < 1 or arguments.steps < 1:
+    if (arguments.layers is not None and arguments.layers < 1) or arguments.steps < 1:
         raise ChunkflowError("--layers and --steps must be at least 1.")
-    dump = arguments.dump or tempfile.mkdtemp(prefix="chunkflow-demo-")
+    dump = Path(arguments.dump or tempfile.mkdtemp(prefix="chunkflow-demo-"))
     check_json(arguments)
-    _make_folder(Path(dump))
-    job = Job(
-        regime=replace(DEMO, size=replace(DEMO.size, layers=arguments.layers)),
-        link=LinkEmulation(bandwidth=DEMO.bandwidth),
-        ranks=RANKS,
-        arms=parse_arms(DEMO.arms),
-        steps=arguments.steps,
-        dump=dump,
-    )
-    ranks = run_job(job)
-    found = summarise(job, ranks)
-    arms, base = found.record.arms, found.record.arms["resident"].step_s or 1.0
-    columns: dict[str, dict[str, object]] = {
-        "to resident": {name: f"{(arm.step_s or 0.0) / base:.3f}" for name, arm in arms.items()},
-        "collectives a step": {name: run.measurements[-1].collectives for name, run in ranks[0].arms.items()},
-    }
-    say(arguments, f"{describe(job, found)}\n\n{table(found.record, columns)}")
-    folder = ranks[0].arms["chunkflow"].folder
+    _make_folder(dump)
+    found: dict[str, BenchRecord] = {}
+    for name, regime in DEMO.items():
+        size = regime.size if arguments.layers is None else replace(regime.size, layers=arguments.layers)
+        job = Job(
+            regime=replace(regime, size=size),
+            link=LinkEmulation(bandwidth=TO_BE_DERIVED),
+            load=regime.load,
+            ranks=RANKS,
+            arms=parse_arms(regime.arms),
+            steps=arguments.steps,
+            dump=str(dump / name),
+        )
+        ranks = run_job(job)
+        found[name] = measured = summarise(job, ranks)
+        say(arguments, f"{name}: {regime.shows}\n{describe(job, measured)}\n\n{_table(measured)}\n")
+    for name, measured in found.items():
+        say(arguments, f"{name}: {_finding(measured)}")
+    folder = ranks[0].arms["chunkflow"].folder  # of the regime that was measured last
     say(arguments, f"\nprogram: {folder}/04_verified.py\nwhat it did: chunkflow explain {folder}")
-    write_json(arguments, found.record.to_json())
-    return 0 if all(arm.equal_to_resident for arm in arms.values()) else 1
+    write_json(arguments, _to_json(found))
+    return 0 if all(arm.equal_to_resident for r in found.values() for arm in r.record.arms.values()) else 1
+
+
+def _table(found: BenchRecord) -> str:
+    return table(
+        found.record, {"to resident": {name: f"{found.ratio(name, RESIDENT):.3f}" for name in found.record.arms}}
+    )
+
+
+def _finding(found: BenchRecord) -> str:
+    """What a regime shows, in the figures of this run."""
+    mine = found.record.arms["chunkflow"]
+    share = (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
+    return (
+        f"chunkflow takes {found.ratio('chunkflow', RESIDENT):.2f} of the resident step with {100 * share:.0f} % of the "
+        f"weights on the device, and is {found.ratio('layerwise', 'chunkflow'):.2f}x as fast as layerwise"
+    )
+
+
+def _to_json(found: Mapping[str, BenchRecord]) -> str:
+    """The record of the regime that shows memory, and those of all regimes under ``regimes``."""
+    bodies = {name: json.loads(r.record.to_json()) for name, r in found.items()}
+    return json.dumps({**bodies["compute-rich"], "regimes": bodies}, indent=1) + "\n"
 
 
 def _make_folder(dump: Path) -> None:
-    """Before a minute of work, not behind it."""
+    """Before a minute of work, not after it."""
     try:
         dump.mkdir(parents=True, exist_ok=True)
     except OSError as error:

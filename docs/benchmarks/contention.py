@@ -14,6 +14,7 @@ import torch
 
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.link_load import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise
@@ -70,15 +71,21 @@ def main() -> None:
     sections = _sections(arguments.out)
     for name in arguments.only or REGIMES:
         regime, start = REGIMES[name], time.monotonic()
-        link = LinkEmulation(bandwidth=regime.bandwidth)
-        job = Job(regime=regime, link=link, ranks=RANKS, arms=parse_arms(regime.arms), steps=steps[name])
+        job = Job(
+            regime=regime,
+            link=LinkEmulation(bandwidth=TO_BE_DERIVED),
+            load=regime.load,
+            ranks=RANKS,
+            arms=parse_arms(regime.arms),
+            steps=steps[name],
+        )
         found = summarise(job, run_job(job))
         picture = arguments.out.with_name(f"{arguments.out.stem}_{name}.png")
         draw_arms(found.record, found.predicted, picture)
         picture.with_suffix(".json").write_text(found.to_json())
         took = f"{time.monotonic() - start:.0f} s, torch {torch.__version__}, of `{command}`"
         parts = [f"{name}: {regime.shows}", describe(job, found), took, f"```\n{bench_table(found)}\n```"]
-        parts += [*(f"* {line}" for line in _findings(found, link)), f"![arms of {name}]({picture.name})"]
+        parts += [*(f"* {line}" for line in _findings(found)), f"![arms of {name}]({picture.name})"]
         sections[name] = "\n\n".join(parts).replace("\n\n* ", "\n* ")
         shown = [sections[known] for known in REGIMES if known in sections]
         arguments.out.write_text("\n\n## ".join([ABOUT.rstrip(), *shown]) + "\n")
@@ -99,7 +106,7 @@ def _steps(given: Sequence[str]) -> dict[str, int]:
     return found
 
 
-def _findings(found: BenchRecord, link: LinkEmulation) -> Iterator[str]:
+def _findings(found: BenchRecord) -> Iterator[str]:
     """What the regime is there to show, in figures of this run."""
     arms = found.record.arms
     step = {name: arm.step_s or 0.0 for name, arm in arms.items()}
@@ -107,25 +114,26 @@ def _findings(found: BenchRecord, link: LinkEmulation) -> Iterator[str]:
     if "chunkflow" in arms:
         mine = arms["chunkflow"]
         less = 1 - (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
-        yield f"chunkflow takes {step['chunkflow'] / base:.3f} of the resident step, {100 * less:.0f} % less weight memory"
+        taken = found.ratio("chunkflow", "resident")
+        yield f"chunkflow takes {taken:.3f} of the resident step, {100 * less:.0f} % less weight memory"
         for name in ("layerwise", "layerwise-barrier", "host-yield"):
             if name in arms:
-                yield f"it is {step[name] / step['chunkflow']:.2f}x as fast as {name}"
+                yield f"it is {found.ratio(name, 'chunkflow'):.2f}x as fast as {name}"
         yield "collectives are inflated by " + ", ".join(
             f"{100 * x:.1f} % ({name})" for name, x in found.inflation.items() if x is not None and name != "resident"
         )
     if "replanned" in arms:
         yield (
-            f"planned from figures wrong by 2: {step['misjudged'] / step['chunkflow']:.3f} of the step of the right ones; "
-            f"planned again after two steps: {step['replanned'] / step['chunkflow']:.3f}"
+            f"planned from figures wrong by 2: {found.ratio('misjudged', 'chunkflow'):.3f} of the step of the right ones; "
+            f"planned again after two steps: {found.ratio('replanned', 'chunkflow'):.3f}"
         )
     for share in BUDGETS:
-        mine, prefix = (arms.get(f"{policy}@{share}%") for policy in ("chunkflow", "layerwise-prefix"))
-        if mine is not None and prefix is not None and mine.step_s and prefix.step_s:
-            bound = max(base, (mine.moved_bytes_per_step or 0) / link.bandwidth)
+        ours, theirs = f"chunkflow@{share}%", f"layerwise-prefix@{share}%"
+        if found.link is not None and ours in arms and theirs in arms:
+            bound = max(base, (arms[ours].moved_bytes_per_step or 0) / found.link.requested)
             yield (
-                f"residency {share} %: {mine.step_s / bound:.3f} of max(resident, streamed bytes / link), and "
-                f"{prefix.step_s / mine.step_s:.2f}x as fast as a leading prefix of whole layers in the same bytes"
+                f"residency {share} %: {step[ours] / bound:.3f} of max(resident, streamed bytes / link), and "
+                f"{found.ratio(theirs, ours):.2f}x as fast as a leading prefix of whole layers in the same bytes"
             )
     off = {n: p.step_s / step[n] - 1 for n, p in found.predicted.items() if p.step_s}
     worst = max(off, key=lambda n: abs(off[n]))

@@ -1,5 +1,5 @@
-"""On a GPU: the card measured, then models at full size with random weights, arms in turns; a case is left out when the
-time is over.
+"""Benchmark on a GPU: calibrate the card, then run models at full size with random weights, arms in turns.  Cases for
+which no time is left are not run.
 
 python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md
 """
@@ -32,7 +32,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.runtime.device import check_device
 
-# What a case takes at least, compilation with empty caches included: it is not begun with less time left.
+# Least seconds of a case, compilation with empty caches included: with less time left, it is not started.
 CASE_S = 100.0
 OURS = (RESIDENT, "layerwise", "chunkflow")
 
@@ -41,11 +41,11 @@ ABOUT = """\
 
 Real models at full size, random weights in bfloat16, one card. `resident`, `layerwise` and `chunkflow` are programs of one
 compilation; `inductor` is plain `torch.compile` with all weights on the card; `diffusers-group-offload` is
-`enable_group_offload(block_level, use_stream=True)`, alone and with `compile_repeated_blocks`. Steps are taken in turns, in
-random order. *Peak* is what the allocator held for the arm, weights and activations; *host* is the time until the call
-returned; *copied at* is the rate while copies ran; *differs by* is the largest difference from `resident`, over its largest
-value. In the loopback case one process stands for two ranks, and its all-to-alls pass pinned host memory, as NCCL's do on
-nodes without peer access.
+`enable_group_offload(block_level, use_stream=True)`, alone and with `compile_repeated_blocks`. The arms take turns of one
+step, in random order. *Peak* is what the allocator held for the arm, weights and activations; *host* is the time until
+the call returned; *copied at* is the rate while copies ran; *differs by* is the largest difference from the output of
+`resident`, over the largest value of that output. In the loopback case, one process acts as two ranks, and its all-to-alls
+go through pinned host memory, as NCCL's do on nodes without peer access.
 """
 
 
@@ -63,8 +63,8 @@ class Case:
         return 2 if self.transport == "loopback" else 1
 
 
-# In the order of what is to be known first.  A forward of 5 or 12 billion weights takes as long as their copy, F*, at some
-# 10,000 tokens on a card of 500 TFLOP/s behind 50 GB/s: sizes lie on both sides.
+# The most important first.  On a card of 500 TFLOP/s with a link of 50 GB/s, a forward of 5 or 12 billion weights takes
+# as long as their copy (F*) at some 10,000 tokens; the sizes are on both sides of that.
 CASES = (
     Case("wan2.2-ti2v-5b", {"frames": 81}, (*OURS, INDUCTOR, GROUP_OFFLOAD)),
     Case("flux.1-dev", {"height": 2048, "width": 2048}, (*OURS, INDUCTOR, GROUP_OFFLOAD)),
@@ -78,9 +78,9 @@ CASES = (
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--seconds", type=float, default=520.0, help="for all of it (default 520)")
-    parser.add_argument("--steps", type=int, default=6, help="that count, an arm (default 6)")
-    parser.add_argument("--cases", default="", metavar="N,M", help=f"by number, of 1 to {len(CASES)} (default: all)")
+    parser.add_argument("--seconds", type=float, default=520.0, help="time for all cases (default 520)")
+    parser.add_argument("--steps", type=int, default=6, help="measured steps per arm (default 6)")
+    parser.add_argument("--cases", default="", metavar="N,M", help=f"cases to run, 1 to {len(CASES)} (default: all)")
     arguments = parser.parse_args()
     start = time.monotonic()
     try:
@@ -96,7 +96,7 @@ def main() -> None:
     for case in (CASES[n - 1] for n in chosen):
         left = arguments.seconds - (time.monotonic() - start)
         if left < took.get(case.model, CASE_S):
-            parts.append(f"## {case.model}, {_sizes(case)}: not measured, the time was over")
+            parts.append(f"## {case.model}, {_sizes(case)}: not measured, no time was left")
             continue
         began = time.monotonic()
         try:
@@ -105,7 +105,7 @@ def main() -> None:
             parts += [f"## {case.model}, {_sizes(case)}", describe(job, found), f"```\n{bench_table(found)}\n```"]
             parts += [f"* {line}" for line in _findings(found, profile)]
             records.append(json.loads(found.to_json()))
-        except Exception as error:  # noqa: BLE001  (the other cases are worth their time)
+        except Exception as error:  # noqa: BLE001  (the other cases still run)
             parts.append(f"## {case.model}, {_sizes(case)}: failed\n\n```\n{str(error)[-3000:]}\n```")
         took[case.model] = time.monotonic() - began
         _write(arguments.out, machine, profile, parts, records, time.monotonic() - start)
@@ -113,9 +113,7 @@ def main() -> None:
 
 
 def _job(case: Case, steps: int, hardware: str) -> Job:
-    regime = Regime(
-        family="", size=Size(), bandwidth=0.0, chunk_bytes=DEFAULT_CHUNK_BYTES, arms=case.arms, shows=case.model
-    )
+    regime = Regime(family="", size=Size(), load=0.0, chunk_bytes=DEFAULT_CHUNK_BYTES, arms=case.arms, shows=case.model)
     return Job(
         regime=regime,
         link=None,
@@ -135,7 +133,7 @@ def _sizes(case: Case) -> str:
 
 
 def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
-    """What the case is there to show, in figures of this run."""
+    """The figures of this run that the case is meant to show."""
     arms = found.record.arms
     mine = arms["chunkflow"].step_s or 0.0
     for name, arm in arms.items():

@@ -96,7 +96,7 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["contention", "--arms", "inductor"], "--arms inductor: measured on a GPU only, with --device cuda"),
         (["contention", "--frames", "9"], "--frames is a size of a preset; contention has its own"),
         (["flux.1-dev"], "Presets, --transport loopback and --hardware are for --device cuda"),
-        (["contention", "--bandwidth", "fast"], "--bandwidth='fast' is no size"),
+        (["contention", "--bandwidth", "fast"], "--bandwidth='fast' is not a size"),
         (["contention", "--bandwidth", "1"], "link_emulation.bandwidth=1.0 is outside"),
         (["contention", "--picture", "/nowhere/p.png"], "cannot be written to /nowhere/p.png"),
     ],
@@ -208,7 +208,7 @@ SIZE = Size(layers=3, heads=8, head_dim=64, frames=1, height=16, width=16, text=
 
 def job(**told: Any) -> Job:
     """On the CPU's own link, which is what a GPU has too."""
-    regime = Regime(family="wan", size=SIZE, bandwidth=0.0, chunk_bytes=1 << 20, arms=(), shows="")
+    regime = Regime(family="wan", size=SIZE, load=0.0, chunk_bytes=1 << 20, arms=(), shows="")
     arms = parse_arms(told.pop("arms"))
     return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", **told)
 
