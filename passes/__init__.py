@@ -1,14 +1,15 @@
-"""Graph in, graph or plan out: no threads, no clocks, no devices.
+"""Passes: a traced graph in, a verified program out.  No threads, no clocks, no devices.
 
-One pass a file, in the order in which they run::
+A module imports only from its own room or from those to the left of it::
 
-    discover   ATen graph             -> Discovery   weights, their uses through views, collectives
-    regions    ATen graph + Discovery -> Cut         pieces of pure compute and the collectives between them
-    place      Problem + Hardware     -> Plan        home, slot and windows of every weight, for a goal
-    rewrite    Cut + Plan             -> Program     an FX graph with prefetch / wait / evict
-    verify     Program                -> None        or a ChunkflowError that names the missing edge
+    types < cost < graph < placement < program < pipeline
 
-``place`` makes candidates (:mod:`windows`, :mod:`residency`, :mod:`policies`, :mod:`search`, :mod:`refine`), plays each
-(:mod:`schedule`, :mod:`timeline`) and cuts slots (:mod:`slots`).  The types between the passes are frozen: :mod:`problem`,
-:mod:`hardware`, :mod:`plan`.  Nothing here imports the rest of the package.
+The ground floor has the frozen types: errors, hardware, problem, plan, ops.  The rooms above it::
+
+    cost       a region's graph   -> Cost     FLOPs and bytes; or seconds from measurements
+    graph      ATen graph         -> Cut      regions, the collectives between them, and their Problem
+    placement  Problem + Hardware -> Plan     home, slot and windows of every weight, for a goal
+    program    Cut + Plan         -> Program  an FX graph with prefetch / wait / evict, proved safe
+
+:mod:`pipeline` runs the passes of all rooms in order.  Nothing here imports the rest of the package.
 """

@@ -1,9 +1,9 @@
-"""The exceptions of the package: a sentence that names the thing, the cause and the fix."""
+"""The exceptions of the package.  Each message names the thing, the cause and the fix."""
 
 
 class ChunkflowError(RuntimeError):
-    """Something that a person can act on.  Raised before any weight moves wherever that is possible."""
+    """An error that the user can act on.  Raised before any weight moves where that is possible."""
 
 
 class FindingError(ChunkflowError):
-    """A check that was asked for found something: the program is at fault, not how it was called."""
+    """A check found a fault in the program; the call itself was valid."""

@@ -1,4 +1,4 @@
-"""A machine as the cost model sees it: one rank's compute, its link to the host, its collectives.  Frozen, JSON."""
+"""Hardware: one rank's compute, host link and collectives, as the cost model sees them.  Frozen; stored as JSON."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class LinkEmulation:
-    """A link that is emulated, for measurements on machines that have none: time passes as on such a link.
+    """An emulated link, for measurements on a machine without one: transfers take as long as on the real link.
 
-    ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its end.  ``quantum``: bytes
-    that one transfer has the link for before it is the other's turn.  ``order``: "fair", in turns, or "fifo".
-    ``shared``: a file by which all ranks of the machine share one port; empty for a port a rank.
+    ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its completion.
+    ``quantum``: bytes that one transfer sends before the next transfer's turn.  ``order``: "fair" (in turns) or "fifo".
+    ``shared``: path of a file through which all ranks of the machine share one port; empty if each rank has its own.
     """
 
     bandwidth: float
@@ -39,7 +39,7 @@ class LinkEmulation:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """All rates are of one rank.  ``sources`` says where each figure comes from, by field."""
+    """The machine of one rank.  All rates are per rank.  ``sources``: field -> where its figure comes from."""
 
     name: str
     peak_flops: Mapping[str, float]
@@ -53,13 +53,13 @@ class Hardware:
     eta_pref: float
     """Share of h2d_bandwidth that long copies reach, above 0 and at most 1."""
     launch_s: float
-    """Seconds of overhead a region."""
+    """Seconds of overhead per region."""
     chunk_s: float
-    """Seconds of overhead a chunk copied."""
+    """Seconds of overhead per chunk copied."""
     collective_latency_s: float
-    """Seconds of overhead a collective."""
+    """Seconds of overhead per collective."""
     collective_bandwidth: float
-    """Bytes/s that a collective moves into one rank, alone on the link."""
+    """Bytes/s that a collective moves into one rank while it is alone on the link."""
     shared_link: bool
     """Whether copies and collectives share the link (PCIe) or not (NVLink)."""
     copy_slowdown: float
@@ -67,17 +67,17 @@ class Hardware:
     collective_slowdown: float
     """Factor, at least 1, by which a copy in flight stretches a collective; 1 if the link is not shared."""
     compute_slowdown: float = 1.0
-    """Factor, at least 1, by which a copy in flight stretches compute, and the latency of collectives: it takes memory
-    bandwidth, on a CPU time of a core."""
+    """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
+    memory bandwidth and, on a CPU, core time."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
-    """A link to emulate while programs run; None for the machine's own."""
+    """The link to emulate while programs run; None to use the machine's own."""
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             _check(name, getattr(self, name), low, high)
         if not isinstance(self.peak_flops, Mapping) or not self.peak_flops:
-            raise ChunkflowError("Hardware field peak_flops must give FLOP/s by dtype, as {'bfloat16': 756e12}.")
+            raise ChunkflowError("Hardware field peak_flops must map dtypes to FLOP/s, like {'bfloat16': 756e12}.")
         for dtype, rate in self.peak_flops.items():
             _check(f"peak_flops[{dtype!r}]", rate, 1e8, 1e17)
         if not isinstance(self.shared_link, bool):
@@ -101,7 +101,7 @@ class Hardware:
 
     @staticmethod
     def from_json(text: str) -> Hardware:
-        """Reads a profile; raises ChunkflowError naming a field that is missing, unknown, negative or absurd."""
+        """Read a profile.  Raises ChunkflowError that names a missing, unknown, negative or out-of-range field."""
         try:
             body: dict[str, Any] = json.loads(text)
             schema = body.pop("schema", SCHEMA)
@@ -122,11 +122,11 @@ class Hardware:
             try:
                 body["link_emulation"] = LinkEmulation(**body["link_emulation"])
             except TypeError as error:
-                raise ChunkflowError(f"Hardware field link_emulation is none: {error}.") from error
+                raise ChunkflowError(f"Hardware field link_emulation is not valid: {error}.") from error
         return Hardware(**body)
 
 
-# Field -> what a real machine can have; beyond it a unit is wrong (GB for bytes, ms for seconds).
+# Field -> the range of real machines.  A value outside it has the wrong unit (GB for bytes, ms for seconds).
 _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_comp": (0.001, 1),
     "memory_bandwidth": (1e8, 1e14),

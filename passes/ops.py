@@ -1,16 +1,16 @@
 """The three transfer ops of a program.
 
-They are nodes that a person reads and the executor runs; they are never dispatched, so calling one directly is an
-error.  ``Library.define`` is used rather than ``custom_op``: an op of the latter costs about ten times as much.
+They are FX nodes: the listing shows them and the executor runs them.  They are never dispatched, so calling one
+directly is an error.  ``Library.define`` is used because ``custom_op`` takes over ten times as long to define an op.
 
 ``prefetch(weight, first, end, window, next_step)``
-    Copies chunks ``[first, end)`` of a weight into its slot.  The copy stream waits for the opening of the window: the
-    point of the compute stream at which the first prefetch of that window stands.  With ``next_step`` the copy serves
-    the next run of the program (wrap-around).
+    Copy chunks ``[first, end)`` of a weight into its slot.  The copy stream waits until the window opens: until the
+    compute stream reaches the first prefetch of that window.  With ``next_step`` the copy serves the next run of the
+    program (wrap-around).
 ``wait(weight)``
     The compute stream waits until every chunk of the weight has arrived.
 ``evict(weight)``
-    The last reader of the weight is behind; from here on its slot may be overwritten.
+    The last reader of the weight has finished; from here on its slot may be overwritten.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _never_dispatched(*args: object, **kwargs: object) -> None:
 
 for _op in (PREFETCH, WAIT, EVICT):
     _LIBRARY.impl(_op, _never_dispatched, "CompositeExplicitAutograd")
-    # An op that returns () is dead code to torch.fx unless it is registered.
+    # torch.fx treats an op that returns () as dead code unless it is registered as having a side effect.
     torch.fx.has_side_effect(_op)
 
 
@@ -53,6 +53,6 @@ class Prefetch:
 
 
 def prefetch_of(node: Node) -> Prefetch | None:
-    """What a node prefetches, None if it is no prefetch."""
+    """The arguments of a prefetch node, None for any other node."""
     arguments: Any = node.args
     return Prefetch(*arguments) if node.target is PREFETCH else None

@@ -1,8 +1,8 @@
-"""Pipeline: the passes in their order, and what each leaves behind.
+"""Pipeline: run the passes in order.  Each row is a stage, its result, and the passes that produce it.
 
-traced      the ATen graph, its parameters and process groups      tracing, outside
-regions     pieces of pure compute between collectives             discover, cut
-planned     a home, a slot and windows for every weight            place, or a plan given
+traced      the ATen graph, its parameters and process groups      tracing, outside this package
+regions     regions of pure compute between collectives            discover, cut
+planned     a home, a slot and windows for every weight            place, unless a plan is passed
 rewritten   the program with its transfer ops                      rewrite
 verified    the same program, proved safe                          verify
 """
@@ -32,9 +32,9 @@ from .problem import Problem
 StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
 STAGES: tuple[StageName, ...] = get_args(StageName)
 
-# What can be left out, to see whether it is to blame.  Everything else is needed by what stands behind it.
+# Passes that can be left out, to see whether one of them causes a fault.  Later passes need all others.
 OPTIONAL_PASSES: Mapping[str, str] = {
-    "views": "pieces of views only go into the regions around them",
+    "views": "pieces that hold only views are moved into the regions around them",
     "sharing": "equal regions are lowered once",
     "refine": "short programs are improved chunk by chunk",
     "verify": "the program is proved safe before it runs",
@@ -43,7 +43,7 @@ OPTIONAL_PASSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What the passes are told.  Sizes in bytes; ``disabled``: names of :data:`OPTIONAL_PASSES`."""
+    """Settings of the passes.  Sizes in bytes.  ``disabled``: names of :data:`OPTIONAL_PASSES`."""
 
     hardware: Hardware
     policy: Policy = "chunkflow"
@@ -62,7 +62,7 @@ class Settings:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage:
-    """The program after a pass; None for what is not there yet."""
+    """The results of the passes so far; None for those of later passes."""
 
     name: StageName
     traced: Traced
@@ -73,18 +73,18 @@ class Stage:
 
 
 def check_disabled(names: Iterable[str]) -> None:
-    """Raises ChunkflowError for a name that is no optional pass."""
+    """Raise ChunkflowError for a name that is not an optional pass."""
     for name in names:
         if name not in OPTIONAL_PASSES:
             close = difflib.get_close_matches(name, OPTIONAL_PASSES, n=1, cutoff=0.0)[0]
             raise ChunkflowError(
-                f"There is no pass {name!r} that can be disabled; did you mean {close!r}? There are "
-                f"{', '.join(OPTIONAL_PASSES)}; all others are needed by what stands behind them."
+                f"There is no pass {name!r} that can be disabled; did you mean {close!r}? Those that can are "
+                f"{', '.join(OPTIONAL_PASSES)}; later passes need all others."
             )
 
 
 def make_plan(problem: Problem, settings: Settings) -> Plan:
-    """The plan that is given, or one made for the goal.  Raises ChunkflowError if there is none."""
+    """The plan of ``settings``, or one placed for its goal.  Raises ChunkflowError if no plan meets the goal."""
     return settings.plan or place(
         problem,
         settings.hardware,
@@ -99,17 +99,17 @@ def make_plan(problem: Problem, settings: Settings) -> Plan:
 
 
 def make_cut(traced: Traced, group_bytes: int = DEFAULT_GROUP_BYTES, disabled: Collection[str] = ()) -> Cut:
-    """The regions of a traced graph."""
+    """Discover the weights of a traced graph and cut it into regions."""
     return cut(traced, discover(traced), group_bytes, dissolve_views="views" not in disabled)
 
 
 def stages(
     traced: Traced, settings: Settings, *, verify_each: bool = False, last: StageName = "verified"
 ) -> Iterator[Stage]:
-    """Runs the passes in order, up to stage ``last``; yields what each leaves behind as soon as it is there.
+    """Run the passes in order, up to stage ``last``; yield each stage as soon as it exists.
 
-    ``verify_each``: checks the contract of each stage once it has been taken, so that a stage that breaks it is seen.
-    Raises ChunkflowError where a pass refuses or a contract is broken.
+    ``verify_each``: check the contract of each stage after the caller has received it, so the caller also has a stage
+    that breaks its contract.  Raises ChunkflowError if a pass refuses its input or a contract is broken.
     """
     yield Stage(name="traced", traced=traced)
     if verify_each:

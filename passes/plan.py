@@ -1,4 +1,4 @@
-"""The decision: where every chunk lives, which slot it streams through, which window starts it.  Frozen, JSON."""
+"""Plan: where every chunk lives, which slot it streams through, which window starts it.  Frozen; stored as JSON."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from .errors import ChunkflowError
 from .problem import Problem
 
 SCHEMA = 3
-# Kernels assume 16-byte alignment of their inputs; 256 is what the CUDA allocator gives to every tensor.
+# Kernels assume that inputs are aligned to 16 bytes; the CUDA allocator aligns every tensor to 256.
 ALIGNMENT = 256
 
 Home = Literal["host", "device"]
-# The window that starts each chunk of a weight, None for a chunk that stays on the device.
+# The window that starts each chunk of a weight, None for a resident chunk.
 Windows = tuple["int | None", ...]
 
 
@@ -27,13 +27,13 @@ def align(nbytes: int) -> int:
 
 
 def chunk_count(nbytes: int, chunk_bytes: int) -> int:
-    """Number of chunks of ``nbytes``, the last one shorter."""
+    """Number of chunks in ``nbytes``; the last may be shorter."""
     return -(-nbytes // chunk_bytes)
 
 
 @dataclass(frozen=True)
 class Run:
-    """Neighbouring chunks ``[first, end)`` of one weight that the same window starts; ``window`` None: residents."""
+    """Consecutive chunks ``[first, end)`` of one weight that the same window starts; None for resident chunks."""
 
     first: int
     end: int
@@ -51,12 +51,12 @@ def runs(windows: Windows) -> Iterator[Run]:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPlan:
-    """One weight.  ``home="host"``: it streams through a slot at ``offset`` bytes into the arena.
+    """The placement of one weight.  ``home="host"``: it streams through a slot at ``offset`` bytes into the arena.
 
-    ``windows``: for each chunk the window that starts it, in this step if ``window <= first_use`` and otherwise in the
-    step before (wrap-around); None for a chunk that stays in the slot.  ``first_use`` and ``last_use`` are region
-    indices.  ``slack_s``: predicted seconds between the arrival of its last chunk and its first reader; negative where
-    the reader waits.  ``why`` is a sentence for people.
+    ``windows``: the window that starts each chunk, None for a resident chunk.  A window is in the step of the readers
+    if ``window <= first_use``, otherwise in the step before (wrap-around).  ``first_use`` and ``last_use``: indices of
+    the first and last region that read it.  ``slack_s``: predicted seconds from the arrival of its last chunk to its
+    first reader; negative if the reader waits.  ``why``: the reason, as a sentence.
     """
 
     name: str
@@ -70,7 +70,7 @@ class WeightPlan:
     slack_s: float | None = None
 
     def ahead(self, count: int) -> int:
-        """How many of the step's ``count`` windows before its first reader the first of its copies starts."""
+        """How many windows before its first reader its earliest copy starts; ``count``: windows in a step."""
         return max(((self.first_use - w) % count for w in self.windows if w is not None), default=0)
 
     @property
@@ -78,20 +78,20 @@ class WeightPlan:
         return sum(w is not None for w in self.windows)
 
     def wraps(self, window: int) -> bool:
-        """Whether a chunk that ``window`` starts serves the next step."""
+        """Whether a chunk started by ``window`` serves the next step."""
         return window > self.first_use
 
 
 @dataclass(frozen=True, kw_only=True)
 class Barrier:
-    """Compute waits for ``weights`` before it starts ``collective``, so that their copies do not run beside it."""
+    """Compute waits for ``weights`` before it starts ``collective``, so their copies do not run beside it."""
 
     collective: str
     weights: tuple[str, ...]
 
 
 class RegionLabel(NamedTuple):
-    """What people call a region.  ``block``: empty outside blocks."""
+    """A region's label in reports.  ``block``: empty outside blocks."""
 
     block: str
     what: str
@@ -101,9 +101,9 @@ Lane = Literal["compute", "collective", "copy", "stall", "barrier"]
 
 
 class Span(NamedTuple):
-    """Work on a lane of the predicted timeline, in seconds from the start of the step; a copy may start before it.
+    """Work on one lane of the predicted timeline, in seconds from the start of the step; a copy may start earlier.
 
-    ``stall`` and ``barrier``: compute waits for the weight ``name``, before its reader or before a collective.
+    In ``stall`` compute waits for the weight ``name`` before its reader, in ``barrier`` before a collective.
     """
 
     lane: Lane
@@ -114,12 +114,12 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What the cost model expects of a step, once steps follow each other.
+    """The cost model's prediction of a step in the steady state.
 
-    ``compute_s``: with what copies add to it.  ``exposed_s``: compute waits for weights.  ``collective_s``: collectives from
-    start to end, ``inflation_s`` of it because copies run beside them.  ``copy_s``: the link carries weights.
-    ``peak_bytes``: most weight bytes that are on the device at once.  ``resident_step_s``: the step with all weights on
-    the device.
+    ``compute_s``: compute, including its slowdown by copies.  ``exposed_s``: stalls.  ``collective_s``: collectives
+    from start to end; ``inflation_s``: the part of it that copies beside them add.  ``copy_s``: time in which the link
+    carries weights.  ``peak_bytes``: most weight bytes on the device at once.  ``resident_step_s``: the step with all
+    weights resident.
     """
 
     step_s: float
@@ -135,10 +135,10 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """All weights of a program.  ``arena_bytes``: size of the device arena.  ``chunk_bytes``: longest single copy.
+    """The placement of all weights.  ``arena_bytes``: size of the device arena.  ``chunk_bytes``: size of a full chunk.
 
-    ``problem``: digest of the Problem that it was made for.  ``hardware``: name of the profile.  ``regions``: what each
-    region is called; window k opens before region k.
+    ``problem``: digest of the Problem that it was made for.  ``hardware``: name of the profile.  ``regions``: label of
+    each region; window k opens before region k.
     """
 
     policy: str
@@ -157,7 +157,7 @@ class Plan:
 
     @property
     def placement(self) -> object:
-        """What a program does with memory and link, whatever is said and expected of it."""
+        """The decisions alone, without reasons, labels and predictions."""
         where = tuple((w.name, w.home, w.offset, w.windows) for w in self.weights)
         return self.chunk_bytes, self.arena_bytes, self.policy, where, self.barriers
 
@@ -181,14 +181,14 @@ class Plan:
         return first * self.chunk_bytes, min(end * self.chunk_bytes, weight.nbytes)
 
     def check_problem(self, problem: Problem) -> None:
-        """Raises ChunkflowError if the plan was made for another model, size, degree or cut."""
+        """Raise ChunkflowError if the plan was made for another model, size, degree or cut."""
         if self.problem != problem.digest:
             ours, theirs = {w.name for w in self.weights}, {w.name for w in problem.weights}
             odd = sorted(ours ^ theirs)
             hint = f"; only one of them has the weight {odd[0]}" if odd else ": its sizes, degree or options differ"
             raise ChunkflowError(
-                f"The plan was made for problem {self.problem}, this model is {problem.digest}{hint}. Make the plan again "
-                "for this model."
+                f"The plan was made for problem {self.problem}, this model is {problem.digest}{hint}. "
+                "Make the plan again for this model."
             )
 
     def to_json(self) -> str:
@@ -201,7 +201,7 @@ class Plan:
 
     @staticmethod
     def from_json(text: str) -> Plan:
-        """Reads a plan; raises ChunkflowError on another schema or a digest that does not fit."""
+        """Read a plan.  Raises ChunkflowError if its schema is another or its digest does not match."""
         try:
             body: dict[str, Any] = json.loads(text)
             digest, schema = body.pop("digest"), body["schema"]
@@ -210,7 +210,7 @@ class Plan:
         if schema != SCHEMA:
             raise ChunkflowError(f"The plan has schema {schema!r}, this version reads {SCHEMA}: make the plan again.")
         if digest != _digest(body):
-            raise ChunkflowError("The plan was edited after it was written (its digest does not fit): make it again.")
+            raise ChunkflowError("The plan was edited after it was written (its digest does not match): make it again.")
         del body["schema"]
         body["regions"] = tuple(RegionLabel(*r) for r in body["regions"])
         body["weights"] = tuple(WeightPlan(**{**w, "windows": tuple(w["windows"])}) for w in body["weights"])

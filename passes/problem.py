@@ -1,4 +1,4 @@
-"""What is to be scheduled: regions, collectives and weights of one step.  Frozen, and free of any tensor."""
+"""Problem: the regions, collectives and weights of one step, to be scheduled.  Frozen; holds no tensors."""
 
 from __future__ import annotations
 
@@ -43,8 +43,10 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class Cost:
-    """``flops`` of GEMMs, convolutions and attention; ``nbytes`` through the device's memory; ``dtype`` and ``op`` of most
-    FLOPs, ``op`` being "attention", "convolution", "matmul", or empty."""
+    """The work of a region.  ``flops``: of GEMMs, convolutions and attention.  ``nbytes``: device memory traffic.
+
+    ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
+    """
 
     flops: int
     nbytes: int
@@ -59,10 +61,10 @@ class Cost:
 
 @dataclass(frozen=True, kw_only=True)
 class Region:
-    """A piece of pure compute.  ``key``: digest of its structure; equal keys are lowered once.
+    """A piece of pure compute.  ``key``: digest of its structure; regions with equal keys are lowered once.
 
-    ``block``: fully qualified name of the block that it belongs to, empty outside blocks.  ``weights``: in the order in
-    which the region takes them.
+    ``block``: fully qualified name of its block, empty outside blocks.  ``weights``: in the order of the region's
+    inputs.
     """
 
     index: int
@@ -78,8 +80,8 @@ class Region:
 class Collective:
     """A collective.  ``nbytes``: bytes that cross the link into this rank.
 
-    ``before``: index of the region that runs next after it starts; ``until``: index of the region in front of which its
-    completion is awaited; the number of regions if that is the end of the step.
+    ``before``: index of the first region after its start.  ``until``: index of the region before which its completion
+    is awaited.  Either is the number of regions if it lies after the last region.
     """
 
     name: str
@@ -91,7 +93,7 @@ class Collective:
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """Everything that placement may look at.  Windows are numbered like regions: window k opens before region k."""
+    """Everything that placement reads of a model.  Window k opens before region k."""
 
     regions: tuple[Region, ...]
     collectives: tuple[Collective, ...]
@@ -103,10 +105,10 @@ class Problem:
 
     @property
     def digest(self) -> str:
-        """Sixteen hex digits that tell this problem from every other; a plan carries them.
+        """Sixteen hex digits that identify this problem; a plan carries them.
 
-        Of what placement depends on and every way to trace the model agrees on: neither the order of its inputs, which
-        changes when it is offloaded, nor the device's own ops.
+        They cover what placement depends on, as far as it is the same however the model is traced.  The order of
+        inputs, which changes when the model is offloaded, and ops specific to a device are left out.
         """
         body = {
             "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],

@@ -1,6 +1,6 @@
-"""What a region costs: FLOPs by torch.utils.flop_counter's formulas, bytes by the graph's metadata.
+"""Count: the cost of a region, FLOPs by torch.utils.flop_counter's formulas, bytes by the graph's metadata.
 
-Bytes are what must cross the device's memory however well Inductor fuses: a region's inputs and outputs, and the
+Bytes are those that cross the device's memory however well Inductor fuses: a region's inputs and outputs, and the
 operands and results of each GEMM, convolution and attention inside it.
 """
 
@@ -33,13 +33,13 @@ def region_cost(module: GraphModule) -> Cost:
 
 
 def node_flops(node: Node) -> int:
-    """FLOPs of one node, 0 for ops that torch counts none for."""
+    """FLOPs of one node; 0 for ops without a formula in torch."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0
     operands: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
     args, kwargs = operands
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
-        # The one attention op that torch registers no formula for: what fake CPU tensors trace to.
+        # The only attention op without a formula in torch; attention on fake CPU tensors traces to it.
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     formula = flop_registry.get(node.target.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
@@ -57,7 +57,7 @@ def _kind(node: Node) -> str:
 
 
 def _nbytes(value: Any) -> int:
-    """Bytes of the tensors of a node, or of all nodes in nested arguments."""
+    """Bytes of the tensors of a node, or of all distinct nodes in nested arguments."""
     seen: dict[Node, None] = {}
     map_arg(value, lambda n: seen.setdefault(n))
     tensors = [t for n in seen for t in _tensors(n.meta.get("val"))]

@@ -1,11 +1,11 @@
-"""The paper's closed formulas: FLOPs of a block, and how much compute hides its copy.
+"""Formulas: the paper's closed forms for the FLOPs of a block and for the compute that hides its copy.
 
 Source: arXiv 2605.11335, sections on the critical compute workload and its evaluation.  Units: FLOP, bytes, seconds;
 B batch, S tokens of the latent, L tokens of the text, d width, f width of the MLP.  A multiply-add counts as two.  All
 FLOP counts are over all ranks: divide by the sequence- or tensor-parallel degree for one rank.
 
-The planner does not use these; it counts the traced graph.  They are here to compare with the paper, and tests hold
-them against the graphs.
+The planner does not use them; it counts the traced graph.  They serve to compare with the paper, and tests check them
+against the graphs.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def critical_flops(*, peak: float, eta_comp: float, nbytes: float, h2d: float, e
 
 
 def knee(*, peak: float, eta_comp: float, h2d: float, eta_pref: float) -> float:
-    """I* = F* / B_pref, FLOP a byte: the knee of the H2D roofline."""
+    """I* = F* / B_pref, FLOP per byte: the knee of the H2D roofline."""
     return eta_comp * peak / (eta_pref * h2d)
 
 
@@ -73,13 +73,13 @@ def chunk_seconds(*, chunk_bytes: float, h2d: float, eta_pref: float) -> float:
 def critical_point(flops: Callable[[float], float], critical: float) -> float:
     """The size (frames, batch) at which one rank's block reaches ``critical`` FLOPs; ``flops`` must grow with it.
 
-    By bisection to 1e-9 of the size.  Raises ChunkflowError if a million is not enough.
+    By bisection, to a relative error of 1e-9.  Raises ChunkflowError if the size would exceed a million.
     """
     low, high = 0.0, 1.0
     while flops(high) < critical:
         low, high = high, 2 * high
         if high > 1e6:
-            raise ChunkflowError(f"No size below a million reaches {critical:.3g} FLOP a block.")
+            raise ChunkflowError(f"No size below a million reaches {critical:.3g} FLOP per block.")
     while high - low > 1e-9 * high:
         middle = (low + high) / 2
         low, high = (middle, high) if flops(middle) < critical else (low, middle)

@@ -1,7 +1,7 @@
-"""Timings: what the parts of a problem were seen to take, where a profile would compute it from rates.
+"""Timings: measured seconds of a problem's regions and collectives, in place of those computed from a profile's rates.
 
-Regions of one structure are given the mean of what they took, and so are collectives of the same bytes: they do the same
-work, and what one of them took longer than another is noise.  Sums stay what they were.
+Regions of the same structure do the same work, so the difference between their times is noise: each gets the mean of
+their times.  The same holds for collectives of the same kind and bytes.  The sums stay the same.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from chunkflow_compile.passes.problem import Problem
 
 @dataclass(frozen=True, kw_only=True)
 class Timings:
-    """Seconds on one rank, of the problem with digest ``problem``.
+    """Measured seconds on one rank, for the problem with digest ``problem``.
 
-    ``compute_s``: of each region, with the host's share of the step.  ``collective_s``: of the collectives that are awaited
-    in front of each region, alone on the link; None where there never was a moment without copies, 0 without collectives.
-    ``copy_rate``: bytes/s of a copy that has the link to itself, None if none was seen.  ``copying``: share, 0 to 1, of what
-    was timed that had a copy beside it.  ``compute_slowdown``: factor by which they were seen to stretch
-    compute, None if that was not told.
+    ``compute_s``: of each region, including the host's share of the step.  ``collective_s``: for each region, of the
+    collectives awaited before it, alone on the link; None if copies always ran beside them, 0 without collectives.
+    ``copy_rate``: bytes/s of a copy alone on the link, None if no copy was.  ``copying``: share, 0 to 1, of compute and
+    collectives with a copy beside them.  ``compute_slowdown``: measured factor by which copies stretch compute, None if
+    it was not measured.
     """
 
     problem: str
@@ -35,18 +35,18 @@ class Timings:
     compute_slowdown: float | None = None
 
     def check(self, problem: Problem) -> None:
-        """Raises ChunkflowError if these are the timings of another problem."""
+        """Raise ChunkflowError if these are the timings of another problem."""
         if self.problem != problem.digest or {len(self.compute_s), len(self.collective_s)} != {len(problem.regions)}:
             raise ChunkflowError(
-                f"The timings were measured on problem {self.problem}, this model is {problem.digest}: its sizes, degree or "
-                "options differ. Measure this one, by calling it compiled with options={'dump': DIR}."
+                f"The timings were measured on problem {self.problem}, this model is {problem.digest}: its sizes, "
+                "degree or options differ. Measure this one: call it compiled with options={'dump': DIR}."
             )
 
     def machine(self, hardware: Hardware, chunk_bytes: int) -> Hardware:
-        """``hardware`` with the copies that were seen, and what they did to compute; overheads of a chunk are in their rate.
+        """``hardware`` with the measured copy rate, which includes the overhead per chunk, and slowdown of compute.
 
-        Bytes of collectives, which are never seen without their latency, cross a shared link faster or slower than the
-        profile says by as much as chunks of ``chunk_bytes``.
+        Collectives are never timed without their latency, so their bandwidth is not measured.  On a shared link it is
+        corrected by the same factor as the rate of copies in chunks of ``chunk_bytes``.
         """
         seen: dict[str, Any] = {"name": f"{hardware.name}, as measured"}
         if self.compute_slowdown is not None:
@@ -64,7 +64,11 @@ class Timings:
         return [s / stretched for s in _means([r.key for r in problem.regions], self.compute_s)]
 
     def collectives(self, problem: Problem, expected: Sequence[float]) -> list[float]:
-        """Seconds of each collective alone; ``expected``: what the profile says, for those that were never seen alone."""
+        """Seconds of each collective alone on the link.  ``expected``: seconds by the profile's rates.
+
+        A measured window's sum is divided among its collectives in proportion to ``expected``.  A window that was never
+        timed alone gets the time of one with the same collectives, or else ``expected`` corrected by the mean error.
+        """
         windows: dict[int, list[int]] = {}
         last = len(problem.regions) - 1
         for i, collective in enumerate(problem.collectives):
@@ -87,7 +91,7 @@ class Timings:
 
 
 def _means(kinds: Sequence[Hashable], seconds: Iterable[float]) -> list[float]:
-    """Each replaced by the mean of its kind."""
+    """Each value replaced by the mean of its kind."""
     groups: dict[Hashable, list[float]] = {}
     for kind, value in zip(kinds, seconds, strict=True):
         groups.setdefault(kind, []).append(value)

@@ -1,9 +1,10 @@
-"""Discover: which inputs of an ATen inference graph are weights, where they are read, which nodes are collectives.
+"""Discover: find the weights among the inputs of an ATen inference graph, their readers, and the collectives.
 
 Contract
-    On entry: an ATen inference graph of AOTAutograd; every placeholder says in ``meta["desc"]`` which input it is.
-    Reads only.  Parameters are found by the index of their input, never by the name of a node.
-    Errors rather than guesses: an unknown op of a collective namespace, a streamed weight that is no plain input.
+    On entry: an ATen inference graph from AOTAutograd; ``meta["desc"]`` of every placeholder identifies its input.
+    The graph is not changed.  Parameters are found by the index of their input, never by the name of a node.
+    Raises ChunkflowError for an unknown op of a collective namespace, and for a weight to stream that is written to or
+    is not a plain input.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from chunkflow_compile.passes.problem import Parameter
 
 from .traced import Traced
 
-# Where the collectives are that ChunkFlow schedules.  The autograd twins carry the same names.
+# Namespaces of the collectives that ChunkFlow schedules.  The autograd variants have the same op names.
 _SCHEDULED = ("_c10d_functional", "_c10d_functional_autograd")
-# Every namespace whose ops communicate: an op of one of them that is not known is refused, never taken for compute.
+# Every namespace whose ops communicate.  An unknown op in one of them is refused, never treated as compute.
 COLLECTIVE_NAMESPACES = (*_SCHEDULED, "c10d_functional", "c10d", "_dtensor", "symm_mem")
 # Op -> kind.
 COLLECTIVE_KINDS: Mapping[str, str] = {
@@ -38,15 +39,15 @@ COLLECTIVE_KINDS: Mapping[str, str] = {
     "all_reduce_": "all-reduce",
     "all_reduce_coalesced": "all-reduce",
 }
-# DTensor on CUDA redistributes shards by this op; it waits by itself.
+# DTensor on CUDA redistributes shards with this op, which waits for its own completion.
 _SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
-# wait_tensors, of torch 2.14 and later, completes all results of one coalesced collective.
+# wait_tensors (torch 2.14 and later) completes all results of one coalesced collective.
 _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name in ("wait_tensor", "wait_tensors"))
 
 
 @dataclass(frozen=True)
 class DiscoveredWeight:
-    """A parameter and its placeholder.  ``readers``: the nodes that read its bytes, views looked through."""
+    """A parameter and its placeholder.  ``readers``: the nodes that read its bytes, directly or through views."""
 
     parameter: Parameter
     node: Node
@@ -56,7 +57,7 @@ class DiscoveredWeight:
 
 @dataclass(frozen=True)
 class Discovery:
-    """``weight_views``: every view of a weight -> that weight's placeholder.  ``collectives``: in program order."""
+    """What discover found, in program order.  ``weight_views``: each view of a weight -> the weight's placeholder."""
 
     weights: tuple[DiscoveredWeight, ...]
     weight_views: Mapping[Node, Node]
@@ -64,7 +65,7 @@ class Discovery:
 
 
 def discover(traced: Traced) -> Discovery:
-    """Finds weights, their readers and the collectives of a traced graph."""
+    """Find the weights of a traced graph, their readers and the collectives."""
     graph = traced.graph
     by_index: dict[int | None, Parameter] = {p.index: p for p in traced.parameters}
     _refuse_mutation(graph, by_index)
@@ -91,8 +92,8 @@ def discover(traced: Traced) -> Discovery:
 def collective_kind(node: Node) -> str | None:
     """The kind of a collective node, None for any other node (its completion included).
 
-    Raises ChunkflowError for an op of a collective namespace that is not known: taking it for compute would let a
-    compiler reorder it.
+    Raises ChunkflowError for an unknown op of a collective namespace: a compiler could reorder it if it were treated as
+    compute.
     """
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return None
@@ -114,15 +115,16 @@ def collective_kind(node: Node) -> str | None:
 
 
 def collective_of(completion: Node) -> Node:
-    """The collective whose result a completion waits for, the elements of a coalesced one looked through."""
+    """The collective that a completion waits for; the completion may read it directly or an element of its list."""
     node = completion.all_input_nodes[0]
     return node if collective_kind(node) is not None else node.all_input_nodes[0]
 
 
 def crossing_bytes(node: Node, ranks: int) -> int:
-    """Bytes that a collective moves into this rank, by the volume of its kind over P ``ranks`` that take n bytes each.
+    """Bytes that a collective moves into this rank.
 
-    All-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1), all-reduce 2 n (P - 1) / P.
+    For P = ``ranks`` and n input bytes on each: all-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1),
+    all-reduce 2 n (P - 1) / P.
     """
     taken = sum(nbytes(a) for a in node.all_input_nodes)
     kind = collective_kind(node)
@@ -134,15 +136,15 @@ def crossing_bytes(node: Node, ranks: int) -> int:
 def group_name(node: Node) -> str:
     """Name of the process group of a collective node.
 
-    Raises ChunkflowError where the group is an input of the graph, so that its size is not known when it is compiled.
+    Raises ChunkflowError if the group is an input of the graph: its size is then unknown at compile time.
     """
     schema: Any = node.target
     names = [a.name for a in schema._schema.arguments]
     group = {**dict(zip(names, node.args, strict=False)), **node.kwargs}["group_name"]
     if isinstance(group, Node):
         raise ChunkflowError(
-            f"The process group of {node.name} is an input of the graph, so its size is not known: leave "
-            "torch.compiler.config.compile_on_one_rank off."
+            f"The process group of {node.name} is an input of the graph, so its size is not known at compile time. "
+            "Turn torch.compiler.config.compile_on_one_rank off."
         )
     return str(getattr(group, "group_name", group))
 
@@ -157,19 +159,19 @@ def is_wait_tensor(node: Node) -> bool:
 
 
 def is_view(node: Node) -> bool:
-    """Whether a node only gives its input another shape: a view op, or an element of a view op's list."""
+    """Whether a node only views its input's memory: a view op, or an element of a view op's list."""
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
         return isinstance(node.args[0], Node) and is_view(node.args[0])
-    # _unsafe_view is no view to autograd, but its result is its input's memory all the same.
+    # Autograd does not treat _unsafe_view as a view, but its result shares its input's memory.
     return isinstance(node.target, torch._ops.OpOverload) and (
         node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
     )
 
 
 def nbytes(node: Node) -> int:
-    """Bytes of the tensor or tensors that a node yields, by its metadata."""
+    """Bytes of the tensor or tensors that a node returns, by its metadata."""
     value = node.meta["val"]
     values = value if isinstance(value, (list, tuple)) else (value,)
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
@@ -184,7 +186,7 @@ def _input_index(node: Node) -> int | None:
 
 
 def _refuse_mutation(graph: GraphModule, by_index: Mapping[int | None, Parameter]) -> None:
-    """A weight that forward writes to would have to be written back; an empty parameter cannot take it."""
+    """Refuse a weight that forward writes to: its slot would have to be copied back, and its parameter is empty."""
     (output,) = graph.graph.find_nodes(op="output")
     for desc in output.meta.get("desc") or ():
         parameter = by_index.get(getattr(getattr(desc, "mutated_input", None), "idx", None))
@@ -196,16 +198,17 @@ def _refuse_mutation(graph: GraphModule, by_index: Mapping[int | None, Parameter
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
-    """A part of a tensor subclass, or memory that inputs share: it stays where it is, so it must be there."""
+    """Refuse to stream part of a tensor subclass, or memory that inputs share: it cannot leave the device."""
     if parameter.keep is None:
         raise ChunkflowError(
-            f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it cannot "
-            "be streamed: a view of it is an input too, or it is a tensor subclass. Raise min_bytes above its size."
+            f"The weight {parameter.name} reaches the traced graph as {node.meta['desc']!r}, not as itself, so it "
+            "cannot be streamed: a view of it is an input too, or it is a tensor subclass. "
+            "Raise min_bytes above its size."
         )
 
 
 def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """The non-view users of a placeholder, and the views in between."""
+    """The non-view users of a placeholder, and the views between it and them."""
     readers: dict[Node, None] = {}
     chain: dict[Node, None] = {}
     todo = [placeholder]

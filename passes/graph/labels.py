@@ -1,4 +1,4 @@
-"""Labels: what people call a region, in the picture of a step and in reports."""
+"""Labels: short names of regions, for the picture of a step and for reports."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from chunkflow_compile.passes.problem import Problem, Region
 
 
 def region_labels(problem: Problem) -> tuple[RegionLabel, ...]:
-    """A label for each region: its large weights without their block, or else what it computes."""
+    """A label per region: its large weights, named inside their block, or else the kind of op that it computes."""
     large = {w.name for w in problem.weights if w.keep is None}
     return tuple(RegionLabel(r.block, _what(r, large)) for r in problem.regions)
 
 
 def weight_label(name: str, block: str) -> str:
-    """A weight as it is called inside its block."""
+    """The name of a weight inside its block."""
     return name.removeprefix(f"{block}.").removesuffix(".weight")
 
 

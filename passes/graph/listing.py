@@ -1,4 +1,4 @@
-"""Listing: a graph as text, one op a line, as a person reads it and as Python's parser does."""
+"""Listing: a graph as text, one op per line, in a syntax that Python's parser accepts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, Prefetch, prefet
 
 
 def listing(module: GraphModule) -> str:
-    """All nodes as text; inputs without a use are left out."""
+    """All nodes as text, except inputs without a use."""
     nodes = (n for n in module.graph.nodes if n.op != "placeholder" or n.users)
     return "\n".join(node_text(n) for n in nodes) + "\n"
 
 
 def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
-    """One node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: of operands that have another there."""
+    """One node as a line: ``name: dtype[shape] = target(operands)``.  ``names``: other names of operands."""
     known = names or {}
     if node.op == "placeholder":
         return f"{node.name}: {_shape(node)}"
@@ -42,13 +42,13 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
 
 
 def prefetch_text(op: Prefetch) -> str:
-    """A prefetch as a line."""
+    """A prefetch as one line."""
     later = ", next_step=True" if op.next_step else ""
     return f"prefetch({op.weight!r}, chunks[{op.first}:{op.end}], window={op.window}{later})"
 
 
 def target_name(node: Node) -> str:
-    """What a node calls: ``aten.mm``, ``lowered_3``, ``prefetch``."""
+    """The name of a node's target: ``aten.mm``, ``lowered_3``, ``prefetch``."""
     if isinstance(node.target, torch._ops.OpOverload):
         return str(node.target).removesuffix(".default").removeprefix("chunkflow.")
     if callable(node.target):
@@ -60,7 +60,7 @@ def _shape(node: Node) -> str:
     value = node.meta.get("val")
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape) or '[()]'}"  # a scalar's is () to Python
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape) or '[()]'}"  # float32[] does not parse
 
 
 def _text(value: object, names: Mapping[Node, str]) -> str:

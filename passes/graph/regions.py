@@ -1,18 +1,18 @@
-"""Regions: cut an ATen graph into pieces of pure compute, with the collectives left between them.
+"""Regions: cut an ATen graph into regions of pure compute, with the collectives between them.
 
 Contract
-    On entry: an ATen inference graph and its Discovery.  The graph is read, never changed.
-    Preserved: every node is computed once, except views of weights and of collective results, which are repeated in
-    each region that reads them (they cost nothing, and a view that outlived its region would outlive its slot).  The
+    On entry: an ATen inference graph and its Discovery.  The graph is not changed.
+    Preserved: every node is computed once, except views of weights and of collective results.  These are repeated in
+    each region that reads them: they cost nothing, and a view that outlived its region would outlive its slot.  The
     order of collectives is that of the graph.
-    Cuts: at collectives, where the block changes, and in front of the weight that would carry a region past
-    ``group_bytes`` of weights.
+    Cuts: at collectives, where the block changes, and before a weight that would bring a region above ``group_bytes``
+    of weights.
 
-Pseudo-code
-    assign        a segment number to every compute node, in program order
-    dissolve      segments of views only, into the regions around them
-    build         one FX graph a segment; inputs by first use, outputs by definition
-    key           digest of a region's structure; equal keys share one lowering
+Steps
+    assign        give every compute node a segment number, in program order
+    dissolve      move segments that hold only views into the regions around them
+    build         build one FX graph per segment; inputs in order of first use, outputs in order of definition
+    key           digest a region's structure; regions with equal keys share one lowering
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from .discover import (
 )
 from .traced import Traced
 
-# A cut costs one host call (about 0.2 ms on a slow CPU core) and the fusion across it; 64 MiB of weights take 2 ms at
-# 30 GB/s, so a cut every 64 MiB stays below a tenth of the copy that it lets start earlier and end sooner.
+# A cut lets copies start and slots free up at a finer grain.  It costs a host call (about 0.2 ms on a slow CPU core)
+# and the fusion across it.  At 30 GB/s, 64 MiB of weights take 2 ms: a cut every 64 MiB costs a tenth of their copy.
 DEFAULT_GROUP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class CutRegion:
-    """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the order of the module's."""
+    """A region as a graph.  ``inputs`` and ``outputs``: nodes of the source graph, in the module's order."""
 
     info: Region
     module: GraphModule
@@ -60,7 +60,7 @@ class CutRegion:
 class Cut:
     """The source graph, its regions and its top-level nodes.
 
-    ``sequence`` is the program's skeleton: regions and collectives (``wait_tensor`` included) in order.
+    ``sequence``: the regions, collectives and completions, in program order.
     """
 
     source: GraphModule
@@ -70,7 +70,10 @@ class Cut:
     problem: Problem
 
     def data_flow(self) -> dict[str, str]:
-        """What each region, constant and top-level node reads and yields: its name -> a line that must stay true of it."""
+        """Each region, output, constant and top-level node, by name -> what it calls and reads, as a line.
+
+        A program has the same lines.
+        """
         lines = {}
         for node in self.source.graph.nodes:
             if node.op == "get_attr" and not isinstance(getattr(self.source, str(node.target)), GraphModule):
@@ -95,10 +98,11 @@ def flow_line(target: str, operands: object) -> str:
 def cut(
     traced: Traced, discovery: Discovery, group_bytes: int = DEFAULT_GROUP_BYTES, *, dissolve_views: bool = True
 ) -> Cut:
-    """Cuts a traced graph into regions.
+    """Cut a traced graph into regions.
 
-    ``group_bytes``: most bytes of streamed weights in one region, where a region reads more than one weight.
-    ``dissolve_views``: whether pieces of views only go into the regions around them.
+    ``group_bytes``: most bytes of streamed weights in one region; only the weights of a single op may exceed it.
+    ``dissolve_views``: whether segments that hold only views are moved into the regions around them.
+    Raises ChunkflowError if the graph holds no compute.
     """
     graph = traced.graph
     segments = _Segments(graph, discovery, traced.blocks, group_bytes)
@@ -120,7 +124,7 @@ def cut(
 
 
 class _Segments:
-    """Which segment every node of the source graph is computed in.  Top-level nodes have none."""
+    """The segment in which each node of the source graph is computed.  Top-level nodes have none."""
 
     def __init__(self, graph: GraphModule, discovery: Discovery, blocks: Mapping[str, str], group_bytes: int) -> None:
         self.graph = graph
@@ -159,7 +163,7 @@ class _Segments:
             self.of[node] = current
 
     def dissolve(self) -> None:
-        """Moves segments of views only into the regions around them: Ulysses leaves some between its all-to-alls."""
+        """Move segments that hold only views into the regions around them; Ulysses has some between its all-to-alls."""
         members: dict[int, list[Node]] = {}
         for node, segment in self.of.items():
             members.setdefault(segment, []).append(node)
@@ -199,12 +203,12 @@ class _Segments:
     def is_top_level(self, node: Node) -> bool:
         if node.op != "call_function":
             return True
-        if node.target is operator.getitem:  # of a coalesced collective's list
+        if node.target is operator.getitem:  # an element of a coalesced collective's list
             return self.is_top_level(node.all_input_nodes[0]) and node.all_input_nodes[0].op == "call_function"
         return collective_kind(node) is not None or is_wait_tensor(node)
 
     def _home_of_view(self, node: Node, segment: int) -> int | None:
-        """The earlier segment that a view can move to, or None to repeat it in each region that reads it."""
+        """The earlier segment that a view can move to; None if each region that reads it must repeat it."""
         home = self.of.get(node.all_input_nodes[0])
         return home if home != segment else None
 
@@ -217,8 +221,11 @@ class _Segments:
 
 
 def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, str]:
-    """Every call's block.  A node without a stack is either the root module's or made by functionalization: it
-    belongs to a block if that block is on both sides of it."""
+    """The block of every call.
+
+    A node without a module stack belongs to the root module or comes from functionalization: it is in a block if the
+    nearest nodes with a stack, before and after it, both are.
+    """
     calls = [n for n in graph.graph.nodes if n.op == "call_function"]
     known: dict[Node, str] = {}
     for node in calls:
@@ -227,13 +234,13 @@ def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, st
         if keys:
             known[node] = next((blocks[k] for k in keys if k in blocks), "")
     labels: dict[Node, str] = {}
-    behind = {}
+    after = {}
     following = ""
     for node in reversed(calls):
-        behind[node] = following = known.get(node, following)
+        after[node] = following = known.get(node, following)
     current = ""
     for node in calls:
-        labels[node] = current = known.get(node, current if current == behind[node] else "")
+        labels[node] = current = known.get(node, current if current == after[node] else "")
     return labels
 
 
@@ -294,10 +301,10 @@ def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> 
 
 
 def structural_key(module: GraphModule, index: int) -> str:
-    """Digest of a region's ops, constants, wiring and tensor metadata; names of nodes do not count.
+    """Digest of a region's ops, constants, wiring and tensor metadata, but not of the names of nodes.
 
-    A region that holds more than ATen ops (a nested graph, a function of the user's) is like no other: its key carries
-    its ``index``.
+    A region that holds more than ATen ops (a nested graph, a user's function) never equals another: its key includes
+    ``index``.
     """
     number: dict[Node, int] = {}
     lines: list[str] = []
@@ -366,7 +373,7 @@ def _problem(
             kind=str(collective_kind(node)),
             nbytes=crossing_bytes(node, traced.ranks[group_name(node)]),
             before=at,
-            until=awaited.get(node, at),  # DTensor's all-to-all waits by itself
+            until=awaited.get(node, at),  # DTensor's all-to-all waits for its own completion
         )
         for node, at in started
     ]

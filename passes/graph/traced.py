@@ -1,4 +1,4 @@
-"""Traced: what the first pass is given.  Frozen; after tracing nothing asks a process group or a model any more."""
+"""Traced: the input of the first pass.  Frozen; after tracing, no pass queries the model or a process group."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from chunkflow_compile.passes.problem import Parameter
 
 @dataclass(frozen=True, kw_only=True)
 class Traced:
-    """An ATen inference graph of AOTAutograd, and what its nodes do not say themselves.
+    """An ATen inference graph from AOTAutograd, and the facts that its nodes do not carry.
 
-    ``blocks``: module key of ``nn_module_stack`` -> name of the block, for the modules that are blocks.  ``ranks``: name
-    of a process group that the graph's collectives use -> its size.
+    ``blocks``: module key in ``nn_module_stack`` -> name of the block, for modules that are blocks.  ``ranks``: name of
+    a process group that the graph's collectives use -> its size.
     """
 
     graph: GraphModule

@@ -1,8 +1,8 @@
-"""Curve: memory against predicted step time, a point for every chunk of memory.
+"""Curve: predicted step time against memory, one point per chunk of memory.
 
-Plans are made for every number of residents with all the room that hides their copies, and for no residents in ever
-less room; each is played and its slots are cut.  A plan that fits a budget fits every larger one: the curve is the best
-step of all plans that fit, so that it never rises.  It ends with all weights resident.
+Candidates are built for every number of residents without a limit on the others, and for no residents under ever lower
+limits.  Each is played and its slots are assigned.  A plan that fits a budget fits every larger one: a point of the
+curve is the best step of all plans that fit, so the curve never rises.  It ends with all weights resident.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .timeline import Simulator
 
 @dataclass(frozen=True, order=True)
 class Point:
-    """With ``memory`` weight bytes on the device, a step takes ``step_s``."""
+    """A step takes ``step_s`` with ``memory`` weight bytes on the device, ``resident_step_s`` with all of them."""
 
     memory: int
     step_s: float
@@ -28,7 +28,7 @@ class Point:
 
 
 def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Iterator[Point]:
-    """The plans behind the curve, in no order: one at a time, for a caller that shows how far it is."""
+    """The points of all plans tried, in no order; one at a time, so that a caller can show progress."""
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
     builder = Builder(planner, hardware, "chunkflow")
     resident = planner.resident.step_s
@@ -50,7 +50,7 @@ def plans_along(problem: Problem, hardware: Hardware, chunk_bytes: int) -> Itera
 
 
 def on_grid(found: Iterable[Point], chunk_bytes: int) -> list[Point]:
-    """Points from the floor upward, a chunk apart, the last one with all weights resident; the best step at each."""
+    """The curve: points one chunk apart from the least memory up, each with the best step; the last all resident."""
     ordered = sorted(found)
     points, best, i = [], ordered[0].step_s, 0
     memory, end = ordered[0].memory, ordered[-1]

@@ -1,10 +1,10 @@
-"""Place: Problem and Hardware -> Plan, for a goal: a byte budget, or a step time.
+"""Place: turn a Problem and a Hardware into a Plan, for a goal: a byte budget, or a step time.
 
 Contract
-    On entry: a Problem and a Hardware.  Nothing else is looked at: no tensors, no clock, no device.
-    On exit: every weight has a home and a reason; streamed ones have a slot and a window a chunk, and no two chunks
-    that are alive in the same window share bytes.  The same arguments give the same Plan, byte for byte.
-    ``memory`` is a hard limit: errors rather than exceeds it, and says how little would do.
+    On entry: a Problem and a Hardware.  Nothing else is read: no tensors, no clock, no device.
+    On exit: every weight has a home and a reason.  A streamed weight has a slot and a window for each streamed chunk,
+    and no two chunks alive in the same window share bytes.  The same arguments give the same Plan, byte for byte.
+    ``memory`` is a hard limit: if no plan fits it, place raises ChunkflowError and names the least that is enough.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ POLICIES: tuple[Policy, ...] = (
     "host-yield",
     "chunkflow",
 )
-# Those that a byte budget changes.
+# Policies whose plan depends on the byte budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
 DEFAULT_SLOWDOWN = 1.02
 
@@ -54,17 +54,17 @@ def place(
     disabled: Collection[str] = (),
     timings: Timings | None = None,
 ) -> Plan:
-    """Decides the home, slot and windows of every weight.
+    """Decide the home, slot and windows of every weight.
 
-    ``memory``: most weight bytes on the device, for the fastest plan within them.  ``slowdown``: longest predicted step
-    over that with all weights resident, for the smallest plan; 1.02 if neither is given.  ``yields``: how copies keep out
-    of the way of collectives.  ``disabled``: "refine", or nothing.  ``timings``: what was measured of the problem, in place
-    of the profile's rates.
-    Raises ChunkflowError if both goals are given, if ``slowdown`` is below 1, if ``memory`` is below what the program
-    needs at least, or if the timings are of another problem.
+    ``memory``: most weight bytes on the device; the plan is the fastest within them.  ``slowdown``: longest predicted
+    step, as a multiple of the step with all weights resident; the plan is the smallest that meets it.  Without either
+    goal, ``slowdown`` is 1.02.  ``yields``: how copies avoid collectives.  ``disabled``: "refine", or nothing.
+    ``timings``: measurements of the problem, in place of the profile's rates.
+    Raises ChunkflowError if both goals are passed, if ``slowdown`` is below 1, if ``memory`` is below the least that
+    the program needs, if the policy ignores an argument, or if the timings are of another problem.
     """
     if memory is not None and slowdown is not None:
-        raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
+        raise ChunkflowError("Give memory or slowdown, not both: each is computed from the other.")
     if slowdown is not None and not slowdown >= 1:
         raise ChunkflowError(f"slowdown={slowdown} is below 1: no plan is faster than all weights on the device.")
     if slowdown is not None and policy != "chunkflow":
@@ -92,7 +92,7 @@ def place(
 
 
 def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int) -> int:
-    """Bytes of weights on the device below which there is no plan."""
+    """The least weight bytes on the device for which there is a plan."""
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
     return Builder(planner, hardware, "chunkflow").least()[1]
 
@@ -106,9 +106,9 @@ def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[
 
 
 def _prefix(planner: Planner, builder: Builder, memory: int | None) -> Plan:
-    """Layerwise, less as many blocks from the first on as stay on the device within ``memory``."""
+    """Layerwise, with as many of the first blocks resident as fit ``memory``."""
     if memory is None:
-        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give memory=.")
+        raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give memory=BYTES.")
     placed = layerwise(planner.problem, planner.chunks)
     streamed = planner.play(placed)
     for first, last in blocks_of(planner.problem):
@@ -124,7 +124,7 @@ def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: fl
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     found = planner.smallest(target)
     found = improve(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s))
-    # Slots are rounded up, resident weights are not: all of them may be smaller.
+    # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
     return builder.candidate(min(found, planner.everything(), key=builder.slots))
 
 
@@ -132,12 +132,13 @@ def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) 
     barely, floor = builder.least()
     if memory < floor:
         raise ChunkflowError(
-            f"memory={memory} bytes is too little: {planner.kept_bytes} bytes of small and tied weights stay on the device, "
-            f"and the streamed weights that one region reads need the rest of {floor} bytes. Give memory={floor} or more "
-            f"({-(-floor // 2**20)} MiB), or cut finer regions with a smaller group_bytes."
+            f"memory={memory} bytes is too little: the program needs {floor} bytes, {planner.kept_bytes} of them for "
+            "small and tied weights, which stay on the device, and the rest for the streamed weights that one region "
+            f"reads. Give memory={floor} or more ({-(-floor // 2**20)} MiB), or cut finer regions with a smaller "
+            "group_bytes."
         )
 
-    quick = len(planner.chunks) > MOST_CHUNKS  # slots cut well take half a second for 2,000 chunks
+    quick = len(planner.chunks) > MOST_CHUNKS  # thorough slot assignment takes half a second for 2,000 chunks
 
     def cost(candidate: Candidate) -> tuple[float, ...]:
         return max(0, builder.slots(candidate, quick) - memory), candidate.step_s, candidate.nbytes
@@ -149,16 +150,16 @@ def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) 
         better = improve(planner, found, cost)
         over = builder.slots(better, quick) - memory
         if over <= 0:
-            fitting += [better, *(c for c in (found,) if builder.slots(c) <= memory)]  # which may bear strain better
+            fitting += [better, *(c for c in (found,) if builder.slots(c) <= memory)]  # found may bear strain better
             break
-        # Slots lose some percent between lifetimes that do not fit each other: leave the others that much less room.
+        # Gaps between slots take some percent of the arena: search again with that much less memory.
         cut = max(2 * cut, over)
         found = planner.smaller(found, memory - cut)
     return builder.candidate(min(fitting, key=planner.order))
 
 
 class Builder:
-    """Makes plans of placements: slots, prediction, reasons."""
+    """Builds plans from placements: slots, prediction, reasons."""
 
     def __init__(self, planner: Planner, hardware: Hardware, policy: Policy) -> None:
         self.planner = planner
@@ -173,14 +174,14 @@ class Builder:
         return self.plan(windows, barriers(self.problem, ops) if found.hard else ())
 
     def slots(self, found: Candidate, quick: bool = False) -> int:
-        """Weight bytes on the device of a candidate, its slots cut; ``quick``: with fewer tries to cut them well."""
+        """Weight bytes on the device of a candidate with its slots assigned; ``quick``: with fewer tries."""
         windows = as_windows(self.planner.chunks, found.placed, self.planner.count)
         streamed = self._streamed(windows)
         _, arena = self._arena(windows, streamed, quick)
         return arena + self._outside(streamed)
 
     def least(self) -> tuple[Candidate, int]:
-        """The placement that starts every copy in the last window that it may, and the least bytes that any plan takes."""
+        """The placement in which each copy starts in its first reader's window, and the least bytes of any plan."""
         barely = self.planner.play([c.first for c in self.planner.chunks])
         return barely, min(self.slots(barely), self.problem.total_bytes)
 
@@ -225,7 +226,7 @@ class Builder:
         return [w for w in self.problem.weights if any(k is not None for k in windows.get(w.name, ()))]
 
     def _outside(self, streamed: list[Weight]) -> int:
-        """Bytes of the weights that have no slot."""
+        """Bytes of the weights without a slot."""
         return self.problem.total_bytes - sum(w.nbytes for w in streamed)
 
     def _arena(
@@ -235,7 +236,7 @@ class Builder:
         return assign_slots(lifetimes, self.planner.count, quick)
 
     def _lifetime(self, weight: Weight, windows: Windows) -> Lifetime:
-        """From the opening of each chunk's window to the end of the weight's last reader."""
+        """The lifetime of a weight: each chunk from the opening of its window to the end of its last reader."""
         count, size = self.planner.count, self.planner.simulator.chunk_bytes
         first, last = weight.uses[0], weight.uses[-1]
         pieces = []

@@ -1,10 +1,11 @@
-"""Policies: the placements that others use, as windows on the same machinery, to compare with.
+"""Policies: the placements of other systems, expressed as windows, for comparison.
 
-``layerwise``: the whole next block is fetched while a block computes (SGLang).  ``layerwise-barrier``: moreover, compute
-waits for that block before the first collective of this one, and so before each (the paper's reference code, as its
-baseline).  ``layerwise-prefix``: the first blocks stay on the device, as many as a budget holds.  ``host-yield``: layerwise,
-and no chunk starts while a flag is set that the host holds over each collective (what the paper publishes; the runtime's
-part).  Weights outside blocks stay on the device.
+``layerwise``: while a block computes, the whole next block is fetched (SGLang).  ``layerwise-barrier``: also, compute
+waits for the next block before the first collective of the current one, so no copy runs beside a collective after it
+(the baseline of the paper's reference code).
+``layerwise-prefix``: layerwise, with as many of the first blocks resident as fit the budget.  ``host-yield``:
+layerwise, and the runtime starts no chunk while the host holds a flag, which it sets during each collective (the
+paper's published method).  Weights outside blocks are resident.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ def blocks_of(problem: Problem) -> list[tuple[int, int]]:
 
 
 def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
-    """A window for each chunk: the first region of the block before its own, the last block's for the first block."""
+    """A window for each chunk: the first of the block before its own; for the first block, that of the last block.
+
+    None for a chunk whose readers are not all in one block.
+    """
     blocks = blocks_of(problem)
     home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
     count = len(problem.regions)
@@ -41,12 +45,12 @@ def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
             continue
         before = blocks[block - 1][0]
         placed.append(before if block else before - count)
-    # With a single block the next one is itself: its copy cannot start before its own last reader is done.
+    # A single block is its own next block: its copy cannot start before its last reader has finished.
     return [None if w is None else max(w, c.last + 1 - count) for w, c in zip(placed, chunks, strict=True)]
 
 
 def next_block_barriers(problem: Problem, streamed: Sequence[Weight]) -> tuple[Barrier, ...]:
-    """At the first collective of each block: the weights of the block behind it."""
+    """A barrier at the first collective of each block, for the weights of the next block."""
     blocks = blocks_of(problem)
     barriers = []
     for b, (first, last) in enumerate(blocks):

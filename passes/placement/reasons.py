@@ -1,4 +1,4 @@
-"""Reasons: why a weight is where it is, in a sentence for people."""
+"""Reasons: why a weight is where it is, as a sentence for the reader of a plan."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from .search import Planner
 def reason(
     planner: Planner, policy: str, weight: Weight, windows: Windows, slack: float | None, barrier: str | None = None
 ) -> str:
-    """``slack``: predicted seconds between its arrival and its first reader; negative if the reader waits.
+    """The reason for the placement of ``weight``.
 
-    ``barrier``: the collective that is held back until the weight is there.
+    ``slack``: predicted seconds from its arrival to its first reader; negative if the reader waits.  ``barrier``: the
+    collective that waits until the weight has arrived.
     """
     if weight.keep is not None:
         return weight.keep

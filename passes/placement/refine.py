@@ -1,7 +1,7 @@
-"""Refine: hill climbing over single chunks, for short programs, where one chunk more or less is a large share.
+"""Refine: hill climbing over single chunks, for short programs, where one chunk is a large share of the step.
 
-From where no neighbour is better it goes on from a random neighbour of a neighbour, a few times; the random numbers are
-the same every time.  Long programs are left as the search has them: their chunks are many and small beside the step.
+At a local optimum it restarts from a random neighbour of a neighbour, a few times, with a fixed seed.  Long programs
+are left as the search found them: their chunks are many, and small beside the step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from random import Random
 
 from .search import Candidate, Planner
 
-# Each move plays the timeline; programs of more chunks than this would take longer than they gain.
+# Each move plays the timeline; with more chunks than this, planning takes longer than it gains.
 MOST_CHUNKS = 16
 _MOST_PLAYS = 1600
 _KICKS = 12
@@ -22,7 +22,7 @@ Improve = Callable[[Planner, Candidate, Cost], Candidate]
 
 
 def refine(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
-    """The cheapest candidate that is reached from ``found``, by ``cost``."""
+    """The cheapest candidate, by ``cost``, that climbing from ``found`` reaches."""
     if not 0 < len(planner.chunks) <= MOST_CHUNKS:
         return found
     climber = _Climber(planner, cost)
@@ -39,7 +39,7 @@ def refine(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
 
 
 def unrefined(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
-    """What was found, as it is: the pass left out."""
+    """``found``, unchanged: replaces refine where it is disabled."""
     return found
 
 
@@ -50,7 +50,7 @@ class _Climber:
         self.plays = 0
 
     def climb(self, best: Candidate) -> tuple[Candidate, tuple[float, ...]]:
-        """The first candidate on the way up that is better than all its neighbours, and its cost."""
+        """The first candidate that no neighbour beats, or the best after _MOST_PLAYS plays, and its cost."""
         best_cost = self.cost(best)
         improved = True
         while improved:
@@ -75,7 +75,8 @@ def _neighbours(planner: Planner, best: Candidate) -> Iterator[list[int | None]]
     kept = [i for i, w in enumerate(best.placed) if w is None]
     streamed = [i for i, w in enumerate(best.placed) if w is not None]
     ahead = [max(c.first - 1, c.last + 1 - planner.count) for c in planner.chunks]
-    for i in (*kept, *streamed):  # one chunk leaves or comes late, another stays or comes early in its place
+    # Swaps: one chunk becomes streamed or starts late, another becomes resident or starts early.
+    for i in (*kept, *streamed):
         late = [planner.chunks[i].first, *([ahead[i]] if i in kept else [])]
         for j in streamed:
             early = [None, *([ahead[j]] if i in streamed else [])]

@@ -1,8 +1,8 @@
-"""Residency: in which order chunks should stay on the device, by the stall that each saves.
+"""Residency: the order in which chunks should become resident, by the stall that each saves.
 
-A region that waits for its weights would wait less by the copy time of each of them that stays.  What is more than its
-own weights can save is owed to the regions before it, whose copies hold up the queue.  Among weights that save alike
-the order is a golden-ratio sequence over the step: every prefix of it is spread evenly over the blocks.
+A resident weight shortens its region's stall by the weight's copy time.  If the stall is longer than all copies of the
+region's own weights, the rest is charged to the regions before it, whose copies hold up the queue.  Weights that save
+equally are ordered by a golden-ratio sequence over the step, so every prefix is spread evenly over the blocks.
 """
 
 from __future__ import annotations
@@ -12,14 +12,15 @@ from itertools import groupby
 
 from .windows import Chunk
 
-# frac(i * this): of all sequences the one whose prefixes leave the most even gaps (three-distance theorem).
+# frac(i * this) is the sequence whose prefixes leave the most even gaps (three-distance theorem).
 _GOLDEN = 0.6180339887498949
 
 
 def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
-    """Indices of ``chunks`` (in order of use), the ones to keep first in front; whole weights at a time.
+    """Indices of ``chunks``, the first to become resident first; the chunks of one weight are adjacent.
 
-    ``stalls``: region -> seconds that it waits for its weights when little is fetched ahead.
+    ``chunks``: in order of use.  ``stalls``: region -> seconds that it waits for its weights when little is fetched
+    ahead.
     """
     share = _useful_share(chunks, stalls)
     keyed: list[tuple[float, list[int]]] = []
@@ -31,12 +32,12 @@ def rank(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> list[int]:
 
 
 def _useful_share(chunks: Sequence[Chunk], stalls: Mapping[int, float]) -> dict[int, float]:
-    """Region -> the part of its weights' copy time that would save stall."""
+    """Region -> share of its weights' copy time that would save stall if they were resident."""
     copy: dict[int, float] = {}
     for chunk in chunks:
         copy[chunk.first] = copy.get(chunk.first, 0.0) + chunk.seconds
     useful, owed = dict.fromkeys(copy, 0.0), 0.0
-    for _ in range(2):  # twice around, so that what the first regions owe reaches the last
+    for _ in range(2):  # twice around the step, so that what is left at its first region reaches its last
         for k in sorted(copy, reverse=True):
             owed += stalls.get(k, 0.0) if useful[k] == 0.0 else 0.0
             taken = min(owed, copy[k] - useful[k])

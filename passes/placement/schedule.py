@@ -1,8 +1,8 @@
-"""Schedule: what stands where in a program, from the windows of its chunks.  Rewrite writes it, the timeline plays it.
+"""Schedule: the order of all ops in a step, from the windows of its chunks.  Rewrite writes it, the timeline plays it.
 
-Order of one step, for each region k: the collectives that start in front of it, each behind its barriers; the
-completions awaited in front of it; the prefetches of window k; the waits for the weights that k reads first; region k;
-the evicts of the weights that k reads last.
+Order for each region k: the collectives that start before it, each after its barriers; the completions awaited before
+it; the prefetches of window k; the waits for the weights that k is the first to read; region k; the evicts of the
+weights that k is the last to read.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from chunkflow_compile.passes.problem import Problem
 
 @dataclass(frozen=True)
 class Wait:
-    """``barrier``: in front of a collective, not of a reader."""
+    """Compute waits for a weight.  ``barrier``: before a collective, not before a reader."""
 
     weight: str
     barrier: bool = False
@@ -54,7 +54,7 @@ Item = Prefetch | Wait | Evict | Compute | Collect | Await
 
 @dataclass(frozen=True)
 class Transfers:
-    """The transfer ops of a program, by the place where they stand.
+    """The transfer ops of a program, by position.
 
     ``prefetches`` by window, ``waits`` and ``evicts`` by region, ``barriers`` by name of the collective.
     """
@@ -66,9 +66,9 @@ class Transfers:
 
 
 def transfers(problem: Problem, windows: Mapping[str, Windows], barriers: Iterable[Barrier] = ()) -> Transfers:
-    """Places the transfer ops.  ``windows``: streamed weight -> the window of each chunk.
+    """Place the transfer ops.  ``windows``: streamed weight -> the window of each chunk.
 
-    Within a window, chunks stand in the order in which they are needed.
+    Within a window, chunks are in the order in which they are needed.
     """
     count = len(problem.regions)
     prefetches: dict[int, list[tuple[int, int, Prefetch]]] = {}
@@ -101,7 +101,7 @@ def _order(entry: tuple[int, int, Prefetch]) -> tuple[int, int, int]:
 
 
 def schedule(problem: Problem, ops: Transfers) -> tuple[Item, ...]:
-    """One step as the host issues it."""
+    """One step, in the order in which the host issues it."""
     items: list[Item] = []
     count = len(problem.regions)
     starts: list[list[int]] = [[] for _ in range(count + 1)]

@@ -1,8 +1,8 @@
-"""Search: how many chunks stay on the device, how much memory the others stream through, from a goal.
+"""Search: for a goal, how many chunks are resident and how much memory the others stream through.
 
-A candidate is (residents, limit, hard): the first ``residents`` chunks of the ranking stay, the others take windows
-under ``limit`` bytes alive at once; ``hard`` adds a barrier before each collective, so that no copy runs beside one.
-Candidates are played on the timeline; nothing is judged by anything else.
+A candidate is (residents, limit, hard): the first ``residents`` chunks of the ranking are resident, the others get
+windows with at most ``limit`` bytes alive at once, and ``hard`` adds a barrier before each collective, so no copy runs
+beside it.  Candidates are compared only by playing them on the timeline.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from .schedule import Transfers, schedule, transfers
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes
 
-# How copies keep out of the way of collectives.  "soft": windows open behind one and are filled as far as the model says;
-# "hard": compute waits, before a collective, for the copies issued in front of it, so that none runs beside it; "auto": as
-# the timeline says.
+# How copies avoid collectives.  "soft": a window holds only the chunks that the model expects to finish before the next
+# collective; "hard": compute also waits, before a collective, for the copies issued earlier, so none runs beside it;
+# "auto": the better one on the timeline.
 Yield = Literal["auto", "soft", "hard"]
-# Steps closer than this are equal: strain decides, then memory.
+# Steps closer than this share of the resident step are equal: strain decides, then memory.
 SAME_STEP = 1e-3
-# Figures are off by some percent: of equal steps that wins which copies so much slower lengthen least, told apart by
-# SAME_STRAIN of a step.
+# Predictions are off by some percent.  Of equal steps, the one that is shortest with copies STRAIN times as slow wins;
+# such times closer than SAME_STRAIN of the resident step are equal.
 STRAIN = 1.2
 SAME_STRAIN = 5e-3
-# Sums of a thousand spans differ by this much in floating point.
+# Relative error of sums of a thousand spans in floating point.
 ROUNDING = 1e-9
 _SAMPLES = 8
 _HALVINGS = 6
@@ -40,8 +40,12 @@ _HALVINGS = 6
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """``placed``: for each chunk its window (negative: of the step before), None if it stays.  ``residents``: how many of
-    the ranking stay, None if it was not made that way.  ``nbytes``: weight bytes on the device, before slots are cut."""
+    """A placement of all chunks and its timeline.
+
+    ``placed``: for each chunk its window (negative: of the step before), None if it is resident.  ``residents``: how
+    many chunks of the ranking are resident, None for a placement not built from the ranking.  ``nbytes``: weight bytes
+    on the device, before slots are assigned.
+    """
 
     placed: tuple[int | None, ...]
     residents: int | None
@@ -55,7 +59,7 @@ class Candidate:
 
 
 class Planner:
-    """What is known of a problem on a machine before a goal is given."""
+    """Builds and plays candidates for a problem on a machine; independent of the goal."""
 
     def __init__(self, problem: Problem, simulator: Simulator, yields: Yield = "auto") -> None:
         self.problem = problem
@@ -69,7 +73,7 @@ class Planner:
         self.resident = simulator.play(schedule(problem, transfers(problem, {})))
         self.link: Link = link_of(self.resident, simulator)
         longest = max((c.seconds for c in self.chunks), default=0.0)
-        self.margin = longest  # one chunk: what a copy may lose to a neighbour that was not foreseen
+        self.margin = longest  # one chunk: the delay of a copy by a neighbour that the plan did not foresee
         self.ranking = self._rank()
         self._resident_sums = [0, *accumulate(self.chunks[i].nbytes for i in self.ranking)]
         self._known: dict[tuple[int, int | None, bool], Candidate | None] = {}
@@ -78,11 +82,11 @@ class Planner:
         self._slower = simulator.with_slower_copies(STRAIN)
 
     def floor(self) -> int:
-        """The fewest weight bytes on the device that the program can run with."""
+        """The fewest weight bytes on the device with which the program can run, before slots are assigned."""
         return self._floor(0)
 
     def candidate(self, residents: int, limit: int | None, hard: bool = False) -> Candidate | None:
-        """The candidate, None if ``limit`` cannot hold what one region reads."""
+        """The candidate, None if ``limit`` is less than one region reads."""
         key = (residents, limit, hard)
         if key not in self._known:
             kept = set(self.ranking[:residents])
@@ -96,12 +100,12 @@ class Planner:
         return self._known[key]
 
     def within(self, memory: int, residents: int, hard: bool = False) -> Candidate | None:
-        """The candidate of so many residents whose others take what is left of ``memory``."""
+        """The candidate with ``residents`` whose other chunks stream through the rest of ``memory``."""
         limit = memory - self.kept_bytes - self._resident_sums[residents]
         return self.candidate(residents, limit, hard) if limit >= 0 else None
 
     def play(self, placed: Sequence[int | None], hard: bool = False, residents: int | None = None) -> Candidate:
-        """Plays any placement of the chunks."""
+        """Play any placement of the chunks."""
         hard = hard or self.yields == "hard"
         timeline = self.simulator.play(schedule(self.problem, self._ops(placed, hard)), spans=False)
         return Candidate(
@@ -119,14 +123,14 @@ class Planner:
         return self.play([None] * len(self.chunks))
 
     def nbytes(self, placed: Sequence[int | None]) -> int:
-        """Weight bytes on the device of a placement, if slots are cut without loss."""
+        """Weight bytes on the device of a placement, if slots fit without gaps."""
         streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
         kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)
         live = live_bytes([c for c, _ in streamed], [w for _, w in streamed], self.count) if streamed else 0
         return self.kept_bytes + kept + live
 
     def fastest(self, memory: int) -> Candidate:
-        """The fastest candidate within ``memory`` bytes; of equals the one that strain hurts least, then the smallest."""
+        """The fastest candidate within ``memory`` bytes; of equals the shortest under strain, then the smallest."""
         natural = self.candidate(0, None)
         if natural is not None and natural.nbytes <= memory and self._hides_all(natural):
             return natural
@@ -147,8 +151,10 @@ class Planner:
         return min([ordered[0], *hard, *self._others(memory)], key=self.order)
 
     def smaller(self, found: Candidate, memory: int) -> Candidate | None:
-        """The fastest candidate within ``memory`` that is like ``found``, with less room to fetch ahead or with fewer
-        residents; None if there is none."""
+        """The fastest candidate within ``memory`` among variants of ``found``; None if there is none.
+
+        The variants have less room to fetch ahead or fewer residents.
+        """
         residents = found.residents or 0
         kept = max(0, self._resident_sums[residents] - max(0, found.nbytes - memory))
         fewer = bisect_right(self._resident_sums, kept) - 1
@@ -158,7 +164,7 @@ class Planner:
         return min((c for c in tried if c is not None), key=self.order, default=None)
 
     def smallest(self, step_s: float) -> Candidate:
-        """The candidate of fewest bytes whose step takes at most ``step_s``, or all resident if none does."""
+        """The candidate with the fewest bytes whose step takes at most ``step_s``; all resident if none does."""
         total = len(self.chunks)
         step_s *= 1 + ROUNDING
         enough = _bisect(0, total, lambda m: self._meets(self.candidate(m, None), step_s))
@@ -173,7 +179,7 @@ class Planner:
         return min(found, key=lambda c: (c.nbytes, c.step_s)) if found else self.everything()
 
     def _shrink(self, residents: int, step_s: float) -> list[Candidate]:
-        """The candidate of ``residents`` with the lowest limit that still meets the step, soft and hard."""
+        """Candidates with ``residents`` that meet the step, under ever lower limits, soft and hard."""
         natural = self.candidate(residents, None)
         if natural is None or natural.step_s > step_s:
             return []
@@ -196,12 +202,12 @@ class Planner:
         return found
 
     def _others(self, memory: int | None) -> list[Candidate]:
-        """The whole next block, as other systems have it: never to be slower than they are."""
+        """The layerwise placement of other systems, so that no plan is slower than theirs."""
         candidate = self.play(layerwise(self.problem, self.chunks))
         return [candidate] if memory is None or candidate.nbytes <= memory else []
 
     def _hides_all(self, candidate: Candidate) -> bool:
-        """Under strain too."""
+        """Whether the step is as short as the resident one, also under strain."""
         least = self.resident.step_s
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
@@ -212,13 +218,13 @@ class Planner:
         return candidate is not None and candidate.step_s <= step_s
 
     def order(self, candidate: Candidate) -> tuple[int, int, int, float]:
-        """Fastest first; of steps within SAME_STEP of each other the one that strain lengthens least, then the smaller."""
+        """Sort key: fastest first; of steps within SAME_STEP the shorter under strain, then the smaller."""
         unit = self.resident.step_s or 1.0
         strained = round(self.strained(candidate) / (SAME_STRAIN * unit))
         return round(candidate.step_s / (SAME_STEP * unit)), strained, candidate.nbytes, candidate.step_s
 
     def strained(self, candidate: Candidate) -> float:
-        """Seconds of the step if copies took STRAIN times as long as foreseen."""
+        """Seconds of the step if copies take STRAIN times as long as predicted."""
         key = candidate.placed, candidate.hard
         if key not in self._strained:
             ops = self._ops(candidate.placed, candidate.hard)
@@ -226,7 +232,7 @@ class Planner:
         return self._strained[key]
 
     def _least(self, residents: int) -> int:
-        """Most bytes that one region reads of what is streamed."""
+        """The most streamed bytes that one region reads."""
         kept = set(self.ranking[:residents])
         streamed = [c for i, c in enumerate(self.chunks) if i not in kept]
         return live_bytes(streamed, [c.first for c in streamed], self.count) if streamed else 0
@@ -240,7 +246,10 @@ class Planner:
         return self._late[residents]
 
     def _rank(self) -> list[int]:
-        """By the stall of each region when it is fetched barely ahead: in twice the room that the largest needs."""
+        """Indices of chunks, in the order in which they become resident.
+
+        Stalls are those of a step in twice the least memory, in which little is fetched ahead.
+        """
         if not self.chunks:
             return []
         least = live_bytes(self.chunks, [c.first for c in self.chunks], self.count)
@@ -257,15 +266,15 @@ class Planner:
 
 
 def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:
-    """Before each collective a wait for the newest copy issued before it: all others are in front of it.
+    """Before each collective, a wait for the newest copy issued before it; earlier copies finish before that one.
 
-    For the first collective of a step that may be a copy of the step before.
+    For the first collective of a step, the newest copy may be one of the step before.
     """
     starts: dict[int, str] = {}
     for collective in problem.collectives:
         starts.setdefault(collective.before, collective.name)
-    behind = [op.weight for k in sorted(ops.prefetches) if k >= max(starts, default=0) for op in ops.prefetches[k]]
-    found, newest = [], behind[-1] if behind else None
+    after = [op.weight for k in sorted(ops.prefetches) if k >= max(starts, default=0) for op in ops.prefetches[k]]
+    found, newest = [], after[-1] if after else None
     for k in range(len(problem.regions) + 1):
         if k in starts and newest is not None:
             found.append(Barrier(collective=starts[k], weights=(newest,)))
@@ -276,13 +285,13 @@ def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:
 
 
 def _spread(low: int, high: int, samples: int) -> Sequence[int]:
-    """Whole numbers from low to high, ends included, at most ``samples`` + 1 of them."""
+    """Whole numbers from ``low`` to ``high``, both included, at most ``samples`` + 1 of them."""
     steps = min(samples, max(high - low, 0)) or 1
     return sorted({low + (high - low) * i // steps for i in range(steps + 1)})
 
 
 def _bisect(low: int, high: int, holds: Callable[[int], bool]) -> int:
-    """The lowest number for which ``holds``, which must stay true once it is."""
+    """The lowest number for which ``holds`` is true, ``high`` if there is none; ``holds`` must stay true above it."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if holds(middle) else (middle + 1, high)

@@ -1,9 +1,9 @@
 """Slots: offsets in the arena for weights whose chunks come and go on a circular time axis.
 
-A step is a circle of windows, because the last windows of a step prefetch the first weights of the next.  A weight lies
-in one piece, but its chunks arrive in different windows: each run of chunks is an arc on the circle, and two arcs that
-meet must not share bytes.  First fit by offset, tried in a few orders, the smallest arena wins; ties go to the earlier
-order, so that the result depends on the input alone.
+A step is a circle of windows, because the last windows of a step prefetch the first weights of the next.  A slot is one
+range of bytes, but its chunks arrive in different windows: each run of chunks is an arc on the circle, and arcs that
+overlap must not share bytes.  First fit by offset is tried in a few orders, then a ring; the smallest arena wins.  Ties
+go to the earlier try, so the result depends on the input alone.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from chunkflow_compile.passes.plan import ALIGNMENT, align
 
-# Pairs of pieces compared in each of the orders: a dozen rounds, a few tenths of a second, for 500 pieces.
+# Pairs of pieces to compare per order.  With 500 pieces that is a dozen rounds and takes a few tenths of a second.
 _WORK = 3_000_000
 _MOST_ROUNDS = 40
-# Rings are tried from the bytes alive upward, a percent at a time, starting over at so many places.
+# Rings are tried from the most bytes alive upward, in steps of a percent, each from this many first weights.
 _RING_SIZES = 100
 _RING_TURNS = 8
-# Pieces are looked up by spans of so many windows, as a mask; a piece that is alive in many spans is compared with all.
+# Pieces are indexed by spans of 16 windows, here as a bit mask.  A piece alive in many spans is compared with all.
 _SPAN = (1 << 16) - 1
 _MANY_SPANS = 6
 _LEAST_ROUNDS = 2
@@ -30,7 +30,7 @@ _Packing = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True)
 class Piece:
-    """Bytes ``[begin, end)`` of a weight, alive in windows ``start .. start + length - 1`` modulo their number."""
+    """Bytes ``[begin, end)`` of a weight, alive in windows ``start .. start + length - 1`` modulo the step."""
 
     begin: int
     end: int
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Lifetime:
-    """The pieces of one weight, ascending, without gaps between them."""
+    """The pieces of one weight, in ascending order and without gaps."""
 
     pieces: tuple[Piece, ...]
 
@@ -58,9 +58,9 @@ class Lifetime:
 
 
 def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = False) -> tuple[tuple[int, ...], int]:
-    """Offsets in bytes (multiples of 256), one a lifetime, and the size of the arena that holds them.
+    """Offsets in bytes (multiples of 256), one per lifetime, and the size of the arena that holds them.
 
-    ``quick``: few tries, for a caller that asks hundreds of times.
+    ``quick``: few tries, for a caller that calls this hundreds of times.
     """
     if not lifetimes:
         return (), 0
@@ -81,7 +81,7 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
 def _lifted(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], order: Sequence[int], least: int, rounds: int
 ) -> _Packing:
-    """First fit, again and again with those that stuck out at the top placed first; the best of all rounds."""
+    """The best of several rounds of first fit; each places first what ended at the arena's top in the round before."""
     best: _Packing | None = None
     for _ in range(rounds):
         offsets, arena = _first_fit(lifetimes, masks, order)
@@ -98,7 +98,7 @@ def _lifted(
 def _ring(
     lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], windows: int, least: int, best: _Packing, turns: int
 ) -> _Packing:
-    """The smallest ring that holds all, or ``best`` if none is smaller.  Weights that stay in part lie below it."""
+    """The smallest ring buffer that fits, or ``best`` if none is smaller.  Partly resident weights lie below it."""
     stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
     offsets, base = [0] * len(lifetimes), 0
     for i in stay:
@@ -121,7 +121,7 @@ def _ring(
 
 
 def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
-    """Whether no two pieces that are alive in one window share bytes: a sweep over the arena's bytes."""
+    """Whether no two pieces alive in the same window share bytes, by a sweep over the arena's bytes."""
     pieces = sorted(
         (offset + piece.begin, offset + align(piece.end), mask)
         for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
@@ -137,7 +137,7 @@ def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], off
 
 
 def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
-    """The most bytes alive in one window: no arena is smaller."""
+    """The most bytes alive in one window, a lower bound of the arena."""
     alive = [0] * windows
     for life in lifetimes:
         for piece in life.pieces:
@@ -152,7 +152,7 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
     arena = 0
     for i in order:
         life = lifetimes[i]
-        forbidden = [  # open intervals of offsets at which a piece would meet one that is placed
+        forbidden = [  # open intervals of offsets at which a piece would overlap a placed one
             (begin - align(piece.end), end - piece.begin)
             for piece, mask in zip(life.pieces, masks[i], strict=True)
             for windows, begin, end in placed.near(mask)
@@ -170,7 +170,7 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
 
 
 class _Placed:
-    """Pieces (windows, begin, end) that lie in the arena, found by spans of windows, so that not all are looked at."""
+    """Pieces (windows, begin, end) placed in the arena, indexed by spans of windows."""
 
     def __init__(self) -> None:
         self.all: list[tuple[int, int, int]] = []
@@ -182,7 +182,7 @@ class _Placed:
             self.spans.setdefault(span, []).append(piece)
 
     def near(self, mask: int) -> list[tuple[int, int, int]]:
-        """Every piece that shares a window with ``mask``, and others; some of them more than once."""
+        """At least every piece that shares a window with ``mask``; a piece may come more than once."""
         spans = self._spans(mask)
         if len(spans) > _MANY_SPANS:
             return self.all
@@ -199,7 +199,7 @@ class _Placed:
 
 
 def _mask(piece: Piece, windows: int) -> int:
-    """A bit for each window in which the piece is alive."""
+    """A bit mask of the windows in which the piece is alive."""
     arc = (1 << min(piece.length, windows)) - 1
     turned = arc << piece.start
     return (turned | turned >> windows) & ((1 << windows) - 1)

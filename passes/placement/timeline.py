@@ -1,12 +1,13 @@
-"""Timeline: plays a schedule on a hardware profile, by discrete events, until its steps repeat.
+"""Timeline: play a schedule on a hardware profile, as a discrete-event simulation, until its steps repeat.
 
-Three lanes.  *Compute* takes the items in order, as a device stream does.  *Collective* runs collectives one at a time in
-the order of their start.  *Copy* runs chunks one at a time in the order of issue; a chunk is issued when compute comes
-to its prefetch.  On a shared link a copy and the bytes of a collective in flight together each slow down by the profile's
-factor: 2 for both is a fair share of a link that either fills alone.  A collective begins with its latency, in which ranks
-meet and nothing crosses the link.  A copy in flight stretches compute by the profile's factor, and that latency like it.
+There are three lanes.  *Compute* runs the items in order, as a device stream does.  *Collective* runs collectives one
+at a time, in the order of their start.  *Copy* runs chunks one at a time, in the order of issue; a chunk is issued when
+compute reaches its prefetch.  On a shared link, a copy and the bytes of a collective in flight together slow each other
+down by the profile's factors: 2 for both is a fair share of a link that either fills alone.  A collective begins with
+its latency, in which ranks meet and nothing crosses the link.  A copy in flight stretches compute, and this latency, by
+the profile's factor.
 
-It knows no policy: what it plays is all that it sees.
+The timeline knows no policy: it sees only the schedule.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from chunkflow_compile.passes.problem import Problem
 
 from .schedule import Await, Collect, Compute, Item, Wait
 
-# Steps settle in two or three; a schedule that still drifts after this many is reported as it then is.
+# A schedule settles in two or three steps; if one still drifts after this many, its last step is reported.
 MOST_STEPS = 12
 _SETTLED = 1e-9
 _NEVER = float("inf")
@@ -32,9 +33,11 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """One step of many.  Seconds from its start; ``compute_s``: with what copies add to it.  ``slack``: weight -> seconds
-    from its arrival to its first reader, or minus the seconds that the reader waited for it.  ``peak_bytes``: most streamed
-    bytes in slots at once."""
+    """One step in the steady state.  Seconds; fields and ``spans`` as in :class:`Prediction`.
+
+    ``slack``: weight -> seconds from its arrival to its first reader, negative if the reader waited.  ``peak_bytes``:
+    most streamed bytes in slots at once.
+    """
 
     step_s: float
     compute_s: float
@@ -51,9 +54,9 @@ class Simulator:
     """Plays schedules of one problem on one machine."""
 
     def __init__(self, problem: Problem, hardware: Hardware, chunk_bytes: int, timings: Timings | None = None) -> None:
-        """``timings``: what was measured, in place of what the profile's rates say.
+        """``timings``: measurements, in place of the profile's rates.
 
-        Raises ChunkflowError if it was measured on another problem.
+        Raises ChunkflowError if they are of another problem.
         """
         self.problem = problem
         self.hardware = hardware if timings is None else timings.machine(hardware, chunk_bytes)
@@ -70,7 +73,7 @@ class Simulator:
         self.sizes = {w.name: w.nbytes for w in problem.weights}
 
     def with_slower_copies(self, factor: float) -> Simulator:
-        """The same with copies that take ``factor`` times as long."""
+        """The same simulator with copies that take ``factor`` times as long."""
         other = copy.copy(self)
         other.strain = factor * self.strain
         return other
@@ -85,13 +88,13 @@ class Simulator:
         return self.strain * alone
 
     def play(self, items: Sequence[Item], spans: bool = True) -> Timeline:
-        """The step that a schedule settles into, from a cold start; without its ``spans`` where only figures matter."""
+        """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
         return _Run(self, items, spans).play()
 
 
 @dataclass
 class _Step:
-    """What one step adds up to while it runs."""
+    """The sums of the step under way."""
 
     start: float
     compute: float = 0.0
@@ -147,11 +150,11 @@ class _Run:
             self.step.peak = self.live
             for item in self.items:
                 self._run(item)
-            # A copy that ends with the step belongs to it, however its seconds were rounded.
+            # A copy that ends with the step belongs to it, despite rounding errors.
             if self.copies and self.copy_left <= _SETTLED * self.copies[0][1]:
                 self._end_copy()
             length = self.now - self.step.start
-            # The length alone may settle while copies still catch up, where collectives decide it.
+            # Compare more than the length: if collectives determine it, it settles while copies still catch up.
             state = (length, self.step.exposed, self.step.copy, self.step.inflation, self.copy_left, len(self.copies))
             if previous and all(abs(a - b) <= _SETTLED * length for a, b in zip(state, previous, strict=True)):
                 break
@@ -216,7 +219,7 @@ class _Run:
         self.collective_start = self.now
 
     def _advance(self) -> None:
-        """To the next end: of the region under way, of the first copy, of the first collective or of its latency."""
+        """Advance to the next end: of the region under way, the first copy, the first collective or its latency."""
         copying, collecting, latency = bool(self.copies), bool(self.collectives), self.latency_left > 0
         both = copying and collecting and not latency
         copy_factor = self.copy_factor if both else 1.0
@@ -249,7 +252,7 @@ class _Run:
             self.step.spans.append(("copy", f"{op.weight}[{op.first}:{op.end}]", self.copy_start, self.now))
         if self.copies:
             self._start_copy()
-        elif self.compute_factor > 1:  # what is left of the region goes on undisturbed
+        elif self.compute_factor > 1:  # the rest of the region runs at full speed
             self.compute_end = self.now + (self.compute_end - self.now) / self.compute_factor
 
     def _end_collective(self) -> None:

@@ -1,11 +1,11 @@
-"""Windows: which window starts each chunk, so that it arrives in time, runs beside no collective, and lives briefly.
+"""Windows: which window starts each chunk, so that it arrives in time, beside no collective, and is not alive for long.
 
-Two passes over the step, which is a circle because the last windows of a step fetch the first weights of the next:
+Two passes over the step.  The step is a circle, because its last windows fetch the first weights of the next:
 
-    latest    backward: each chunk as late as still hides it, in time that the link has free of collectives
-    fit       forward: each chunk no earlier than that, and no earlier than the memory limit has room for it
+    latest    backward: each chunk as late as still hides its copy, while the link carries no collective
+    fit       forward: each chunk no earlier than that, and no earlier than the memory limit allows
 
-The memory limit wins: a chunk that finds no room early enough starts late, and its reader waits.
+The memory limit has priority: a chunk without room early enough starts late, and its reader waits.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from chunkflow_compile.passes.problem import Weight
 
 from .timeline import Simulator, Timeline
 
-# Laps around the circle: the first places all chunks, each further one lets the end of the step meet its beginning.
+# Laps around the circle.  The first places all chunks; later ones make the end of the step agree with its beginning.
 BACKWARD_LAPS = 4
 FORWARD_LAPS = 3
-# Rounding to whole chunks loses up to a chunk a gap; a stretch of 2 % is a tenth of what the coarsest gaps lose.
+# Rounding to whole chunks loses up to one chunk per gap; a stretch of 2 % is a tenth of what the coarsest gaps lose.
 _STRETCH = 1.02
 _STRETCHES = 24
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A piece of a streamed weight.  ``seconds``: alone on the link.  ``first``, ``last``: regions that read it."""
+    """A chunk of a weight.  ``seconds``: copy time alone on the link.  ``first``, ``last``: regions that read it."""
 
     weight: str
     index: int
@@ -41,9 +41,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Link:
-    """When the link is free in a step of ``length`` seconds with all weights resident.
+    """The free time of the link in a step of ``length`` seconds with all weights resident.
 
-    ``gaps``: free intervals, ascending.  ``opens``: when each window opens.
+    ``gaps``: free intervals, ascending.  ``opens``: the time at which each window opens.
     """
 
     length: float
@@ -52,8 +52,10 @@ class Link:
 
 
 def link_of(resident: Timeline, simulator: Simulator) -> Link:
-    """The link's free time in the resident step.  None is counted in a collective's latency, which is shorter for a rank
-    that comes late."""
+    """The free time of the link in the resident step.
+
+    A collective's latency does not count as free, because it is shorter on a rank that reaches the collective late.
+    """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
     if simulator.hardware.shared_link:
@@ -67,7 +69,7 @@ def link_of(resident: Timeline, simulator: Simulator) -> Link:
 
 
 def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
-    """The chunks of ``weights`` in the order of their first use."""
+    """The chunks of ``weights`` in order of first use."""
     found = []
     for weight in sorted(weights, key=lambda w: (w.uses[0], w.name)):
         for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
@@ -77,7 +79,7 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
 
 
 def stretched(link: Link, factor: float) -> Link:
-    """The link of a step whose compute is ``factor`` times as long between collectives: as if it waited for copies."""
+    """The link of a step in which all time between collectives is ``factor`` times as long, as if compute stalled."""
     begins = [a for a, _ in link.gaps]
     before, free = [0.0], 0.0
     for a, b in link.gaps:
@@ -97,11 +99,11 @@ def stretched(link: Link, factor: float) -> Link:
 
 
 def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
-    """The latest window for each chunk that hides it by ``margin`` seconds, counted from this step: negative windows are
-    of the step before.  Chunks run one at a time, none beside a collective.
+    """The latest window for each chunk in which its copy is hidden with ``margin`` seconds to spare.
 
-    Where the link has too little free time, as if compute were longer, everywhere by the least factor that makes it
-    enough: then every gap is filled to the brim, and no copy waits for its turn behind an idle link.
+    A negative window is one of the step before.  Chunks are copied one at a time, none beside a collective.  If the
+    link has too little free time, the step is stretched by the least factor that makes it enough.  Then every gap is
+    full, and the link is never idle while a copy could run.
     """
     free = sum(b - a for a, b in link.gaps)
     factor = max(1.0, sum(c.seconds for c in chunks) / free) if free else 1.0
@@ -114,7 +116,7 @@ def latest(chunks: Sequence[Chunk], link: Link, margin: float) -> list[int]:
 
 
 def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int], bool]:
-    """One backward packing; False if the step's end and beginning do not meet."""
+    """One backward packing, and whether the end of the step agrees with its beginning."""
     count, answer, limit = len(link.opens), [0] * len(chunks), float("inf")
     for _ in range(BACKWARD_LAPS):
         cursor = _Cursor(link)
@@ -122,7 +124,7 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
         for i in range(len(chunks) - 1, -1, -1):
             chunk = chunks[i]
             begin = cursor.place(min(begin, link.opens[chunk.first] - margin), chunk.seconds)
-            earliest = chunk.last + 1 - count  # a life longer than the circle would meet itself
+            earliest = chunk.last + 1 - count  # alive for longer than a step, it would overlap itself
             answer[i] = max(_window(link, begin), earliest)
             if answer[i] == earliest and begin < _opening(link, earliest):
                 begin, cramped = _opening(link, earliest), True
@@ -133,7 +135,7 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
 
 
 class _Cursor:
-    """Walks the link's gaps backward, step before step."""
+    """A backward walk over the gaps of the link, through earlier and earlier steps."""
 
     def __init__(self, link: Link) -> None:
         self.link = link
@@ -142,10 +144,10 @@ class _Cursor:
         self.longest = max((b - a for a, b in link.gaps), default=0.0)
 
     def place(self, end: float, seconds: float) -> float:
-        """The start of the latest piece of free time of ``seconds`` that ends by ``end``.
+        """The start of the latest ``seconds`` of free time that end by ``end``.
 
-        A chunk that is longer than the gap it would fall into takes the latest one that holds it; if none does, it
-        runs through the collectives.
+        A chunk longer than the gap before ``end`` goes to the latest gap that holds it.  If none does, it runs beside
+        collectives.
         """
         if seconds > self.longest:
             return end - seconds
@@ -159,7 +161,7 @@ class _Cursor:
 
 
 def _window(link: Link, time: float) -> int:
-    """The newest window that is open at ``time``."""
+    """The window that opened last at ``time``."""
     lap = int(time // link.length) if link.length else 0
     return lap * len(link.opens) + bisect_right(link.opens, time - lap * link.length + 1e-12) - 1
 
@@ -170,9 +172,9 @@ def _opening(link: Link, window: int) -> float:
 
 
 def fit(chunks: Sequence[Chunk], wanted: Sequence[int], count: int, limit: int | None) -> list[int] | None:
-    """Windows no earlier than ``wanted``, such that at most ``limit`` bytes are alive at once; None if it cannot be.
+    """Windows no earlier than ``wanted`` that keep at most ``limit`` bytes alive at once; None if there are none.
 
-    In order of use: who is needed first gets the room first.  A chunk is alive from its window to its last reader.
+    Chunks get room in order of use.  A chunk is alive from its window to its last reader.
     """
     if limit is None or not chunks or live_bytes(chunks, wanted, count) <= limit:
         return list(wanted)
@@ -201,7 +203,7 @@ def fit(chunks: Sequence[Chunk], wanted: Sequence[int], count: int, limit: int |
 
 
 def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int) -> dict[str, Windows]:
-    """Window numbers modulo the step, by weight; None for a resident chunk.  ``chunks``: all of each weight."""
+    """Windows modulo the step, by weight; None for a resident chunk.  ``chunks``: all chunks of each weight."""
     found: dict[str, list[int | None]] = {}
     for chunk, window in zip(chunks, placed, strict=True):
         found.setdefault(chunk.weight, []).append(None if window is None else window % count)
@@ -209,7 +211,7 @@ def as_windows(chunks: Sequence[Chunk], placed: Sequence[int | None], count: int
 
 
 def live_bytes(chunks: Sequence[Chunk], placed: Sequence[int], count: int) -> int:
-    """The most bytes of streamed chunks that are alive in one window."""
+    """The most bytes of streamed chunks alive in one window."""
     live = [0] * count
     for chunk, window in zip(chunks, placed, strict=True):
         for k in range(window, chunk.last + 1):

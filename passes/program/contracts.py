@@ -1,7 +1,7 @@
-"""Contracts: what must hold of each stage before the next pass may trust it; ``verify`` has the program's own.
+"""Contracts: what must hold of each stage before the next pass runs; ``verify`` checks the program itself.
 
-Each check raises FindingError with the first thing that is wrong.  They cost little beside the passes, but find only
-faults of ChunkFlow itself, so that they run when asked for (``--verify-each``).
+Each check raises FindingError for the first violation.  The checks cost little beside the passes, but they find only
+bugs in ChunkFlow itself, so they run only on request (``--verify-each``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from chunkflow_compile.passes.problem import Problem
 
 
 def check_traced(traced: Traced) -> None:
-    """The graph is sound, every placeholder says which input it is, every collective's group has a size."""
+    """Check that the graph is sound, every placeholder names its input, and every collective's group has a size."""
     traced.graph.graph.lint()
     for node in traced.graph.graph.nodes:
         if node.op == "placeholder" and node.meta.get("desc") is None:
@@ -31,7 +31,7 @@ def check_traced(traced: Traced) -> None:
 
 
 def check_cut(cut: Cut) -> None:
-    """Nothing is lost and nothing is computed twice but views; regions read only what is there by then."""
+    """Check that no op is lost, only views are computed twice, and regions read only earlier results."""
     _check_computed(cut)
     ready = {n for n in cut.source.graph.nodes if n.op in ("placeholder", "get_attr")}
     top: list[Node] = []
@@ -48,16 +48,16 @@ def check_cut(cut: Cut) -> None:
             ready.add(item)
     expected = [n for n in cut.source.graph.nodes if collective_kind(n) is not None]
     if [n for n in top if collective_kind(n) is not None] != expected:
-        _broken("regions", "the collectives stand in another order than in the traced graph")
+        _broken("regions", "the order of the collectives is not that of the traced graph")
     if [r.index for r in cut.problem.regions] != list(range(len(cut.regions))):
-        _broken("regions", "the regions are not numbered in their order")
+        _broken("regions", "the regions are not numbered in program order")
     (output,) = cut.source.graph.find_nodes(op="output")
     if missing := [n.name for n in output.all_input_nodes if n not in ready]:
-        _broken("regions", f"the results {', '.join(missing)} are computed nowhere")
+        _broken("regions", f"no region or collective computes the results {', '.join(missing)}")
 
 
 def _check_computed(cut: Cut) -> None:
-    """Every op of the graph stands in one region, views, which cost nothing, in one or more."""
+    """Check that every op of the graph is in one region; views, which cost nothing, may be in several."""
     expected, found = Counter[str](), Counter[str]()
     top = {item for item in cut.sequence if isinstance(item, Node)}
     for counts, nodes in (
@@ -71,7 +71,7 @@ def _check_computed(cut: Cut) -> None:
 
 
 def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
-    """The plan is of this problem: its weights, chunks and windows, inside its arena and the budget."""
+    """Check that the plan has this problem's weights, chunks and windows, within its arena and the budget."""
     plan.check_problem(problem)
     count = len(problem.regions)
     if len(plan.regions) != count:
@@ -80,7 +80,7 @@ def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
         _broken("planned", f"{plan.device_bytes} bytes on the device, above the budget of {memory}")
     weights = {w.name: w for w in problem.weights}
     for weight in plan.weights:
-        known = weights[weight.name]  # the digest says that they are the same
+        known = weights[weight.name]  # equal digests, so the names are the same
         if weight.nbytes != known.nbytes:
             _broken("planned", f"{weight.name} has {weight.nbytes} bytes, in the model {known.nbytes}")
         if weight.home == "device":
@@ -95,10 +95,10 @@ def check_plan(plan: Plan, problem: Problem, memory: int | None) -> None:
             _broken("planned", f"{weight.name} starts in window {odd[0]}")
     collectives = {c.name for c in problem.collectives}
     if unknown := [b.collective for b in plan.barriers if b.collective not in collectives]:
-        _broken("planned", f"a barrier stands before {unknown[0]}, which is no collective")
+        _broken("planned", f"a barrier stands before {unknown[0]}, which is not a collective")
 
 
 def _broken(stage: str, what: str) -> None:
     raise FindingError(
-        f"The contract of stage {stage} is broken: {what}. This is a fault of ChunkFlow; please report it."
+        f"The contract of stage {stage} is broken: {what}. This is a bug in ChunkFlow; please report it."
     )

@@ -1,9 +1,10 @@
 """Happens-before: which operations of programs are ordered on the device, whatever the speed of its streams.
 
-Programs that share an arena are unrolled turn by turn, each from a cold start over some steps, as the host issues them.
-There are two streams, each in order: *compute* (regions, collectives, waits, evicts, handovers, window openings) and
-*copy* (chunks).  Three kinds of events cross between them: the handover lets the first copies of a turn start, the
-opening of a window its chunks, and the arrival of a weight's newest issued chunk ends a wait.
+Programs that share an arena are unrolled turn by turn, in the order in which the host issues their ops.  A turn is a
+cold start and some steps of one program.  There are two streams, each in order: *compute* (regions, collectives, waits,
+evicts, handovers, window openings) and *copy* (chunks).  Three kinds of events order one stream after the other: a
+handover lets the first copies of a turn start, the opening of a window lets its chunks start, and the arrival of a
+weight's newest issued chunk ends a wait.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ PRIMING = -1
 
 @dataclass(frozen=True)
 class Op:
-    """One operation of the unrolled programs.  ``step``: -1 for the priming.  ``label`` reads like the listing.
+    """One operation of the unrolled programs.  ``step``: -1 for the priming.  ``label``: like a line of the listing.
 
-    ``serves``: the step whose readers a chunk is copied for; None for one that stays, and serves all steps of its turn.
+    ``serves``: the step whose readers a chunk is copied for; None for a resident chunk, which serves all steps of its
+    turn.
     """
 
     turn: int
@@ -47,7 +49,7 @@ class Op:
 
 
 class HappensBefore:
-    """The order of unrolled programs.  ``ops`` are in host order; ``graph`` is a DAG over their indices.
+    """The order of unrolled programs.  ``ops``: in the order of issue.  ``graph``: a DAG over their indices.
 
     ``turns``: the programs that hold the arena one after the other; each runs ``steps`` steps.
     """
@@ -60,7 +62,7 @@ class HappensBefore:
         self.graph.add_nodes_from(range(len(self.ops)))
         newest: dict[str, int] = {}
         arrival: dict[tuple[int, str], int] = {}
-        awaited: int | None = None  # what the copy stream was last told to wait for
+        awaited: int | None = None  # the newest event that the copy stream waits for
         for i, op in enumerate(self.ops):
             if op.stream in newest:
                 self.graph.add_edge(newest[op.stream], i)
@@ -76,11 +78,11 @@ class HappensBefore:
         self._clocks = self._count()
 
     def ordered(self, first: int, then: int) -> bool:
-        """Whether op ``first`` is over before op ``then`` begins, on every schedule."""
+        """Whether op ``first`` has finished before op ``then`` begins, however long each op takes."""
         return self._clocks[then][self.ops[first].stream == "copy"] >= first and first != then
 
     def _count(self) -> list[tuple[int, int]]:
-        """Vector clocks: a node -> the newest op of (compute, copy) that is behind it, itself included."""
+        """Vector clocks: for each op the newest (compute, copy) ops that happen before it, itself included."""
         clocks: list[tuple[int, int]] = [(-1, -1)] * len(self.ops)
         for i in nx.topological_sort(self.graph):
             compute, copy = (max((clocks[p][s] for p in self.graph.predecessors(i)), default=-1) for s in (0, 1))
@@ -96,7 +98,7 @@ def _unroll(program: Program, turn: int, steps: int) -> Iterator[Op]:
         for chunk in (i for i, window in enumerate(weight.windows) if window is None):
             label = f"keep({weight.name!r}, chunk {chunk})"
             yield Op(turn, PRIMING, 0, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None)
-    for node in nodes:  # the executor primes a cold start with what the step before would have prefetched
+    for node in nodes:  # on a cold start the executor first issues what the step before would have prefetched
         if (prefetch := prefetch_of(node)) is not None and prefetch.next_step:
             yield from _chunks(prefetch, 0, turn, PRIMING)
     for step in range(steps):

@@ -1,4 +1,4 @@
-"""Rewrite: a Cut and a Plan become the program, a top-level FX graph with transfer ops.
+"""Rewrite: turn a Cut and a Plan into the program, a top-level FX graph with transfer ops.
 
     prefetch = torch.ops.chunkflow.prefetch.default('blocks.1.ffn.0.weight', 0, 2, 3)
     wait = torch.ops.chunkflow.wait.default('blocks.0.attn1.to_q.weight')
@@ -8,10 +8,9 @@
 Contract
     On entry: a Cut and a Plan of its Problem.
     Preserved: regions and collectives are those of the Cut, in its order and with its operands; collectives keep the
-    names that they have in the source graph.  Only transfer ops are added, where schedule.py says: prefetches in front
-    of the region that their window opens before, waits in front of the first reader and at barriers, evicts behind the
-    last reader.
-    Structurally equal regions are one submodule.
+    names that they have in the source graph.  Only transfer ops are added, where placement/schedule.py places them:
+    prefetches where their window opens, waits before the first reader and at barriers, evicts after the last reader.
+    Structurally equal regions share one submodule.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute,
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
-# Key of a node's meta: the name of its node in the source graph, by which verify knows it.
+# Key in a node's meta: the name of its node in the source graph, by which verify identifies it.
 SOURCE = "chunkflow_source"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A rewritten graph.  ``module``: placeholders are the inputs of the traced graph, in order; weights among them.
+    """A rewritten graph.  ``module``: its placeholders are the inputs of the traced graph, weights included, in order.
 
-    ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> its graph;
-    fewer than the region calls, because equal regions share one.  ``data_flow``: the Cut's, for verify.
+    ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> the region that
+    it holds; equal regions share a submodule.  ``data_flow``: that of the Cut, for verify.
     """
 
     module: GraphModule
@@ -56,7 +55,7 @@ class Program:
 
 
 def rewrite(cut: Cut, plan: Plan, *, share: bool = True) -> Program:
-    """Builds the program of ``cut`` under ``plan``; ``share``: whether equal regions are one submodule.
+    """Build the program of ``cut`` under ``plan``.  ``share``: whether equal regions share one submodule.
 
     Raises ChunkflowError if the plan was made for another problem.
     """
@@ -105,7 +104,7 @@ class _Writer:
     def _placeholder(self, node: Node) -> None:
         name = self.weight_names.get(node)
         target = _identifier(name) if name else node.name
-        while target in self.inputs:  # a.b and a_b are two names and one identifier
+        while target in self.inputs:  # a.b and a_b have the same identifier
             target += "_"
         self.inputs.add(target)
         new = self.graph.placeholder(target)
@@ -140,11 +139,11 @@ def _identifier(name: str) -> str:
 
 
 def program_items(program: Program) -> list[tuple[Node, Item | None]]:
-    """Every node of a program, and what it is to the schedule; None for inputs, constants, outputs of regions."""
+    """Every node of a program and its schedule item, None for inputs, constants and outputs of regions."""
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
     found: list[tuple[Node, Item | None]] = []
-    barrier = False  # backward, because a wait is a barrier if a collective stands behind it
+    barrier = False  # backward, because a wait is a barrier if a collective follows it
     for node in reversed(program.module.graph.nodes):
         item: Item | None = prefetch_of(node)
         if node.target is WAIT:

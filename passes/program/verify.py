@@ -1,21 +1,22 @@
-"""Verify: proves of a program, before it runs, that no reader sees bytes that are not its weight's.
+"""Verify: prove, before a program runs, that every reader of a weight sees that weight's bytes.
 
-Checked, over a cold start and two consecutive steps (which is every pair of neighbouring steps, the program being the
-same each time):
+A cold start and two consecutive steps are checked.  Every step runs the same program, so these two stand for every pair
+of neighbouring steps.
 
-* slots lie inside the arena, are aligned, and are as large as their weights;
-* each streamed chunk is copied exactly once for each step, each chunk that stays once for all of them, and no other is;
-* each reader of a weight comes behind a wait that covers all chunks of it;
-* each weight is evicted once a step, behind its last reader;
-* two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
-  other, wrap-around included;
-* regions and collectives are those of the traced graph, in its order, on the values that they have there.
+* Slots lie inside the arena, are aligned, and are as large as their weights.
+* Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
+  is copied.
+* Each reader of a weight comes after a wait that covers all its chunks.
+* Each weight is evicted once per step, after its last reader.
+* Two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
+  other, wrap-around included.
+* Regions and collectives are those of the traced graph, in its order and on the same values.
 
-Of programs that share an arena, moreover: whatever the one left there or has under way, the other's readers see their
-own bytes (:func:`verify_together`).
+:func:`verify_together` checks programs that share an arena: the readers of each see their own bytes, whatever the other
+has left in the arena or still has in flight.
 
 Contract
-    Reads programs and their plans, nothing else: it does not trust the passes that made them.
+    Reads programs and their plans only; it does not trust the passes that made them.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from .happens_before import HappensBefore
 from .rewrite import SOURCE, Program
 
 STEPS = 2
-# Of what is checked, so that a proof says by which rules it was made: 2 has handovers, chunks that stay, several programs.
+# Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs.
 VERSION = 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was looked at: operations of the unrolled program, and edges that order them on the device."""
+    """The extent of a proof: operations of the unrolled program, and edges that order them on the device."""
 
     version: int
     steps: int
@@ -56,14 +57,14 @@ class Proof:
 
 
 def verify(program: Program) -> Proof:
-    """Raises FindingError naming the weight, the two ops and the missing edge of every violation found."""
+    """Prove a program safe.  Raises FindingError naming the weight, the ops and the missing edge of each violation."""
     order = HappensBefore((program,), STEPS)
     _refuse("The program is not safe to run", check(program, order))
     return Proof(version=VERSION, steps=STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
 
 
 def verify_together(*programs: Program) -> None:
-    """Raises FindingError if programs that are safe alone are not when they take turns in one arena."""
+    """Prove that programs, each safe alone, may take turns in one arena.  Raises FindingError if they may not."""
     order = HappensBefore((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
     _refuse("The programs are not safe in one arena", check_turns(order))
 
@@ -77,7 +78,7 @@ def _refuse(what: str, found: Iterable[str]) -> None:
 
 
 def check(program: Program, order: HappensBefore | None = None) -> Iterator[str]:
-    """The violations of a program, as sentences.  ``order``: that of the program alone, if it is known already."""
+    """The violations of a program, as sentences.  ``order``: the program's own, if it has been computed already."""
     yield from _check_slots(program)
     yield from _check_order(program)
     yield from _check_readers(program)
@@ -86,7 +87,7 @@ def check(program: Program, order: HappensBefore | None = None) -> Iterator[str]
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
-    """The conflicts between what programs do in their slots, as sentences."""
+    """The violations in the slots of unrolled programs, as sentences."""
     lives = _lives(order)
     for life in lives.values():
         yield from _check_life(order, life)
@@ -95,9 +96,9 @@ def check_turns(order: HappensBefore) -> Iterator[str]:
 
 @dataclass
 class _Life:
-    """What one step does with one streamed weight, as indices of ops; ``chunks``: those of each chunk.
+    """The ops of one step on one streamed weight, as indices.  ``chunks``: chunk -> its copies in this step.
 
-    ``kept``: the ops that fetch, once a turn, what stays.
+    ``kept``: resident chunk -> its copies, one per turn.
     """
 
     plan: WeightPlan
@@ -109,7 +110,7 @@ class _Life:
     evicts: list[int] = field(default_factory=list)
 
 
-# By turn, weight and step.
+# Keyed by turn, weight and step.
 _Lives = dict[tuple[int, str, int], _Life]
 
 
@@ -117,9 +118,9 @@ def _check_slots(program: Program) -> Iterator[str]:
     plan, sizes = program.plan, {w.name: w.nbytes for w in program.problem.weights}
     names = [w.name for w in plan.weights]
     if sorted(names) != sorted(sizes) or set(program.weight_inputs) != set(sizes):
-        yield "the plan or the program has other weights than the traced graph"
+        yield "the weights of the plan or of the program are not those of the traced graph"
     if plan.chunk_bytes <= 0:
-        yield f"chunks of {plan.chunk_bytes} bytes carry nothing"
+        yield f"the plan has chunks of {plan.chunk_bytes} bytes, which is not a positive size"
     for weight in plan.weights:
         if weight.nbytes != sizes.get(weight.name):
             yield f"{weight.name}: planned with {weight.nbytes} bytes, but it has {sizes.get(weight.name)}"
@@ -155,7 +156,7 @@ def _check_order(program: Program) -> Iterator[str]:
 
 
 def _check_readers(program: Program) -> Iterator[str]:
-    """Only regions read streamed weights: what else would is not ordered by waits and evicts.  Nothing else is moved."""
+    """Check that only regions read streamed weights, as waits and evicts order no other reader; and only these move."""
     streamed = {program.weight_inputs.get(w.name): w.name for w in program.plan.streamed}
     for node in program.module.graph.nodes:
         if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in streamed.values():
@@ -168,10 +169,10 @@ def _check_readers(program: Program) -> Iterator[str]:
 
 
 def _check_data_flow(program: Program) -> Iterator[str]:
-    """Every region, output of a region, constant, collective, completion and result is what it is in the traced graph."""
+    """Check that every region, output, constant, collective, completion and result is that of the traced graph."""
     for target, region in program.regions.items():
         if structural_key(getattr(program.module, target), region.info.index) != region.info.key:
-            yield f"{target} holds other code than the region it was made from"
+            yield f"{target} holds other code than its region"
     seen, before = set(), set[Node]()
     for node in program.module.graph.nodes:
         for operand in node.all_input_nodes:
@@ -190,7 +191,7 @@ def _check_data_flow(program: Program) -> Iterator[str]:
 
 
 def _flow(program: Program, node: Node) -> str:
-    """The line of a node, as in :meth:`Cut.data_flow`."""
+    """The line of a node, as :meth:`Cut.data_flow` writes it."""
     if node.op == "get_attr":
         return flow_line("constant", str(node.target))
     if node.op == "output":
@@ -238,7 +239,7 @@ def _lives(order: HappensBefore) -> _Lives:
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
-    if life.step >= order.steps:  # the step after the last: only its wrap-around chunks are in sight
+    if life.step >= order.steps:  # the step after the last: only its wrap-around chunks are unrolled
         return
     name, ops = life.plan.name, order.ops
     for chunk, window in enumerate(life.plan.windows):
@@ -271,7 +272,7 @@ def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
 
 @dataclass(frozen=True, order=True)
 class _Stay:
-    """A chunk in its bytes: from its copy (index ``start`` of an op) to the last op that uses them.
+    """A chunk's occupation of its bytes, from its copy (the op at index ``start``) to the last op that uses them.
 
     ``step``: the step that it serves; None for all steps of the turn.
     """
@@ -284,9 +285,9 @@ class _Stay:
 
 
 def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
-    """By a sweep over the arena's bytes: of the chunks in one byte, each must be over before the next is copied.
+    """Check, in a sweep over the arena's bytes, that each chunk in a byte is out of use before the next is copied.
 
-    Copies are in one stream, so that this holds of every pair if it holds of neighbours.
+    All copies are in one stream, in order.  So if this holds for neighbours in that order, it holds for every pair.
     """
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):
@@ -325,7 +326,7 @@ def _check_pair(order: HappensBefore, lives: _Lives, byte: int, first: _Stay, th
     for end in (*ends, first.start):
         if not order.ordered(end, then.start):
             yield (
-                f"{then.name}: {ops[then.start]} overwrites the slot of {first.name} at byte {byte} while {ops[end]} may "
-                f"still use it; missing edge: {ops[end].label} -> {ops[then.start].label}"
+                f"{then.name}: {ops[then.start]} overwrites the slot of {first.name} at byte {byte} while {ops[end]} "
+                f"may still use it; missing edge: {ops[end].label} -> {ops[then.start].label}"
             )
             return

@@ -148,7 +148,7 @@ def test_a_link_that_makes_no_sense_is_refused() -> None:
     for old, new, said in (
         ("100000000.0", "1", "link_emulation.bandwidth=1 is outside"),
         ('"fair"', '"lifo"', "must be fair or fifo, not 'lifo'"),
-        ('"quantum"', '"quantums"', "link_emulation is none.*quantums"),
+        ('"quantum"', '"quantums"', "link_emulation is not valid.*quantums"),
     ):
         with pytest.raises(ChunkflowError, match=said):
             Hardware.from_json(text.replace(old, new))

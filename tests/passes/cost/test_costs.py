@@ -74,7 +74,7 @@ def test_a_profile_survives_json() -> None:
         ({"h2d_bandwidth": 31.5}, r"h2d_bandwidth=31.5 is outside .* units are bytes"),
         ({"eta_comp": 1.2}, r"eta_comp=1.2 is outside"),
         ({"eta_pref": "fast"}, r"eta_pref must be a number"),
-        ({"peak_flops": {}}, r"peak_flops must give FLOP/s by dtype"),
+        ({"peak_flops": {}}, r"peak_flops must map dtypes to FLOP/s"),
         ({"peak_flops": {"bfloat16": 756}}, r"peak_flops\['bfloat16'\]=756 is outside"),
         ({"shared_link": "yes"}, r"shared_link must be true or false"),
         ({"shared_link": False}, r"must be 1 where shared_link is false"),
