@@ -47,6 +47,11 @@ def test_the_wheel_brings_the_backend_and_the_passes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(site)
+    # in the root of a checkout, where the folder chunkflow_compile comes before what is installed
+    code = "import chunkflow_compile.placing, chunkflow_compile.passes.plan as p; print(p.__file__)"
+    done = subprocess.run([python, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()).resolve() == ROOT / "passes" / "plan.py"
 
 
 def test_importing_the_package_is_light() -> None:

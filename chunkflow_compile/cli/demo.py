@@ -37,6 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="example: chunkflow demo --json demo.json",
     )
     parser.add_argument("--layers", type=int, metavar="N", help=f"blocks of the model (default {layers})")
+    parser.add_argument("--frames", type=int, metavar="N", help="latent frames of the model (default 8)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"steps that count, an arm (default {STEPS})")
     add_json(parser, "the record")
     parser.add_argument("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
@@ -45,16 +46,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if (arguments.layers is not None and arguments.layers < 1) or arguments.steps < 1:
-        raise ChunkflowError("--layers and --steps must be at least 1.")
+    given = {n: v for n in ("layers", "frames") if (v := getattr(arguments, n)) is not None}
+    if min([arguments.steps, *given.values()]) < 1:
+        raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
     dump = Path(arguments.dump or tempfile.mkdtemp(prefix="chunkflow-demo-"))
     check_json(arguments)
     _make_folder(dump)
     found: dict[str, BenchRecord] = {}
     for name, regime in DEMO.items():
-        size = regime.size if arguments.layers is None else replace(regime.size, layers=arguments.layers)
         job = Job(
-            regime=replace(regime, size=size),
+            regime=replace(regime, size=replace(regime.size, **given)),
             link=LinkEmulation(bandwidth=TO_BE_DERIVED),
             load=regime.load,
             ranks=RANKS,

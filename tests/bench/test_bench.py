@@ -21,13 +21,14 @@ from chunkflow_compile import ChunkflowError, programs
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_error import link_error
+from chunkflow_compile.bench.link_load import LinkLoad
 from chunkflow_compile.bench.peers import PEER_ARMS
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.summary import bench_table, describe, summarise
 from chunkflow_compile.bench.turns import Share, seen_slowdown
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.hardware.emulated import on_emulated_link
+from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -91,7 +92,8 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["contention", "--arms", "chunkflow@x"], "'x' is no share of the blocks; write chunkflow@40%"),
         (["contention", "--arms", "resident,resident"], "an arm comes twice"),
         (["compute-bound"], "There is no regime 'compute-bound': give one of compute-rich, contention"),
-        (["own.py:build"], "--bandwidth is needed for a model of your own"),
+        (["own.py:build"], "A model of your own needs a link: give --load 0.7"),
+        (["contention", "--load", "0"], "--load must be above 0 and at most 10"),
         (["contention", "--steps", "0"], "--steps and --ranks must be at least 1"),
         (["contention", "--arms", "inductor"], "--arms inductor: measured on a GPU only, with --device cuda"),
         (["contention", "--frames", "9"], "--frames is a size of a preset; contention has its own"),
@@ -132,6 +134,29 @@ def test_a_prefix_keeps_the_first_blocks_that_the_budget_holds() -> None:
     assert moved[0] == layerwise.moved_bytes and moved == sorted(moved, reverse=True) and moved[3] < moved[0]
     with pytest.raises(ChunkflowError, match="layerwise-prefix keeps what fits a budget"):
         place(found, MACHINE, chunk_bytes=CHUNK, policy="layerwise-prefix")
+
+
+@pytest.mark.parametrize("share", [0.2, 0.7, 1.6])
+def test_the_load_of_a_link_sets_its_bandwidth(share: float) -> None:
+    """On that link, streaming all weights takes the share asked for of the resident step."""
+    found, compute_s = blocks_problem(4), 2.0
+    rate = LinkLoad(share, compute_s).bandwidth(found)
+    weights = sum(w.nbytes for w in found.weights if w.keep is None)
+    exchanged = sum(c.nbytes for c in found.collectives)
+    assert weights > 0 < exchanged
+    resident = compute_s + len(found.collectives) * EXCHANGE_S + exchanged / rate
+    assert (weights + exchanged) / rate == pytest.approx(share * resident)
+    assert LinkLoad(share, 2 * compute_s).bandwidth(found) < 0.6 * rate, "half as fast a machine, about half the link"
+
+
+def test_a_load_that_no_link_has() -> None:
+    found = blocks_problem(4)
+    exchanged = sum(c.nbytes for c in found.collectives)
+    share = 2 + sum(w.nbytes for w in found.weights) / exchanged
+    with pytest.raises(
+        ChunkflowError, match=r"A load of [\d.]+ cannot be reached: this model's is below [\d.]+ on any"
+    ):
+        LinkLoad(share, 1.0).bandwidth(found)
 
 
 def test_the_link_keeps_to_its_figures() -> None:

@@ -31,10 +31,11 @@ def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 def test_demo_streams_on_two_ranks_and_writes_the_record(tmp_path: Path) -> None:
     record, dump = tmp_path / "demo.json", tmp_path / "dump"
-    done = chunkflow("demo", "--layers", "4", "--steps", "3", "--json", str(record), "--dump", str(dump))
+    sizes = ("--layers", "4", "--frames", "1", "--steps", "2")
+    done = chunkflow("demo", *sizes, "--json", str(record), "--dump", str(dump))
     assert done.returncode == 0, done.stderr
     written = json.loads(record.read_text())
-    assert written.keys() == {"schema", "model", "degree", "arms"}
+    assert written.keys() == {"schema", "model", "degree", "arms", "regimes"}
     assert (written["schema"], written["degree"]) == (1, 2)
     assert list(written["arms"]) == ["resident", "layerwise", "chunkflow"]
     resident, layerwise, streamed = written["arms"].values()
@@ -44,7 +45,14 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(tmp_path: Path) -> None
     assert streamed["moved_bytes_per_step"] > 0 == resident["moved_bytes_per_step"]
     assert streamed["weights_device_bytes"] <= layerwise["weights_device_bytes"] < streamed["weights_total_bytes"]
     assert all(arm["step_s"] > arm["collective_s"] > 0 for arm in (resident, streamed))
-    assert re.search(r"(?m)^chunkflow .* yes$", done.stdout) and "a link of 120.0 MB/s is emulated" in done.stdout
+    assert streamed["weights_device_bytes"] <= 0.25 * streamed["weights_total_bytes"], "what compute-rich shows"
+    contention, rich = written["regimes"].values()
+    assert list(written["regimes"]) == ["contention", "compute-rich"] and rich["arms"] == written["arms"]
+    assert contention["arms"]["chunkflow"]["equal_to_resident"] is True
+    assert contention["arms"]["chunkflow"]["moved_bytes_per_step"] > 0
+    assert len(re.findall(r"(?m)^chunkflow .* yes$", done.stdout)) == 2
+    links = [float(x) for x in re.findall(r"a link of ([\d.]+) MB/s is emulated", done.stdout)]
+    assert links[0] < links[1], "the link that is nearly full is the narrower one"
     assert "\r" not in done.stdout, "the progress bar goes to stderr"
     program = Path(re.search(r"(?m)^program: (.*)$", done.stdout)[1])
     assert program.is_relative_to(dump)
@@ -125,37 +133,37 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path) -> None:
             "cannot be written to /nowhere/f.json: [Errno 2] No such file or directory: '/nowhere/f.json'",
         ),
         (["demo", "--dump", "/proc/nowhere"], "cannot be written: [Errno 2]"),
-        (["plan", "wan3"], "no preset 'wan3'; there are wan2.2-ti2v-5b, "),
-        (["plan", "nothing.py:build"], "There is no file 'nothing.py': give a model as file.py:function"),
+        (["plan", "wan3"], "no preset 'wan3': use one of wan2.2-ti2v-5b, "),
+        (["plan", "nothing.py:build"], "There is no file 'nothing.py': write the model as file.py:function"),
         (["plan", "examples/ulysses_dit.py:build"], "has no function 'build'"),
-        (["plan", "examples/ulysses_dit.py"], "name the function in it that makes the model"),
+        (["plan", "examples/ulysses_dit.py"], "name the function in it that returns the model"),
         (["plan", OWN, "--frames", "5"], "--frames is a size of a preset"),
-        (["plan", OWN, "--curve", "--memory", "1GiB"], "--curve is of all budgets"),
+        (["plan", OWN, "--curve", "--memory", "1GiB"], "--curve covers all budgets"),
         (["plan", "flux.1-dev", "--ulysses", "5"], "24 attention heads: the Ulysses degree 5 must divide them"),
-        (["plan", "flux.1-dev", "--memory", "3 apples"], "memory='3 apples' is no size"),
+        (["plan", "flux.1-dev", "--memory", "3 apples"], "memory='3 apples' is not a size"),
         (["plan", "flux.1-dev", "--slowdown", "0.9"], "slowdown=0.9 is below 1"),
-        (["plan", "flux.1-dev", "--hardware", "tpu"], "no hardware profile 'tpu': give one of cpu, "),
+        (["plan", "flux.1-dev", "--hardware", "tpu"], "no hardware profile 'tpu': use one of cpu, "),
         (["plan", "flux.1-dev", "--json", "/nowhere/plan.json"], "cannot be written to /nowhere/plan.json"),
         (["plan", OWN, "--hardware", "cpu", "--memory", "1MiB"], "Give memory="),
         (["simulate", "wan2.2-ti2v-5b", "--frames", "80"], "frames 80 is not 4 k + 1"),
         (["simulate", OWN, "--forwards", "0"], "--forwards must be at least 1"),
-        (["dump", MODEL, "--stage", "verifed"], "no stage 'verifed'; did you mean 'verified'? There are traced, "),
+        (["dump", MODEL, "--stage", "verifed"], "no stage 'verifed'; did you mean 'verified'? The stages are traced, "),
         (
             ["dump", MODEL, "--disable-pass", "shared"],
             "no pass 'shared' that can be disabled; did you mean 'sharing'?",
         ),
-        (["dump", MODEL, "--disable-pass", "rewrite"], "all others are needed by what stands behind them"),
+        (["dump", MODEL, "--disable-pass", "rewrite"], "later passes need all others"),
         (["dump", MODEL, "--out", "/proc/nowhere"], "/proc/nowhere cannot be written"),
         (["dump", MODEL, "--json", "/nowhere/x"], "cannot be written to /nowhere/x"),
         (["dump", f"{HERE / 'two_blocks.py'}:nothing"], "has no function 'nothing'"),
         (["dump", f"{HERE / 'two_blocks.py'}:untraceable"], "untraceable cannot be traced: "),
         (
             ["why", MODEL, "blocks.0", *SIZES],
-            "'blocks.0' is part of 2 names; give more of one:\n  blocks.0.up.weight",
+            "'blocks.0' is part of 2 names; use a longer part:\n  blocks.0.up.weight",
         ),
-        (["why", MODEL, "ffn", *SIZES], "No weight has 'ffn' in its name; near are "),
+        (["why", MODEL, "ffn", *SIZES], "No weight has 'ffn' in its name; the nearest are "),
         (["why", MODEL, "", *SIZES], "is part of 8 names"),
-        (["timeline", MODEL, "--out", "x.gif"], "give one of .png, .svg, .json"),
+        (["timeline", MODEL, "--out", "x.gif"], "use one of .png, .svg, .json"),
         (["timeline", "nothing.json", "--out", "x.png"], "The plan nothing.json cannot be read"),
         (["timeline", str(HERE / "slow_compute.json"), "--out", "x.png"], "This is not a ChunkFlow plan"),
         (["timeline", MODEL, "--blocks", "0", "--out", "x.png"], "--blocks must be at least 1"),
@@ -191,7 +199,7 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_model_that_does_not_trace_leaves_the_whole_story_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{HERE / 'two_blocks.py'}:untraceable"]) == 2
     error = capsys.readouterr().err
-    path = Path(error.partition("all of it: ")[2].rstrip().rstrip(")"))
+    path = Path(error.partition("full traceback: ")[2].rstrip().rstrip(")"))
     try:
         assert "Traceback" in path.read_text() and "two_blocks.py" in path.read_text()
     finally:
