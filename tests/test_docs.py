@@ -1,0 +1,67 @@
+"""The documents: links resolve, the README stays short, every option and command is described."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from chunkflow_compile.cli.main import COMMANDS
+from chunkflow_compile.options import ALIASES, Options
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").rglob("*.md"))]
+# Of the README: what a newcomer reads in a few minutes.
+MOST_LINES, MOST_WORDS = 200, 1600
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
+_HEADING = re.compile(r"^#+ +(.*)$", re.MULTILINE)
+
+
+def prose(page: Path) -> str:
+    """A page without its code blocks."""
+    return _FENCE.sub("", page.read_text())
+
+
+def anchors(page: Path) -> set[str]:
+    """The headings of a page as GitHub links to them."""
+    words = (re.sub(r"[^\w\- ]", "", heading.lower()) for heading in _HEADING.findall(prose(page)))
+    return {word.strip().replace(" ", "-") for word in words}
+
+
+def broken(page: Path) -> list[str]:
+    """The relative links of a page that lead to no file, or to no heading of it."""
+    found = []
+    for link in _LINK.findall(prose(page)):
+        if re.match(r"[a-z]+:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = page if not path else page.parent / path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            found.append(link)
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_resolve(page: Path) -> None:
+    assert not broken(page)
+
+
+def test_the_readme_is_short() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    assert len(text.split()) <= MOST_WORDS
+
+
+def test_every_option_is_described() -> None:
+    api = (ROOT / "docs" / "api.md").read_text()
+    names = [ALIASES.get(f.name, f.name) for f in fields(Options)]
+    assert [name for name in names if f"\n| `{name}` |" not in api] == []
+
+
+def test_every_command_is_described() -> None:
+    api = (ROOT / "docs" / "api.md").read_text()
+    names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
+    assert [name for name in names if f"\n| `chunkflow {name}` |" not in api] == []
