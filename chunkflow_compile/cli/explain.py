@@ -23,8 +23,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Python: print(chunkflow_compile.explain(compiled)).",
         epilog="examples:\n"
         "  chunkflow demo --dump run\n"
-        "  chunkflow explain run               # the newest program of the first rank\n"
-        "  chunkflow explain run/rank1_1 --windows",
+        "  chunkflow explain run/contention    # the newest program of the first rank\n"
+        "  chunkflow explain run/contention/rank1_3 --windows",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("folder", metavar="DIR", help="folder of the dump, or of one program in it")
@@ -58,7 +58,9 @@ def _program(folder: Path) -> Path:
         return folder
     found = [p.parent for p in folder.glob(f"rank*_*/{MEASURED_FILE}")]
     if not found:
-        raise ChunkflowError(f"{folder} holds no measured program: call the compiled model first.")
+        inside = sorted({p.parent.parent for p in folder.glob(f"*/rank*_*/{MEASURED_FILE}")})
+        fix = f"use {' or '.join(map(str, inside))}" if inside else "call the compiled model first"
+        raise ChunkflowError(f"{folder} holds no measured program: {fix}.")
     return min(found, key=_order)
 
 

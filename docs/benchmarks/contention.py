@@ -28,20 +28,24 @@ STEPS = ("3", "compute-rich=2")
 ABOUT = """\
 # Copies that yield, measured on an emulated link
 
-Real ranks, real compiled regions, real copies and exchanges; **the link is emulated**: a receive port a rank, of the
-bandwidth named, which chunks and the incoming bytes of collectives share in turns of 256 KiB. Nothing here was measured on
-a GPU. A model is compiled once; every arm is a plan of its own on the same lowered regions, and its steps are taken in
-turns with the others', in random order. `chunkflow` and `misjudged` have the bytes that `layerwise` takes, in
-compute-rich half of all bytes, because there it takes them all; with a share behind it, an arm has the bytes of so many of
-the blocks on top of them. `misjudged` is planned from a link taken for twice
-as fast, and compute for twice as slow, as they are; `replanned` is the same with `replan_after=2`.
+Real ranks, real compiled regions, real copies and exchanges; **the link is emulated**: each rank has a receive port, which
+chunks and the incoming bytes of collectives share in turns of 256 KiB. Nothing here was measured on a GPU.
 
-*Predicted* is the program of the arm played on what regions and exchanges took in the resident arm of the same run, and on
-one factor, of all its arms, by which copies stretched compute: they take time of its cores.
+Each regime sets the *load* of the link: the share of the resident step for which the link would be busy if every weight
+streamed once a step. compute-rich has 0.2, contention 0.7, contention-flux 0.88, compute-poor 1.6. The bandwidth follows from
+the compute that is measured at the start, so that a regime means the same on a machine of another speed.
+
+A model is compiled once. Every arm is a plan of its own on the same lowered regions. A round holds one step of every arm, in
+random order; steps and waits are medians over the rounds, and ratios are medians of the ratios within a round. `chunkflow` and
+`misjudged` have the bytes that `layerwise` takes, in compute-rich a quarter of all bytes. An arm with a share in its name
+may also keep the bytes of so many of the blocks. `misjudged` is planned from a link twice as fast and compute twice as slow
+as they are; `replanned` is the same with `replan_after=2`.
+
+*Predicted* is the program of the arm, simulated with what regions and exchanges took in the resident arm of the same run and
+with one factor, for all arms, by which copies stretched compute: a copy takes time of a core.
 *Collectives inflated* leaves out the time that one rank waited for the other.
 
-Each regime is one run, and names its command. Whole runs differ by more than their tables suggest:
-[all runs of two days](contention_runs.md).
+Each regime is one run and names its command. [How much whole runs differ](contention_runs.md).
 """
 
 
@@ -53,11 +57,11 @@ def main() -> None:
         action="append",
         default=[],
         metavar="N|REGIME=N",
-        help=f"that count, an arm (default {', '.join(STEPS)}); a single one is off by a tenth or more where the cores have "
-        "neighbours, so that figures to keep want ten times as many",
+        help=f"steps that count, for each arm (default {', '.join(STEPS)}); where other processes use the cores a single step "
+        "is off by a tenth or more, so figures to keep need ten times as many",
     )
     parser.add_argument(
-        "--only", choices=REGIMES, action="append", help="these regimes anew; what the page says of others stays"
+        "--only", choices=REGIMES, action="append", help="measure these regimes only; the page keeps what it says of the others"
     )
     arguments = parser.parse_args()
     steps = _steps([*STEPS, *arguments.steps])
