@@ -1,4 +1,4 @@
-"""Runs diffusion transformers that do not fit the GPU: ``torch.compile(model, backend="chunkflow")``.
+"""Run diffusion transformers that do not fit the GPU: ``torch.compile(model, backend="chunkflow")``.
 
 Weights live in host memory and stream to the device through the compiled graph.  See the README for use.
 """
@@ -30,7 +30,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Loads a name when it is asked for, so that importing the package stays light."""
+    """Import a public name at its first use, so importing the package stays cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(_HOMES[name]), name)

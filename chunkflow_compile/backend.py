@@ -1,8 +1,8 @@
 """The backend: ``torch.compile(model, backend="chunkflow")``.
 
-From the Dynamo graph to a :class:`Runner`, without touching a weight: parameters are described, the ATen graph is cut,
-planned, rewritten and verified, its regions are lowered.  Weights move at the runner's first call, when nothing of
-that can fail any more.
+Turns the Dynamo graph into a :class:`Runner` without touching a weight: describes the parameters; cuts, plans, rewrites
+and verifies the ATen graph; lowers its regions.  Weights move at the runner's first call, after all of that has
+succeeded.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ def chunkflow(
     options: Mapping[str, Any] | None = None,
     mode: str | None = None,
 ) -> Any:
-    """Compiles a Dynamo graph; called by torch.compile.
+    """Compile a Dynamo graph; called by torch.compile.
 
-    Raises ChunkflowError, which Dynamo wraps, before any weight moves: unknown options, gradients, Inductor freezing, a
-    graph break, inputs on another device than the weights, a memory budget below the floor.
+    Raises ChunkflowError, which Dynamo wraps, before any weight moves: for unknown options, gradients, Inductor
+    freezing, a graph break, inputs on another device than the weights, or a memory budget below the least possible.
     """
     warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
@@ -65,12 +65,12 @@ def chunkflow(
     check_kind(device, chosen.device_kind(), chosen.policy)
     if chosen.arena is not None and chosen.arena.device != device:
         raise ChunkflowError(
-            f"The weights are on {device}, but the arena given is on "
-            f"{chosen.arena.device}: make it with chunkflow_compile.Arena({str(device)!r})."
+            f"The weights are on {device}, but the arena passed as an option is on "
+            f"{chosen.arena.device}: create it with chunkflow_compile.Arena({str(device)!r})."
         )
     index, placed = _index(list(found.values()))
     warm_up(chosen.lowering, device)
-    seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # not kept alive by compiled code
+    seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
     parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
@@ -96,9 +96,9 @@ def chunkflow(
 def run_passes(
     traced: Traced, settings: Settings, dump: str | Path | None, **other: Any
 ) -> tuple[Program, Path | None]:
-    """An ATen graph becomes a program, logged and, if asked for, dumped at every stage: the program, and the folder.
+    """Run the passes on an ATen graph, log every stage, and write it to ``dump`` if set; return program and folder.
 
-    ``other``: settings in place of those given.
+    ``other``: fields of ``settings`` to replace.
     """
     settings = replace(settings, **other)
     run = logged(stages(traced, settings), settings.hardware)
@@ -130,23 +130,23 @@ def _place(
     wanted: Sequence[str],
     start: Callable[[Arena], Session],
 ) -> Session:
-    """Moves those of the weights ``wanted`` that are not in a store into that of the model around them.
+    """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a session.
 
-    ``seen``: the model that was compiled; it is searched for again where these are the weights of another.
-    The session that ``start`` makes ends with the first of the placements that its weights belong to.
+    ``seen``: returns the compiled model.  If the weights are not that model's, their model is searched for.
+    The session ends with the first of the placements that its weights belong to.
     """
     while True:
         around = placements_around(parameters.values())
         if not around or any(home_of(parameters[name]) is None for name in wanted):
             index = _around(list(parameters.values()), seen())
-            if index.root is None:  # no module to tie it to: it ends with the parameter
+            if index.root is None:  # no module to attach the session to: it ends with the parameter
                 session = start(Arena(device))
                 next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
                 return session
             around = list(dict.fromkeys([Placement.on(index.root, device), *around]))
             names = index.names
         with contextlib.ExitStack() as held:
-            held.enter_context(compile_lock)  # hooks come and go: no other thread may be tracing them
+            held.enter_context(compile_lock)  # no other thread may trace hooks while they are added
             for placement in sorted(around, key=id):
                 held.enter_context(placement.lock())
             if not all(placement.lasts for placement in around):
@@ -167,7 +167,7 @@ def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> Model
 
 
 def _advice(program: Program, chosen: Options, memory: int | None) -> str:
-    """What would fit, where the arena did not."""
+    """A sentence on what would fit, for the error when there is no room."""
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes)
     budget = "No budget was given" if memory is None else f"The budget was memory={memory}"
     return f"{budget}, and the least that this model runs in is memory={least}. "
@@ -192,7 +192,7 @@ def _refuse_graph_break(graph: GraphModule) -> None:
 
 
 def _specialise(inputs: Sequence[Any]) -> None:
-    """Fixes symbolic sizes to their values: each resolution has its own plan.  int() adds the guard that says so."""
+    """Fix symbolic sizes to their values, because each resolution has its own plan.  int() adds the guard for that."""
     for value in inputs:
         if isinstance(value, torch.SymInt):
             int(value)
@@ -202,7 +202,10 @@ def _specialise(inputs: Sequence[Any]) -> None:
 
 
 def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any], graph: GraphModule) -> torch.device:
-    """The device of the weights; all inputs are there, but those that forward itself moves (tables that are no buffers)."""
+    """The device of the weights.
+
+    Raises ChunkflowError if an input is on another device, unless forward moves it (a table that is not a buffer).
+    """
     devices = {p.device for p in parameters.values()}
     if len(devices) > 1:
         raise ChunkflowError(f"The weights are on {', '.join(sorted(map(str, devices)))}: move them to one device.")
@@ -214,12 +217,12 @@ def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any], graph
             continue
         if not _is_moved(graph.graph.find_nodes(op="placeholder")[position]):
             raise ChunkflowError(
-                f"The weights are on {device}, but input {position} is on {value.device}: move it there, or place the model "
-                "for the input's device with chunkflow_compile.offload(model, device)."
+                f"The weights are on {device}, but input {position} is on {value.device}: move the input to {device}, "
+                "or place the model for the input's device with chunkflow_compile.offload(model, device)."
             )
     return device
 
 
 def _is_moved(node: Node) -> bool:
-    """Whether all that forward does with an input is to move it."""
+    """Whether forward only moves an input to a device."""
     return all(u.op == "call_method" and u.target in ("to", "cuda") for u in node.users)

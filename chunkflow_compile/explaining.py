@@ -1,4 +1,4 @@
-"""``explain``: what a compiled model did, beside what its plan predicted."""
+"""``explain``: what a compiled model did, compared with what its plan predicted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from chunkflow_compile.runtime.measurement import measured
 
 
 def explain(compiled: nn.Module) -> Explanation:
-    """The newest program that runs on a compiled, or placed, model, predicted beside measured; print it.
+    """Compare prediction and measurement of the newest program on a compiled or placed model; print the result.
 
-    Times are of one call of the model.  Raises ChunkflowError if the model has not run yet.
+    Times are for one call of the model.  Raises ChunkflowError if the model has not run yet.
     """
     found = [p for p in programs(compiled) if p.measurements]
     if not found:

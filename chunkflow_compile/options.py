@@ -26,13 +26,13 @@ from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.host_memory import pin_budget
 
-# Below 1 MiB a copy costs more to start than to carry (5 to 10 us against 33 us at 30 GB/s), and the biases, norms and
-# modulation tables that are smaller make up less than 1 % of a DiT.
+# Starting a copy takes 5 to 10 us and moving 1 MiB 35 us at 30 GB/s, so smaller copies waste much of the link.  Smaller
+# parameters (biases, norms, modulation tables) make up less than 1 % of a DiT.
 DEFAULT_MIN_BYTES = 1 << 20
-# Of 4, 16, 64 and 256 MiB the paper found 16 best: a collective waits for at most 0.6 ms on PCIe 5.
+# The best of 4, 16, 64 and 256 MiB in the paper: a collective waits for one chunk at most, which is 0.6 ms on PCIe 5.
 DEFAULT_CHUNK_BYTES = 16 << 20
 DEBUG = ("poison", "threads")
-# Field -> what users write, where Python has that word for itself.
+# Field -> name of the option, if that is a keyword of Python.
 ALIASES = {"yields": "yield"}
 
 _T = TypeVar("_T")
@@ -40,49 +40,50 @@ _T = TypeVar("_T")
 
 @dataclass(kw_only=True, frozen=True, slots=True)
 class Options:
-    """What a user may choose.  All sizes are bytes."""
+    """The options of the backend.  All sizes are in bytes."""
 
     memory: int | str | None = None
-    """Most weight bytes on the device, arena and residents, as bytes or "8GiB": the fastest plan within them."""
+    """Budget for weights on the device (arena and residents), as bytes or "8GiB".  Picks the fastest plan within it."""
 
     slowdown: float | None = None
-    """Longest predicted step over that with all weights resident: the smallest plan within it.  1.02 if neither this nor
-    memory is given."""
+    """Longest predicted step, relative to the step with all weights resident.  Picks the smallest plan within it.  1.02
+    if neither this nor memory is set."""
 
     hardware: str | Path | None = None
-    """The machine that is planned for: a built-in profile, a JSON file, or "measured" after chunkflow calibrate.  By default
-    "cpu" on the CPU; on a GPU what calibrate measured, or else the built-in profile of such a card."""
+    """The machine to plan for: a built-in profile, a JSON file, or "measured" after chunkflow calibrate.  By default
+    "cpu" on the CPU; on a GPU the profile that calibrate measured, or else the built-in profile of the card."""
 
     yields: Yield = "auto"
-    """Given as "yield": how copies keep out of the way of collectives on a link that both share.  "soft": their windows open
-    behind a collective and are filled as far as the model says; "hard": compute moreover waits, before the collective, for
-    copies under way; "auto": whichever is predicted to be faster."""
+    """The option "yield": how copies yield to collectives on a link that both share.  "soft": windows open after a
+    collective and are filled as far as the cost model says; "hard": compute also waits, before the collective, for
+    copies in flight; "auto": whichever is predicted to be faster."""
 
     policy: Policy = "chunkflow"
-    """"chunkflow" places by the cost model.  To compare with, on the same regions and executor: "layerwise" fetches the
-    whole next block, "layerwise-barrier" moreover waits for it before the collectives, "layerwise-prefix" keeps as many first
-    blocks as memory holds, "host-yield" holds copies back by a flag on the host, "resident" streams nothing."""
+    """"chunkflow" places by the cost model.  The others are for comparison, on the same regions and executor:
+    "layerwise" fetches the whole next block; "layerwise-barrier" also waits for it before the collectives;
+    "layerwise-prefix" keeps as many of the first blocks resident as memory holds; "host-yield" pauses copies by a flag
+    on the host; "resident" streams nothing."""
 
     arena: Arena | None = None
-    """Device memory to share with other models, which take turns in it: chunkflow_compile.Arena(device).  The programs of
-    one model share theirs anyway."""
+    """An arena to share with other models, which run in turns: chunkflow_compile.Arena(device).  The programs of one
+    model share one in any case."""
 
     min_bytes: int = DEFAULT_MIN_BYTES
-    """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value given there."""
+    """Parameters smaller than this stay on the device.  A model placed by offload() keeps the value passed there."""
 
     timings: str | Path | None = None
-    """What an earlier run took, in place of the profile's rates: measured.json of its dump.  The same model
-    at the same sizes and degree: with other sizes it is refused."""
+    """Measured times to plan from instead of the profile's rates: measured.json from the dump of an earlier run.  A run
+    of another model, of other sizes or another degree is refused."""
 
     replan_after: int = 0
-    """Steps behind which a plan is made from what they took, and run from the next step on: for a profile that fits the
-    machine badly.  Nothing is compiled again and no output changes.  0 for never."""
+    """The number of warm steps after which to plan again from their times; the new plan runs from the next step on.
+    For a profile that fits the machine badly.  Nothing is compiled again and no output changes.  0 for never."""
 
     plan: str | Path | None = None
-    """A plan to run instead of making one: a file of chunkflow plan --json, made for this model, its sizes and degree."""
+    """A plan to run instead of planning: a file that chunkflow plan --json wrote for this model, sizes and degree."""
 
     chunk_bytes: int = DEFAULT_CHUNK_BYTES
-    """Longest single copy; a multiple of 256."""
+    """Bytes of a chunk, the unit of planning; a multiple of 256."""
 
     group_bytes: int = DEFAULT_GROUP_BYTES
     """Most bytes of streamed weights that one region reads; a region that would read more is cut."""
@@ -97,15 +98,15 @@ class Options:
     """Passes to leave out, to see whether one is to blame: "views", "sharing", "refine", "verify"."""
 
     pin_memory: int | str | None = None
-    """Most host bytes to pin for the model, as bytes or "64GB"; the weights behind them are copied from pageable memory,
-    which is slower.  On a GPU only.  By default four fifths of the machine's memory over LOCAL_WORLD_SIZE."""
+    """Most host bytes to pin for the model, as bytes or "64GB"; weights beyond that are copied from pageable memory,
+    which is slower.  On a GPU only.  By default four fifths of the machine's memory divided by LOCAL_WORLD_SIZE."""
 
     debug: str | Sequence[str] = ()
-    """"poison" overwrites evicted weights with NaN, so that a reader that comes too late is seen; "threads" runs every
-    stream, compute included, as a thread that the host runs ahead of, as on a GPU; or a list of both."""
+    """"poison" overwrites evicted weights with NaN, which exposes a late reader; "threads" runs every stream, compute
+    included, as a thread, so the host runs ahead as on a GPU; or a list of both."""
 
     dump: str | Path | None = None
-    """Folder that gets every compiled graph at every stage, its plan, a report, and at the end what was measured."""
+    """Folder where every compiled graph is written, with all its stages, its plan, a report and its measurements."""
 
     def __post_init__(self) -> None:
         for name, allowed in (
@@ -129,7 +130,7 @@ class Options:
         if not isinstance(self.disable, (list, tuple, set, frozenset)) or not all(
             isinstance(name, str) for name in self.disable
         ):
-            raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, as ["refine"].')
+            raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, such as ["refine"].')
         check_disabled(self.disable)
         if not isinstance(self.arena, (Arena, type(None))):
             raise ChunkflowError(f"Option arena={self.arena!r} must be a chunkflow_compile.Arena(device).")
@@ -141,7 +142,7 @@ class Options:
         self._check_goal()
 
     def _check_goal(self) -> None:
-        """Before anything is traced: how the goal reads, and whether the machine is known."""
+        """Check the goal and the hardware, before anything is traced."""
         if isinstance(self.slowdown, bool) or not isinstance(self.slowdown, (int, float, type(None))):
             raise ChunkflowError(f"Option slowdown must be a number of at least 1, not {self.slowdown!r}.")
         if self.slowdown is not None and not self.slowdown >= 1:
@@ -149,31 +150,33 @@ class Options:
                 f"Option slowdown={self.slowdown} is below 1: no plan beats all weights on the device."
             )
         if self.memory is not None and self.slowdown is not None:
-            raise ChunkflowError("Give memory or slowdown, not both: the one is what the other is computed from.")
+            raise ChunkflowError("Give memory or slowdown, not both: each determines the other.")
         if self.plan is not None and (self.memory is not None or self.slowdown is not None):
             raise ChunkflowError("Give a plan or a goal for one (memory, slowdown), not both.")
         if self.plan is not None and self.replan_after:
-            raise ChunkflowError("Give a plan or replan_after, not both: the one is what the other would replace.")
+            raise ChunkflowError("Give a plan or replan_after, not both: replan_after would replace the plan.")
         if self.slowdown is not None and self.policy != "chunkflow":
             raise ChunkflowError(
-                f"Policy {self.policy} has one plan only: slowdown={self.slowdown} would change nothing."
+                f"Policy {self.policy} has one plan only: slowdown={self.slowdown} would change nothing; leave it out."
             )
         if self.yields != "auto" and self.policy != "chunkflow":
-            raise ChunkflowError(f"Policy {self.policy} has one plan only: yield={self.yields} would change nothing.")
+            raise ChunkflowError(
+                f"Policy {self.policy} has one plan only: yield={self.yields} would change nothing; leave it out."
+            )
         self.memory_bytes()
         self.pin_bytes()
         self.profile()
 
     def debugging(self) -> frozenset[str]:
-        """The names given as ``debug``."""
+        """The names in ``debug``."""
         return frozenset([self.debug] if isinstance(self.debug, str) else self.debug)
 
     def device_kind(self) -> DeviceKind:
-        """The device that programs run on."""
+        """The kind of device that programs run on."""
         return DeviceKind("threads" in self.debugging(), self.profile().link_emulation)
 
     def memory_bytes(self) -> int | None:
-        """The byte budget."""
+        """The budget of ``memory``, bytes; None if it is not set."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")
 
     def pin_bytes(self) -> int:
@@ -183,19 +186,19 @@ class Options:
         return pin_budget(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
     def on(self, device: torch.device) -> Options:
-        """With the machine that is planned for on ``device``, where none was named."""
+        """The options with the default hardware of ``device``, unless ``hardware`` is set."""
         return self if self.hardware is not None else replace(self, hardware=default_profile(device))
 
     def given_plan(self) -> Plan | None:
-        """The plan to run, if one is given.  Raises ChunkflowError if it cannot be read."""
+        """The plan of the option ``plan``, None if it is not set.  Raises ChunkflowError if it cannot be read."""
         return None if self.plan is None else read_plan(self.plan)
 
     def profile(self) -> Hardware:
-        """The machine that is planned for."""
+        """The hardware profile to plan for."""
         return load_profile(self.hardware or CPU)
 
     def settings(self) -> Settings:
-        """What of the options the passes are told.  Raises ChunkflowError if a plan is given that cannot be read."""
+        """The settings of the passes.  Raises ChunkflowError if the plan or the timings cannot be read."""
         return Settings(
             hardware=self.profile(),
             policy=self.policy,
@@ -211,12 +214,12 @@ class Options:
 
 
 def read_plan(path: str | Path) -> Plan:
-    """The plan of a file.  Raises ChunkflowError if it cannot be read or is none."""
+    """Read a plan.  Raises ChunkflowError if the file cannot be read or is not a plan."""
     return _read(path, "plan", Plan.from_json)
 
 
 def read_measured(path: str | Path) -> Measured:
-    """What a run measured.  Raises ChunkflowError if the file cannot be read or is none."""
+    """Read the measurement of a run.  Raises ChunkflowError if the file cannot be read or is not a measurement."""
     return _read(path, "measurement", Measured.from_json)
 
 
@@ -233,16 +236,16 @@ def _read(path: str | Path, what: str, parse: Callable[[str], _T]) -> _T:
 
 
 def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) -> Options:
-    """Checks the keyword arguments of a backend.  Raises ChunkflowError naming an unknown key and its nearest one.
+    """Check the options of the backend.  Raises ChunkflowError that names an unknown key and the nearest known one.
 
-    ``mode`` is torch.compile's; its Inductor configuration is applied to every region.
+    ``mode``: torch.compile's; its Inductor configuration is applied to every region.
     """
     given = dict(options or {})
     known = [ALIASES.get(f.name, f.name) for f in fields(Options)]
     for key in given:
         if key not in known:
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
-            raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? There are: {', '.join(known)}.")
+            raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? Options are {', '.join(known)}.")
     inductor = {**_mode_options(mode), **dict(given.pop("inductor", None) or {})}
     _refuse(inductor)
     for field_name, name in ALIASES.items():

@@ -1,4 +1,4 @@
-"""Placing a model: its large parameters into the host store, and back."""
+"""Placing a model: moves its large parameters into the host store, and back."""
 
 from __future__ import annotations
 
@@ -43,29 +43,29 @@ class Placement:
 
     @staticmethod
     def on(root: nn.Module, device: torch.device) -> Placement:
-        """The placement of a model, made if there is none; of two threads that ask at once both get the same."""
+        """The placement of a model, created if there is none; two threads that ask at once get the same one."""
         if placement_of(root) is None:
-            root.__dict__.pop(_PLACEMENT, None)  # what a copy of a placed model has
+            root.__dict__.pop(_PLACEMENT, None)  # a copy of a placed model has the attribute, with None
         found: Placement = root.__dict__.setdefault(_PLACEMENT, Placement(root, device))
         return found
 
     @property
     def lasts(self) -> bool:
-        """Whether it is still the placement of its model."""
+        """Whether this is still the placement of its model."""
         return placement_of(self.root) is self
 
     def arena(self, kind: DeviceKind) -> Arena:
-        """What the model's programs share that run on one kind of device."""
+        """The arena that the model's programs on one kind of device share."""
         return self._arenas.setdefault(kind, Arena(self.store.device))
 
     def attach(self, session: Session) -> None:
-        """Makes a session end with this placement."""
+        """Make a session end with this placement."""
         self.sessions = [s for s in self.sessions if not s.closed] + [session]
 
     def move(self, weights: Iterable[tuple[tuple[str, ...], nn.Parameter]]) -> None:
-        """Moves parameters into the store; all or, on an error, none.
+        """Move parameters into the store.  If that fails, the whole placement is undone.
 
-        Waits for the steps of other threads: until now their programs may have read the parameters where they are.
+        Waits for the steps of other threads, whose programs may read the parameters where they are now.
         """
         moved: list[Home] = []
         with self.lock(), contextlib.ExitStack() as steps:
@@ -79,7 +79,7 @@ class Placement:
                 raise
 
     def carry(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Moves what is not in the store to the store's device."""
+        """Move the tensors that are not in the store to the store's device."""
         with torch.no_grad():
             for tensor in tensors:
                 if home_of(tensor) is None and tensor.device != self.store.device:
@@ -87,8 +87,8 @@ class Placement:
                     tensor.data = tensor.data.to(self.store.device)
 
     def undo(self, device: torch.device | None = None) -> None:
-        """Gives every parameter its bytes back, where it came from or on ``device``, and forgets the model."""
-        with compile_lock, self.lock():  # hooks come and go: no other thread may be tracing them
+        """Give every parameter its bytes back, on the device it came from or on ``device``; end the placement."""
+        with compile_lock, self.lock():  # no other thread may trace hooks while they are removed
             for session in self.sessions:
                 session.close()
             self.sessions.clear()
@@ -99,11 +99,14 @@ class Placement:
                     if tensor.device != origin:
                         tensor.data = brought(tensor.data, origin, "a small weight or a buffer")
             self._carried.clear()
-            self.guards.remove()  # behind: an interrupt must leave no empty weight without them
+            self.guards.remove()  # last: an interrupt must leave no empty weight without guards
             self.root.__dict__.pop(_PLACEMENT, None)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """A copy of a model whose weights are where they were is a model that is not placed.  Raises ChunkflowError."""
+        """Copy as None: the copy of a model with an empty store is not placed.
+
+        Raises ChunkflowError if the store holds weights.
+        """
         if self.store.homes:
             raise ChunkflowError(
                 f"{type(self.root).__name__} is offloaded ({self.store.homes[0].name} lives in ChunkFlow's host store) and "
@@ -115,11 +118,11 @@ class Placement:
 def offload(
     model: nn.Module, device: torch.device | str | None = None, *, min_bytes: int = DEFAULT_MIN_BYTES
 ) -> nn.Module:
-    """Moves the parameters of at least ``min_bytes`` to host memory; returns ``model``.
+    """Move the parameters of at least ``min_bytes`` to host memory; return ``model``.
 
-    Each keeps its shape, dtype and compute device with 0 bytes of storage; smaller parameters and buffers go to
-    ``device`` (default: where the parameters are).  Raises ChunkflowError, the model left as it was, if the model is
-    placed already or has parameters on the meta device.
+    Each keeps its shape, dtype and compute device with 0 bytes of storage; smaller parameters and buffers move to
+    ``device`` (default: where the parameters are).  Raises ChunkflowError, and leaves the model as it was, if the model
+    is placed already or has parameters on the meta device.
     """
     root = _unwrap(model)
     parameters = list(root.parameters())
@@ -146,12 +149,11 @@ def offload(
 
 
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Brings the parameters of an offloaded model back to where they came from, bit for bit; returns ``model``.
+    """Bring the parameters of an offloaded model back to where they came from, bit for bit; return ``model``.
 
-    ``device``: in place of that.  Raises ChunkflowError if it has no room; the weights that found none stay offloaded.
-    A part of a model that was placed as a whole brings back the whole.
-    Compiled functions of the model stay usable: their next call places it again.  A model that is not placed is left
-    as it is.
+    ``device``: where to bring them instead.  Raises ChunkflowError if it has no room; the weights that do not fit stay
+    offloaded.  Restoring a part of a model that was placed as a whole restores the whole.  A model that is not placed
+    is left as it is.  Compiled functions of the model stay usable: their next call places it again.
     """
     target = None if device is None else check_device(torch.device(device))
     for placement in _placements(model):
@@ -177,7 +179,7 @@ def placements_around(parameters: Iterable[nn.Parameter]) -> list[Placement]:
 
 
 def _placements(model: nn.Module) -> list[Placement]:
-    """The placements of a model, of its parts, and of what it is a part of."""
+    """The placements of a model, of its parts, and of the models that it is a part of."""
     root = _unwrap(model)
     own = [p for m in root.modules() if (p := placement_of(m)) is not None]
     return list(dict.fromkeys([*own, *placements_around(root.parameters())]))
@@ -190,7 +192,7 @@ def why_not(parameter: torch.Tensor) -> str | None:
     if home_of(parameter) is not None:
         return None
     if parameter.layout != torch.strided or not is_dense(parameter):
-        return "its elements do not fill one run of memory"
+        return "its elements do not fill one range of memory"
     if parameter.untyped_storage().nbytes() != _bytes(parameter):
         return "it shares memory with another tensor"
     return None
@@ -210,5 +212,5 @@ def _device(device: torch.device | str | None, parameters: list[nn.Parameter]) -
     devices = {p.device for p in parameters}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "none"
-        raise ChunkflowError(f"The model's parameters are on {found}: name the compute device, offload(model, device).")
+        raise ChunkflowError(f"The model's parameters are on {found}: pass the compute device, offload(model, device).")
     return devices.pop()

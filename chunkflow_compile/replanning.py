@@ -1,4 +1,4 @@
-"""``replan``: another plan for a compiled model, between two calls; nothing is compiled again."""
+"""``replan``: gives a compiled model another plan between two calls, without compiling again."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def replan(
     plan: str | Path | None = None,
     as_measured: bool = False,
 ) -> nn.Module:
-    """Makes every program of a compiled, or placed, model run by another plan from its next call on; returns ``model``.
+    """Give every program of a compiled or placed model another plan, from its next call on; return ``model``.
 
-    The goal is given as in the options of the backend; the one before is kept if none is.  ``as_measured``: plan from what
-    the calls so far took, instead of the profile's rates.  The new plan is verified; no output changes.  The next call
-    starts cold.  A program that was closed because another needed its place keeps its own plan.
-    Raises ChunkflowError, and nothing changes, if there is no such plan or if the model has not run yet.
+    Set the goal as in the options of the backend; without one, the current goal is kept.  ``as_measured``: plan from
+    the measured times of the calls so far, instead of the profile's rates.  The new plan is verified, and no output
+    changes.  The next call starts cold.  A program that was closed because another needed its place keeps its plan.
+    Raises ChunkflowError, and changes nothing, if there is no such plan or if the model has not run yet.
     """
     found = programs(model)
     if not found:
@@ -42,10 +42,10 @@ def replan(
             "policy": chosen.policy,
             "plan": chosen.given_plan(),
         }
-        if chosen.policy != "chunkflow":  # whose plans do not depend on it
+        if chosen.policy != "chunkflow":  # plans of other policies do not depend on it
             goal["yields"] = chosen.yields
     elif as_measured:
-        goal = {"plan": None}  # which would be run whatever was measured
+        goal = {"plan": None}  # a plan from a file would run whatever was measured
     codes = []
     for program in found:
         seen = {"timings": measured(program.plan, program.measurements).timings()} if as_measured else {}

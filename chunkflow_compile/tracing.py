@@ -23,9 +23,10 @@ from chunkflow_compile.weights.modules import ModelIndex
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
-    """One call of ``model`` as an ATen graph, without running it; parameters below ``min_bytes`` are not streamed.
+    """Trace one call of ``model`` into an ATen graph without running it.
 
-    Model and inputs may be fake tensors: nothing is read.  The model must trace into one graph.
+    ``min_bytes``: smaller parameters are not streamed.  Model and inputs may be fake tensors, because no values are
+    read.  The model must trace into one graph.
     """
     index, found = ModelIndex.of(model), list[Traced]()
 
@@ -49,7 +50,7 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 def lower_to_aten(
     graph: GraphModule, example_inputs: Sequence[Any], compiler: Callable[[GraphModule, Sequence[Any]], Any]
 ) -> Any:
-    """Hands the ATen inference graph of ``graph`` to ``compiler``; returns what Dynamo calls."""
+    """Pass the ATen inference graph of ``graph`` to ``compiler``; return the function for Dynamo to call."""
     # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         typed: Any = compiler
@@ -57,20 +58,22 @@ def lower_to_aten(
 
 
 def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str]) -> Traced:
-    """An ATen graph with the sizes of the process groups that its collectives use, which must still be there."""
-    resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # in every release, in no __all__
+    """An ATen graph with the sizes of the process groups that its collectives use, which must still exist."""
+    resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # exists in every release, but not in __all__
     groups = {group_name(n) for n in graph.graph.nodes if collective_kind(n) is not None}
     ranks = {name: int(resolve(name).size()) for name in sorted(groups)}
     return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks)
 
 
 def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int | None) -> list[Parameter]:
-    """The parameters among the inputs of a Dynamo graph.  ``min_bytes``: None if the model is placed, which has settled
-    what is small."""
+    """The parameters among the inputs of a Dynamo graph.
+
+    ``min_bytes``: smaller ones stay on the device; None if the model is placed, because offload has decided that.
+    """
     found = [_describe(i, p, model, min_bytes) for i, p in enumerate(inputs) if isinstance(p, nn.Parameter)]
     taken = Counter(p.name for p in found)
     return [
-        p if taken[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # of several models
+        p if taken[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use it
         for p in found
     ]
 
@@ -89,7 +92,7 @@ def _describe(index: int, parameter: nn.Parameter, model: ModelIndex, min_bytes:
 
 
 class _TracedError(Exception):
-    """Ends a call whose graph has been taken."""
+    """Ends a call after its graph was captured."""
 
 
 def _stop(*_: Any) -> Any:

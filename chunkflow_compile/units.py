@@ -1,4 +1,4 @@
-"""Bytes as people write them."""
+"""Byte sizes and rates as people write them."""
 
 from __future__ import annotations
 
@@ -23,5 +23,5 @@ def parse_bytes(value: object, what: str) -> int:
         return value
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", value) if isinstance(value, str) else None
     if match is None or match[2].lower() not in _LOWER or len(match[1]) > 20:
-        raise ChunkflowError(f"{what}={value!r} is no size: give bytes, or a text such as '8GiB' or '500MB'.")
+        raise ChunkflowError(f"{what}={value!r} is not a size: give bytes, or a text such as '8GiB' or '500MB'.")
     return int(float(match[1]) * _LOWER[match[2].lower()])

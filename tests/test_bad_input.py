@@ -43,18 +43,18 @@ def assert_untouched(model: nn.Module) -> None:
     [
         ({"memmory": "8GiB"}, r"Unknown option 'memmory'; did you mean 'memory'"),
         ({"policy": "fast"}, r"policy='fast' is unknown; use one of resident, layerwise, layerwise-barrier, "),
-        ({"memory": "8 pounds"}, r"memory='8 pounds' is no size: give bytes, or a text such as '8GiB'"),
+        ({"memory": "8 pounds"}, r"memory='8 pounds' is not a size: give bytes, or a text such as '8GiB'"),
         ({"slowdown": 0.9}, r"slowdown=0.9 is below 1"),
         ({"slowdown": "fast"}, r"slowdown must be a number of at least 1, not 'fast'"),
         ({"memory": 1 << 20, "slowdown": 1.1}, r"Give memory or slowdown, not both"),
-        ({"hardware": "h300"}, r"no hardware profile 'h300': give one of cpu, h100-nvlink, h100-pcie-x2, "),
+        ({"hardware": "h300"}, r"no hardware profile 'h300': use one of cpu, h100-nvlink, h100-pcie-x2, "),
         ({"chunk_bytes": 0}, r"chunk_bytes must be a whole number of at least 256, not 0"),
         ({"chunk_bytes": 1000}, r"chunk_bytes=1000 must be a multiple of 256.*use 768"),
         ({"min_bytes": "1MiB"}, r"min_bytes must be a whole number"),
         ({"inductor": {"freezing": True}}, r"freezing turns weights into constants"),
         ({"inductor": {"max_autotun": True}}, r"Unknown Inductor option 'max_autotun'.*did you mean 'max_autotune'"),
         ({"inductor": {"triton.cudagraphs": True}}, r"would double the streamed weights"),
-        ({"memory": 4096}, r"memory=4096 bytes is too little.*the rest of (\d+) bytes. Give memory=\1 or more"),
+        ({"memory": 4096}, r"memory=4096 bytes is too little: the program needs (\d+) bytes.*Give memory=\1 or more"),
     ],
 )
 def test_options_are_checked_before_any_weight_moves(options: dict[str, Any], sentence: str, no_grad: None) -> None:

@@ -186,7 +186,7 @@ def test_a_plan_that_cannot_be_made_leaves_the_one_that_runs(no_grad: None, capl
         check(run, twin, 4)
     finally:
         logging.getLogger("chunkflow_compile").removeHandler(caplog.handler)
-    assert "the plan stays as it is: the proof failed" in caplog.text
+    assert "the current plan is kept: the proof failed" in caplog.text
     assert programs(model)[-1].plan == before
 
 

@@ -1,4 +1,4 @@
-"""The device arena: one allocation and the streams over it, which programs share, one step at a time."""
+"""The device arena: one allocation and its streams, shared by programs that run one step at a time."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ Make = Callable[[torch.device, DeviceKind], Device]
 
 
 class Tenant(Protocol):
-    """A program in an arena, whether its chunks lie there now or not: those of one tenant do, the arena's holder."""
+    """A program that is bound to an arena.  The memory holds the chunks of one tenant at a time, the arena's holder."""
 
     @property
     def plan(self) -> Plan: ...
 
     code: Any
-    """What stays the same when the program is bound anew, by identity: what was proved of it holds."""
+    """The compiled program, compared by identity: it outlives the tenant, and a proof about it stays valid."""
 
     def close(self) -> None:
-        """Leaves the arena; whoever calls the program again makes it anew."""
+        """Leave the arena.  The next call of the program creates a new tenant."""
 
 
 class Arena:
     """Device memory and streams that programs share: as large as the largest plan that ran in it, not as all together.
 
-    The programs of one model share an arena by themselves.  Hand one to several models, as
-    ``options={"arena": arena}``, where they take turns: the two transformers of Wan 2.2, a text encoder and a
-    transformer.  Each change from one program to another is a cold start.
+    The programs of one model share an arena automatically.  Models that run in turns, such as the two transformers of
+    Wan 2.2 or a text encoder and a transformer, share one if it is passed to each as ``options={"arena": arena}``.
+    Each change from one program to another is a cold start.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
-        """``make``: makes the streams, given the device and its kind.  Raises ChunkflowError for unknown devices."""
+        """``make``: creates the streams for a device and its kind.  Raises ChunkflowError for an unsupported device."""
         self.device = check_device(torch.device(device))
         self.lock = ProcessLock()  # held for a step
         self.holder: object = None  # the executor whose chunks lie in the memory
@@ -52,13 +52,13 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are allocated now."""
+        """Bytes allocated now."""
         return 0 if self._memory is None else self._memory.numel()
 
     @property
     def streams(self) -> Device:
         if self._streams is None:
-            raise ChunkflowError("Nothing runs in this arena: call the compiled model again.")
+            raise ChunkflowError("No program is bound to this arena: call the compiled model again.")
         return self._streams
 
     @property
@@ -67,7 +67,7 @@ class Arena:
         return [t for ref in self._tenants if (t := ref()) is not None]
 
     def prove(self, code: Any, together: Callable[[Any], None]) -> None:
-        """Calls ``together`` with the code of each other tenant, once for every two."""
+        """Call ``together`` with the code of each other tenant, once for each pair of codes."""
         for other in [t.code for t in self.tenants if t.code is not code]:
             if code not in self._proved.setdefault(other, weakref.WeakSet()):
                 together(other)
@@ -75,10 +75,10 @@ class Arena:
                 self._proved.setdefault(code, weakref.WeakSet()).add(other)
 
     def join(self, tenant: Tenant, *, kind: DeviceKind | None = None, advice: Callable[[], str] = str) -> torch.Tensor:
-        """The memory, uint8, of at least the tenant's ``plan.arena_bytes``, from a multiple of 256 bytes on.
+        """Add a tenant; return the memory, uint8, at least its ``plan.arena_bytes`` long and aligned to 256 bytes.
 
-        Where it was smaller before, the other tenants are closed and it is allocated anew.  Raises ChunkflowError if
-        there is no room, with ``advice`` on what would fit, and for another ``kind`` of device than the other tenants have.
+        If the memory was smaller, the other tenants are closed and it is allocated again.  Raises ChunkflowError if the
+        device has no room (``advice`` returns what would fit), or if the other tenants use another ``kind`` of device.
         """
         kind = kind or DeviceKind()
         with self.lock():
@@ -87,8 +87,8 @@ class Arena:
                 self._streams, self._kind = self._make(self.device, kind), kind
             elif kind != self._kind:
                 raise ChunkflowError(
-                    'Programs that share an arena run on the same streams: give all of them debug="threads", or none, and '
-                    "the same hardware where it emulates a link."
+                    "Programs that share an arena run on the same streams, so they need the same kind of device: set "
+                    'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
             nbytes = tenant.plan.arena_bytes
             self._tenants.append(weakref.ref(tenant))
@@ -105,39 +105,39 @@ class Arena:
             return self._memory
 
     def leave(self, tenant: Tenant) -> None:
-        """Forgets a tenant; with the last one the memory is freed and the streams end."""
+        """Remove a tenant.  When the last one leaves, the memory is freed and the streams are closed."""
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not tenant]
             self.sweep()
 
     def sweep(self) -> None:
-        """Forgets tenants that were dropped instead of closed."""
+        """Remove tenants that were garbage-collected without being closed."""
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not None]
             if not self._tenants and self._streams is not None:
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None
                 streams.close()
-                del memory  # not sooner: copies may have been under way into it
+                del memory  # not sooner: copies into it may have been in flight
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:
         try:
-            with torch.inference_mode(False):  # which would not let copies into it once the mode is left
+            with torch.inference_mode(False):  # an inference tensor cannot be written outside inference mode
                 raw = self.streams.allocate(nbytes + ALIGNMENT)
         except RuntimeError as error:
             raise ChunkflowError(
                 f"The device {self.device} has no room for an arena of {nbytes} bytes ({str(error).splitlines()[0]}). "
-                f"{advice()}Free memory on the device, or give less as memory=."
+                f"{advice()}Free memory on the device, or lower the option memory."
             ) from error
         start = -raw.data_ptr() % ALIGNMENT
         return raw[start : start + nbytes]
 
     def __deepcopy__(self, _: object) -> Arena:
-        """Who copies a model compiled with an arena shares the arena."""
+        """Return the arena itself: a copy of a model compiled with an arena shares it."""
         return self
 
     def __reduce_ex__(self, _: object) -> NoReturn:
         raise ChunkflowError(
-            "An arena is memory of this process's device and cannot be copied or pickled: make another with "
+            "An arena is device memory of this process and cannot be copied or pickled: create another with "
             "chunkflow_compile.Arena(device)."
         )

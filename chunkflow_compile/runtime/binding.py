@@ -1,4 +1,4 @@
-"""What the executor runs on: memory, and the values of one step."""
+"""The executor's data: the memory of a program, and the values of one step."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .measurement import WindowSeconds
 class Binding:
     """The memory that a program runs on.
 
-    ``arena``: where its slots lie, and the streams over it.
-    ``values``: offloaded weight -> the tensor that its readers see, a slot or a resident copy.  Weights that were not
-    offloaded are read where they are: the parameters come with every call.
+    ``arena``: holds its slots and the streams.
+    ``values``: offloaded weight -> the tensor that its readers get, a slot or a resident copy.  Readers of any other
+    weight get the parameter, which is an input of every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device and on the host, uint8.
     """
 
@@ -30,7 +30,7 @@ class Binding:
 
 @dataclass
 class Cost:
-    """What a step cost so far.  Bytes ``moved``, and ``primed`` in front of a cold one."""
+    """What a step has cost so far.  ``moved``: bytes copied.  ``primed``: bytes copied before a cold step."""
 
     windows: WindowSeconds
     primed: int = 0
@@ -40,12 +40,12 @@ class Cost:
 
 @dataclass
 class Step:
-    """One run: the values of the program's nodes by number, and its cost, which is known later than its outputs."""
+    """One run: the values of the program's nodes by number, and its cost, which is complete later than its outputs."""
 
     env: list[Any]
     cost: Cost
 
     @property
     def outputs(self) -> Any:
-        """What the program returns, once the device has delivered."""
+        """The program's outputs; valid after :meth:`Device.deliver`."""
         return self.env[-1]

@@ -1,7 +1,7 @@
-"""The cuda device: the caller's stream computes, a stream of its own copies, events order them.
+"""The cuda device: compute on the caller's stream, copies on a stream of their own, events between the two.
 
-Within a step the host waits for nothing and allocates nothing.  What is needed of torch.cuda is asked of a :class:`Cuda`,
-so that the same code runs in tests without a GPU.
+Within a step the host waits for nothing and allocates nothing.  All use of torch.cuda goes through :class:`Cuda`, so
+the same code runs in tests without a GPU.
 """
 
 from __future__ import annotations
@@ -19,39 +19,42 @@ from .streams import Over, Waited, Watch
 
 
 class Cuda(Protocol):
-    """One GPU, in the terms of torch.cuda.  Streams have ``wait_event`` and ``synchronize``; events ``record(stream)``,
-    ``query``, ``synchronize`` and ``elapsed_time``, milliseconds."""
+    """What the device uses of torch.cuda, for one GPU.
+
+    Streams have ``wait_event`` and ``synchronize``.  Events have ``record(stream)``, ``query``, ``synchronize`` and
+    ``elapsed_time``, in milliseconds.
+    """
 
     def stream(self) -> Any:
         """A new stream."""
 
     def current(self) -> Any:
-        """The stream that the caller's work goes to."""
+        """The caller's current stream."""
 
     def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        """Makes another stream the current one."""
+        """Make ``stream`` the current one inside the context."""
 
     def event(self, timed: bool) -> Any:
-        """A new event; one that is timed costs more to record."""
+        """A new event; a timed one costs more to record."""
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
-        """Work enqueued meanwhile has this name in profilers."""
+        """Name the work enqueued inside the context, for profilers."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Device memory, uint8.  Raises RuntimeError if there is not so much."""
+        """Device memory, uint8.  Raises RuntimeError if there is not enough."""
 
     def keep(self, memory: torch.Tensor, stream: Any) -> None:
-        """Lets the allocator hand out ``memory`` again, once it is freed, only behind what ``stream`` has to do by then."""
+        """Let the allocator reuse ``memory``, once freed, only after the work that ``stream`` holds by then."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Enqueues a copy from the host on the current stream."""
+        """Enqueue a copy from the host on the current stream."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Pins the pages of a host tensor; returns what undoes it.  Raises OSError if they cannot be."""
+        """Pin the pages of a host tensor; return a function that unpins them.  Raises OSError if that fails."""
 
 
 class CudaStream:
-    """A stream of the GPU.  ``stream``: torch's; the caller's may be another in every step."""
+    """A stream of the GPU.  ``stream``: torch's stream; None for the caller's, which each step sets again."""
 
     def __init__(self, device: CudaDevice, stream: Any = None) -> None:
         self._device = device
@@ -60,7 +63,7 @@ class CudaStream:
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         frame = self._device.frame
-        if not self._side and not name and watch is None:  # what only the host does, such as dropping values
+        if not self._side and not name and watch is None:  # host work only, such as dropping values
             work()
             return
         with contextlib.ExitStack() as around:
@@ -96,8 +99,10 @@ class CudaStream:
 
 
 class CudaDevice:
-    """Compute and collectives on the caller's stream (a collective has its own inside, which the caller's waits for where
-    it is awaited), copies on one of their own."""
+    """Compute and collectives on the caller's stream, copies on a stream of their own.
+
+    The process group runs a collective on a stream of its own, and the caller's stream waits for that at wait_tensor.
+    """
 
     name = "cuda"
 
@@ -117,20 +122,20 @@ class CudaDevice:
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
         self._memory = memory = self.cuda.allocate(nbytes)
-        self.cuda.keep(memory, self.copy.stream)  # once, here: a model may be dropped beside copies
+        self.cuda.keep(memory, self.copy.stream)  # a model may be dropped while copies are in flight
         return memory
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         self.cuda.copy(target, source)
 
     def received(self, nbytes: int) -> None:
-        """The link is real."""
+        """Nothing to emulate: the link is real."""
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         return self.cuda.pin(host)
 
     def start(self, step: int) -> Frame | None:
-        """Takes up the caller's stream, behind what ran on the one before."""
+        """Adopt the caller's current stream; its work starts after that of the caller's previous stream."""
         self.collect()
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
@@ -154,13 +159,13 @@ class CudaDevice:
             raise ChunkflowError(f"The GPU failed: {error}") from error
 
     def deliver(self) -> None:
-        """Outputs are tensors, whose values may be under way."""
+        """Nothing to wait for: outputs are tensors, and their contents may still be in flight."""
 
     def settle(self) -> None:
         self.copy.synchronize()
 
     def close(self) -> None:
-        """Waits: streams and events end with their objects, work does not."""
+        """Wait for work in flight: destroying the stream objects does not stop it."""
         self.closed = True
         self._memory = None
         for stream in (self.compute, self.copy):
@@ -169,7 +174,7 @@ class CudaDevice:
 
 
 class TorchCuda:
-    """A GPU by torch.cuda."""
+    """A GPU through torch.cuda."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -203,16 +208,17 @@ class TorchCuda:
         return register(host)
 
 
-# Of cudaHostRegister: pinned for every device.  Not read-only for them: load_state_dict writes there, from a GPU too.
+# Flag of cudaHostRegister: pinned for every device.  Not combined with the read-only flag, because load_state_dict
+# writes there, also from a GPU.
 _PORTABLE = 1
 
 
 def register(host: torch.Tensor) -> Callable[[], None]:
-    """Pins exactly the bytes of a host tensor; returns what undoes it.  Raises OSError if the driver refuses."""
+    """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails."""
     address, nbytes = host.data_ptr(), host.numel() * host.element_size()
     try:
         from cuda.bindings import runtime
-    except ImportError:  # ROCm, and builds of torch that do not bring it
+    except ImportError:  # ROCm, and builds of torch without cuda.bindings
         plain = torch.cuda.cudart()
         _check(plain.cudaHostRegister(address, nbytes, _PORTABLE))
         return lambda: _check(plain.cudaHostUnregister(address))

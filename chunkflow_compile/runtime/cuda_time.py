@@ -1,7 +1,8 @@
-"""Time on a GPU: marks between the work on its streams, read when the GPU has passed them.
+"""Time on a GPU: marks between the work on its streams, read after the GPU has passed them.
 
-A mark is a timed event.  Events are made in the first steps and used again: a step takes a frame of them from a small ring,
-and the frame is read behind it, in front of a later step.  Nobody waits: where no frame is free, a step is not measured.
+A mark is a timed event.  Events are created in the first steps and reused: each step takes a frame of events from a
+small ring, and a later step reads the frame before it starts.  The host never waits: if no frame is free, a step is not
+measured.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from typing import Any
 
 from .streams import Over, Waited, Watch
 
-# A mark costs the host 1 to 2 us, and a step of 60 blocks has two thousand: all of the first steps are measured, then the
-# second of two now and then, which needs what the first left on the link.
+# A mark costs the host 1 to 2 us, and a step of 60 blocks has two thousand.  So after the first FIRST_STEPS steps, only
+# two consecutive steps in every EVERY are marked.  The second one counts; the first tells which copies run into it.
 FIRST_STEPS = 32
 EVERY = 16
-# The host is seldom more than a step ahead: a GPU takes some thousand kernels at once.
+# The host is seldom more than a step ahead, because the queue of a GPU holds about a thousand kernels.
 FRAMES = 4
 
 
@@ -34,13 +35,13 @@ class Frame:
         self.whole = True
 
     def open(self, stream: Any, whole: bool) -> None:
-        """``whole``: whether the step before was measured too."""
+        """Begin a step on ``stream``.  ``whole``: whether the previous step was measured too."""
         self._used, self._ends, self.whole = 0, (), whole
         self._told.clear()
         self.mark(stream)
 
     def mark(self, stream: Any) -> int:
-        """The number of a new mark at this point of ``stream``."""
+        """Record a mark at this point of ``stream``; return its number."""
         if self._used == len(self._events):
             self._events.append(self._event())
         self._events[self._used].record(stream)
@@ -70,11 +71,11 @@ class Frame:
             self._events[i].synchronize()
 
     def since(self, before: Frame) -> float:
-        """Seconds from the first mark of another frame to the first of this."""
+        """Seconds from the first mark of the frame ``before`` to the first mark of this one."""
         return float(before._events[0].elapsed_time(self._events[0])) / 1e3
 
     def tell(self, start: float) -> None:
-        """``start``: the time of the first mark."""
+        """Report the times of all marks.  ``start``: the time of the first one, seconds."""
 
         @cache
         def at(mark: int) -> float:
@@ -86,20 +87,20 @@ class Frame:
 
 
 class Clock:
-    """Seconds of the GPU since the first frame.  ``event``: makes a timed event."""
+    """Time on the GPU, in seconds since the first frame.  ``event``: creates a timed event."""
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self._event = event
-        # In turns, so that the first steps make the events of all frames and no later one makes any.
+        # A queue: the first steps use the frames in turn and create the events of all, so later steps create none.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._pending: deque[Frame] = deque()
         self._open: Frame | None = None
-        self._newest: tuple[Frame, float] | None = None  # read last, and the time of its first mark
+        self._newest: tuple[Frame, float] | None = None  # the frame read last, and the time of its first mark
         self._before = True
         self._lock = threading.RLock()
 
     def frame(self, step: int, stream: Any) -> Frame | None:
-        """A frame for a step, counted from 0; None if it is not measured."""
+        """A frame for a step, counted from 0; None if the step is not measured."""
         with self._lock:
             if self._open is not None:  # its step failed
                 self._free.append(self._open)
@@ -113,14 +114,14 @@ class Clock:
             return self._open
 
     def close(self, frame: Frame, compute: Any, copy: Any, over: Over) -> None:
-        """``over`` is told once the GPU has passed the step."""
+        """End a step.  ``over`` is called by :meth:`collect` after the GPU has passed the step."""
         with self._lock:
             frame.close(compute, copy, over)
             self._open = None
             self._pending.append(frame)
 
     def collect(self, wait: bool = False) -> None:
-        """Reads the frames that the GPU has passed; with ``wait``, all."""
+        """Read the frames that the GPU has passed; with ``wait``, wait for all of them."""
         with self._lock:
             while self._pending:
                 if wait:
@@ -134,6 +135,6 @@ class Clock:
         if self._newest is not None:
             before, begun = self._newest
             start = begun + frame.since(before)
-            self._free.append(before)  # not sooner: the clock goes on from it
+            self._free.append(before)  # not sooner: the time of the new frame counts from it
         self._newest = frame, start
         frame.tell(start)

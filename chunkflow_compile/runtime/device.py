@@ -1,8 +1,8 @@
-"""The protocol between the executor and a device: streams in order, and events between them.
+"""The protocol between the executor and a device: in-order streams, and events between them.
 
-Three devices: ``cpu``, the embedded default, computes on the calling thread and copies on one thread that stands for the
-copy engine; ``threads`` has a thread for every stream, compute included, so that the host runs ahead as on a GPU;
-``cuda`` is one.  What the executor does on one of them it does on all.  On the first two a link can be emulated.
+There are three devices.  ``cpu``, the default, computes on the calling thread and copies on one thread that stands for
+the copy engine.  ``threads`` has a thread for every stream, compute included, so the host runs ahead as on a GPU.
+``cuda`` is a GPU.  The executor issues the same operations on all of them.  The first two can emulate a link.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ from .streams import CallingStream, Choose, Engine, HostEvent, Over, ThreadStrea
 
 
 class Stream(Protocol):
-    """Work in order."""
+    """A queue of work that runs in order."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        """Enqueues ``work``; profilers of the device are told its ``name``."""
+        """Enqueue ``work``.  ``watch``: receives its times.  ``name``: shown by profilers of the device."""
 
     def record(self, event: Any) -> None:
-        """Marks this point of the stream."""
+        """Mark this point of the stream."""
 
     def wait(self, event: Any, waited: Callable[[float], None] | None = None) -> None:
-        """Work enqueued from here on starts after the event's newest mark.  ``waited`` is told for how many seconds the
-        stream stood still."""
+        """Make the work enqueued from here on start after the event's newest mark.
+
+        ``waited`` is called with the seconds that the stream stalled.
+        """
 
     def synchronize(self) -> None:
-        """The host waits until the stream is empty.  Raises what the stream's work raised."""
+        """Block the host until the stream is empty.  Raises what the stream's work raised."""
 
 
 class Device(HostReader, Protocol):
-    """A device: where the arena lies and which streams there are.
+    """A device: the memory of the arena, and the streams.
 
-    ``collective``: the stream that collectives run on; the same object as ``compute`` where they run in its order.
+    ``collective``: the stream that collectives run on; the same object as ``compute`` if they run in its order.
     """
 
     compute: Any
@@ -57,35 +59,35 @@ class Device(HostReader, Protocol):
         """A new event, with no mark."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory for an arena, uint8.  Raises RuntimeError if there is not so much."""
+        """Memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies ``source`` over ``target`` (uint8, equal sizes) on the copy stream's engine."""
+        """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
 
     def received(self, nbytes: int) -> None:
-        """Called on the stream of collectives where one has brought ``nbytes`` into this rank."""
+        """Called as work of the collective stream, after a collective has brought ``nbytes`` into this rank."""
 
     def deliver(self) -> None:
-        """Returns when the values of all work enqueued are objects that the caller can take; raises if there are none.
+        """Return when all enqueued work has produced its Python objects; raise what the work raised.
 
-        What they hold may still be under way, as on a GPU.
+        The contents of the tensors among them may still be in flight, as on a GPU.
         """
 
     def start(self, step: int) -> Any:
-        """In front of a program's step, counted from 0; what :meth:`finish` is given."""
+        """Begin a step of a program, counted from 0; return what :meth:`finish` needs as ``begun``."""
 
     def finish(self, begun: Any, over: Over) -> None:
-        """Behind a step.  ``over`` is told, once that is known; or never, if the step is not measured."""
+        """End a step.  ``over`` is called once its times are known, or never if the step is not measured."""
 
     def collect(self, wait: bool = False) -> None:
-        """Tells what is known by now of the steps issued; of all of them, with ``wait``."""
+        """Report the times known by now of the steps issued; with ``wait``, wait for those of all steps."""
 
     def close(self) -> None:
-        """Ends the streams."""
+        """Close the streams."""
 
 
 class _HostDevice:
-    """What devices of host threads have in common.  ``port``: the emulated link that bytes pass; None for none."""
+    """The common part of devices made of host threads.  ``port``: the emulated link, or None."""
 
     compute: Any
 
@@ -112,7 +114,7 @@ class _HostDevice:
             self.port.send("collective", nbytes)
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Threads read any memory."""
+        """Nothing to pin: threads read any host memory."""
         return lambda: None
 
     def start(self, step: int) -> float:
@@ -122,10 +124,10 @@ class _HostDevice:
         self.compute.run(lambda: over(begun, time.perf_counter(), True))
 
     def collect(self, wait: bool = False) -> None:
-        """Threads tell at once."""
+        """Nothing to collect: threads report times at once."""
 
     def settle(self) -> None:
-        """A step that is delivered has read its weights."""
+        """Nothing to wait for: a delivered step has read its weights."""
 
     def close(self) -> None:
         self.closed = True
@@ -146,9 +148,9 @@ class CpuDevice(_HostDevice):
 
 
 class ThreadsDevice(_HostDevice):
-    """Every stream a thread: the host enqueues a whole step, or several, before any of it has run.
+    """A thread for every stream: the host may enqueue whole steps before any of their work has run.
 
-    ``choose`` and ``before`` as in :class:`Engine`: they make the schedules that a GPU could come upon.
+    ``choose`` and ``before``: see :class:`Engine`; they force schedules that could occur on a GPU.
     """
 
     name = "threads"
@@ -169,7 +171,7 @@ class ThreadsDevice(_HostDevice):
 
 
 def check_device(device: torch.device) -> torch.device:
-    """The device, a GPU with its number.  Raises ChunkflowError for one that programs cannot run on."""
+    """The device, for a GPU with its index.  Raises ChunkflowError for a device that programs cannot run on."""
     if device.type == "cpu":
         return torch.device("cpu")
     if device.type != "cuda":
@@ -187,31 +189,31 @@ def check_device(device: torch.device) -> torch.device:
 
 @dataclass(frozen=True)
 class DeviceKind:
-    """Which of the devices: ``threads``, every stream a thread; ``link``, to be emulated on it."""
+    """The kind of device.  ``threads``: a thread for every stream.  ``link``: the link to emulate, or None."""
 
     threads: bool = False
     link: LinkEmulation | None = None
 
 
 def check_kind(device: torch.device, kind: DeviceKind, policy: str) -> None:
-    """Raises ChunkflowError for what a GPU does not do."""
+    """Raise ChunkflowError if ``device`` is a GPU and ``kind`` or ``policy`` needs devices made of host threads."""
     if device.type != "cuda":
         return
     if kind.threads:
-        raise ChunkflowError('debug="threads" stands for a GPU where there is none: leave it out on cuda.')
+        raise ChunkflowError('debug="threads" imitates a GPU with host threads: leave it out on cuda.')
     if kind.link is not None:
         raise ChunkflowError(
-            "The hardware profile emulates a link, and cuda has one: give a profile without link_emulation."
+            "The hardware profile emulates a link, but cuda has a real one: use a profile without link_emulation."
         )
     if policy == "host-yield":
         raise ChunkflowError(
-            "Policy host-yield holds copies back on a thread that copies, and on cuda none does: use policy chunkflow, which "
-            "yields by events of the device, or compare the two on the cpu."
+            "Policy host-yield pauses the thread that copies, and on cuda no thread copies: use policy chunkflow, "
+            "which yields through events of the device, or compare the two on the cpu."
         )
 
 
 def make_device(device: torch.device, kind: DeviceKind) -> Device:
-    """The device that runs programs whose weights are on ``device``.  Raises ChunkflowError if there is none."""
+    """Create the device for programs whose weights are on ``device``.  Raises ChunkflowError if there is none."""
     device = check_device(device)
     if device.type == "cuda":
         return CudaDevice(TorchCuda(device))
@@ -220,6 +222,6 @@ def make_device(device: torch.device, kind: DeviceKind) -> Device:
 
 
 def make_port(link: LinkEmulation) -> Port:
-    """The port of this rank, by the process group if there is one."""
+    """Create the port of this rank; the rank comes from the process group if there is one."""
     rank = dist.get_rank() if dist.is_initialized() and link.shared else 0
     return Port(link, Path(link.shared) if link.shared else None, rank)

@@ -1,14 +1,14 @@
-"""The executor: issues the nodes of a program, in their order, to the streams of a device.
+"""The executor: issues the nodes of a program, in program order, to the streams of a device.
 
-What orders the streams, and nothing else does:
+Only these events order the streams:
 
-* a chunk waits for the opening of its window, an event on the compute stream behind the last reader of whatever its
-  slot held before (``verify`` proves that);
-* a reader waits for the arrival of its weight, an event on the copy stream behind the newest chunk issued for it;
-* the first copies of a cold start wait for the handover, an event on the compute stream behind whatever ran in the
-  arena before;
-* where collectives have a stream of their own, each waits for its start, an event on the compute stream, and compute
-  waits for its end where the program awaits it.
+* the opening of a window, recorded on the compute stream after the last reader of the bytes that its chunks overwrite
+  (``verify`` proves that); the chunks wait for it;
+* the arrival of a weight, recorded on the copy stream after the newest chunk issued for it; its readers wait for it;
+* the handover of the arena, recorded on the compute stream after whatever ran in the arena before; the first copies of
+  a cold start wait for it;
+* the start and the end of a collective, if collectives have a stream of their own: the collective waits for its start,
+  recorded on the compute stream, and compute waits for its end where the program awaits the collective.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .outputs import owning
 from .traffic import Traffic
 from .values import over, releases
 
-# A step every second for an hour; old measurements make room for new ones.
+# An hour of steps of one second; older measurements are dropped.
 KEPT_MEASUREMENTS = 3600
 
 
@@ -45,7 +45,7 @@ _Issue = Callable[[Step], None]
 
 
 class Executor:
-    """Runs a program on a device, one step at a time: its caller keeps a second thread out."""
+    """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Executor:
         binding: Binding,
         poison: bool = False,
     ) -> None:
-        """``poison``: whether the bytes of an evicted weight are overwritten, so that who reads them sees NaN."""
+        """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN."""
         self.program = program
         self._poison = poison
         self.device = device = binding.arena.streams
@@ -68,7 +68,7 @@ class Executor:
         self._started, self._ended = device.event(), device.event()
         self._arrival = {w.name: device.event() for w in program.plan.streamed}
         self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
-        self._writes: dict[Prefetch, None] = {}  # in the order in which they were issued last
+        self._writes: dict[Prefetch, None] = {}  # in the order of their newest issue
         self._windows = len(program.problem.regions)
         self._crossing = {c.name: c.nbytes for c in program.problem.collectives}
         self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
@@ -79,9 +79,9 @@ class Executor:
         self._instructions = list(self._prepare(program.module))
 
     def run(self, args: Sequence[Any]) -> Any:
-        """Runs one step on the inputs of the traced graph; returns its outputs.
+        """Run one step on the inputs of the traced graph; return its outputs.
 
-        Raises ChunkflowError if a copy or a collective fails; the next call starts cold.
+        Raises ChunkflowError if a copy or a collective fails; the next call then starts cold.
         """
         try:
             step = self.enqueue(args)
@@ -92,7 +92,7 @@ class Executor:
         return step.outputs
 
     def enqueue(self, args: Sequence[Any]) -> Step:
-        """Issues one step; its outputs are there when the device has delivered.  More steps may be issued before."""
+        """Issue one step.  Its outputs are valid after the device has delivered; more steps may be issued before."""
         values = self.binding.values
         inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
         step = Step(inputs + [None] * (len(self._number) - len(inputs)), Cost(no_seconds(self._windows)))
@@ -101,16 +101,16 @@ class Executor:
         step.cost.primed = 0 if self.binding.arena.holder is self else self._prime()
         for issue in self._instructions:
             issue(step)
-        self.device.finish(begun, partial(self._finish, step.cost))  # not the step: its values would live as long
+        self.device.finish(begun, partial(self._finish, step.cost))  # not the step: its values would live too long
         return step
 
     def measured_steps(self, wait: bool = False) -> tuple[StepMeasurement, ...]:
-        """The newest steps that were measured, oldest first; those under way too, with ``wait``."""
+        """The newest measured steps, oldest first; with ``wait``, including those in flight."""
         self.device.collect(wait)
         return tuple(self._measurements)
 
     def adopt(self, steps: Iterable[StepMeasurement]) -> None:
-        """Goes on behind the steps of a program that this one takes the place of."""
+        """Take over the measurements of the program that this one replaces."""
         self._measurements.extend(steps)
 
     def _finish(self, cost: Cost, begin: float, end: float, whole: bool) -> None:
@@ -133,29 +133,29 @@ class Executor:
         )
 
     def forget(self) -> None:
-        """Waits for work in flight and drops what the copies brought: the next step starts cold."""
+        """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
         if self.binding.arena.holder is self:
             self.binding.arena.holder = None
         self._writes.clear()
         if self._flag is not None:
             self._flag.drop()  # an error in a collective left it set
         for stream in (self.device.compute, self.device.collective, self.device.copy):
-            with contextlib.suppress(ChunkflowError):  # who waited for what failed has raised it already
+            with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self.device.collect(True)
         self.traffic.forget()
 
     def vacate(self) -> None:
-        """Waits for work in flight and lets go of the memory: nothing runs any more."""
+        """Wait for work in flight and drop every reference to the memory.  The executor cannot run again."""
         self.forget()
         self._instructions, self._priming, self._keeping = [], [], []
         self.binding = Binding(self.binding.arena, {}, {}, {})
 
     def intact_slots(self) -> dict[str, torch.Tensor]:
-        """Streamed weights whose bytes are whole in their slots now: weight -> slot, uint8.
+        """Streamed weights that are complete in their slots now: weight -> slot, uint8.
 
-        Waits for copies in flight.  A weight is whole until a newer prefetch is issued over any of its bytes.
+        Waits for copies in flight.  A weight is complete until a newer prefetch over any of its bytes is issued.
         """
         try:
             self.device.copy.synchronize()
@@ -176,9 +176,12 @@ class Executor:
         return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
 
     def _prime(self) -> int:
-        """Takes the arena over: fetches what stays in the slots, and what the step before would have fetched."""
+        """Take over the arena: copy the chunks that stay, and those that the step before would have prefetched.
+
+        Returns the bytes copied.
+        """
         compute, copy = self.device.compute, self.device.copy
-        self.binding.arena.holder = None  # whatever interrupts this: nobody's chunks are whole
+        self.binding.arena.holder = None  # if this is interrupted, the chunks of no program are complete
         step = Step([], Cost(no_seconds(self._windows)))
         self._writes.clear()
         compute.record(self._handover)
@@ -193,7 +196,7 @@ class Executor:
         return step.cost.moved
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """Weight, slot and host bytes of the chunks that stay, which are theirs until the arena changes hands."""
+        """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
         plan = self.program.plan
         for weight in plan.streamed:
             for run in runs(weight.windows):
@@ -203,7 +206,7 @@ class Executor:
                     yield weight.name, slot[begin:end], host[begin:end]
 
     def _prepare(self, module: GraphModule) -> Iterator[_Issue]:
-        """The nodes made ready; behind each, the values are dropped that nobody needs any more."""
+        """One function for each node, which issues it; after it, one that drops the values no longer needed."""
         release = releases(self._number)
         opened: int | None = None
         window = 0  # the region that runs next
@@ -246,7 +249,7 @@ class Executor:
             return self._call(node, lambda outputs: outputs)
         if node.op == "call_module":
             return self._call(node, owning(self._regions[str(node.target)], self.binding.slots), window)
-        # an element of a collective's results is taken where they are made; of results awaited, where they are read
+        # an element of a collective's results is taken on the collective stream; of awaited results, on compute
         of_results = node.target is operator.getitem and collective_kind(node.all_input_nodes[0]) is not None
         if of_results or collective_kind(node) is not None or is_wait_tensor(node):
             return self._collective(node, window)
@@ -257,7 +260,7 @@ class Executor:
         slot, host, size = self.binding.slots[weight], self.binding.hosts[weight], self.program.plan.chunk_bytes
         first, end = prefetch.first * size, prefetch.end * size
         nbytes = host[first:end].numel()
-        # neighbours of one window are one copy, but where the flag is looked at between chunks
+        # adjacent chunks of one window are one copy, unless the flag is checked before each chunk
         length = size if self._flag is not None else end - first
         parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
         copies = [(slot[part], host[part]) for part in parts]
@@ -277,7 +280,7 @@ class Executor:
         return issue
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
-        """Enqueues a copy."""
+        """Enqueue a copy on the copy stream."""
         work = partial(self.device.copy_bytes, target, source)
         self.device.copy.run(work, self.traffic.copy(source.numel()), name)
 
@@ -293,11 +296,11 @@ class Executor:
             exposed[window] += seconds
 
         if self._flag is not None:
-            self._flag.drop()  # compute that runs beside a collective must not wait for a copy that waits for the flag
+            self._flag.drop()  # no deadlock: compute beside a collective would wait for a copy that the flag holds
         self.device.compute.wait(arrival, waited)
 
     def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> _Issue:
-        """``window``: to which the time of compute is counted."""
+        """A function that issues a node on the compute stream.  ``window``: where its compute time counts, or None."""
         number, run, read = self._number[node], self.device.compute.run, self._reader(node)
         name = "" if window is None else " ".join(w for w in (node.name, *self.program.plan.regions[window]) if w)
 
@@ -313,7 +316,7 @@ class Executor:
         return issue
 
     def _reader(self, node: Node) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
-        """How to fetch a node's operands; a region's are all values, which is the path taken most."""
+        """A function from a step's values to a node's operands.  Fast for regions, whose operands are all values."""
         number = self._number
         if node.op == "call_module":
             numbers = [number[n] for n in node.args]
@@ -325,9 +328,10 @@ class Executor:
         return read
 
     def _collective(self, node: Node, window: int) -> _Issue:
-        """A collective, its completion, or one of several results, on the stream of collectives.
+        """A function that issues a collective, its completion, or one of its results on the collective stream.
 
-        It starts when compute has come to it; behind the completion compute goes on when the stream has come to that.
+        A collective starts when compute has reached it.  After its completion, compute continues when the collective
+        stream has reached that.
         """
         compute, stream, started, ended = self.device.compute, self.device.collective, self._started, self._ended
         number, function, read = self._number[node], self._told(node), self._reader(node)
@@ -358,7 +362,10 @@ class Executor:
         return issue
 
     def _told(self, node: Node) -> Callable[..., Any]:
-        """The op of a collective, which says what failed and what to do.  Its last completion has brought its bytes."""
+        """The op of a node of a collective, with errors that name the collective and the fix.
+
+        The last completion of the collective reports the bytes received.
+        """
         function: Any = node.target
         collective = node
         while collective_kind(collective) is None:
@@ -381,7 +388,10 @@ class Executor:
         return call
 
     def _evict(self, weight: str) -> _Issue:
-        """Nothing to order: the opening of the next window over these bytes does that."""
+        """A function that poisons the evicted bytes, if asked to.
+
+        It needs no event: the opening of the next window over these bytes comes after it on the compute stream.
+        """
         if not self._poison:
             return lambda step: None
         plan = self.program.plan
@@ -392,6 +402,6 @@ class Executor:
 
 
 def _poison(pieces: Sequence[torch.Tensor]) -> None:
-    """All bits set: NaN in every floating type, and no weight's value in any other."""
+    """Set all bits, which is NaN in every floating type except the ``fnuz`` variants of float8."""
     for piece in pieces:
         piece.fill_(255)

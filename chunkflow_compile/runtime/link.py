@@ -1,10 +1,11 @@
 """An emulated link: a receive port with a bandwidth, through which copies and the incoming bytes of collectives pass.
 
-Every rank has a port of its own, or all ranks of a machine share one (a root complex), through a file.  The port carries
-one quantum at a time, in turns over the lanes that have bytes to carry, as a bus arbiter does; or whole transfers in the
-order of their arrival.  Time on it is computed: who sends sleeps until the last byte is through, which costs no compute.
+Every rank has a port of its own, or all ranks of a machine share one (a root complex), through a file.  A port serves
+the lanes that have bytes left one quantum at a time, round-robin, as a bus arbiter does; or it carries whole transfers
+in order of arrival.  The time of a transfer is computed, and its sender sleeps until the last byte is through, which
+costs no compute.
 
-It emulates time only.  Bytes are really copied and exchanged, beside it.
+Only time is emulated.  The copies and exchanges of the bytes are real.
 """
 
 from __future__ import annotations
@@ -24,15 +25,18 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 
 LaneName = Literal["copy", "collective"]
 LANES: tuple[LaneName, ...] = ("copy", "collective")
-# Ranks that can share a port: those of one machine.
+# The most ranks that can share a port: those of one machine.
 MOST_RANKS = 16
-# Bytes below which a transfer is over: what rounding leaves.
+# A transfer with fewer bytes left is over: they come from rounding.
 _NOTHING = 1e-3
 
 
 @dataclass
 class _Lane:
-    """``left``: bytes to carry.  ``arrived``: a number that grows with arrival.  ``over``: seconds, of its last byte."""
+    """The transfer of a lane.  ``left``: bytes to carry.  ``arrived``: its place in the order of arrival.
+
+    ``over``: the time of its last byte, seconds.
+    """
 
     left: float = 0.0
     arrived: float = 0.0
@@ -41,9 +45,9 @@ class _Lane:
 
 @dataclass
 class Wire:
-    """What a port carries at ``now``, seconds: ``turn`` is the lane whose quantum is under way, ``quantum`` its rest.
+    """The state of a port at ``now``, seconds.  ``turn``: the lane being served.  ``quantum``: its bytes left.
 
-    ``idle_from`` to ``idle_to``: when it last carried nothing, less what late senders were given of it.
+    ``idle_from`` to ``idle_to``: the last time without a transfer, less the part credited to late senders.
     """
 
     emulation: LinkEmulation
@@ -56,8 +60,11 @@ class Wire:
     idle_to: float = 0.0
 
     def add(self, lane: int, nbytes: float, late: float) -> None:
-        """A transfer that could have begun ``late`` seconds ago: it is given what the wire was idle since, and of what others
-        carried meanwhile its share, which they carry again."""
+        """Add a transfer that could have begun ``late`` seconds ago.
+
+        It is credited with the time that the wire was idle since then, and with its share of what others carried since
+        then.  They carry that share again.
+        """
         rate, found = self.emulation.bandwidth, self.lanes[lane]
         others = [other for other in self.lanes if other.left > 0]
         begin, needs = max(self.idle_from, self.now - late), nbytes / rate
@@ -73,7 +80,7 @@ class Wire:
             found.left, found.over = 0.0, self.now if share else begin + unused
 
     def advance(self, until: float, lane: int | None = None) -> None:
-        """Carries on until ``until``, or only until the transfer of ``lane`` is over."""
+        """Carry bytes until the time ``until``, or only until the transfer of ``lane`` is over."""
         while self.now < until and (lane is None or self.lanes[lane].left > 0):
             waiting = [i for i, found in enumerate(self.lanes) if found.left > 0]
             if not waiting:
@@ -89,11 +96,11 @@ class Wire:
                 amount = min(amount, self.quantum)
             self.now = min(until, self.now + amount / self.emulation.bandwidth)
             found.left, self.quantum = found.left - amount, self.quantum - amount
-            if alone:  # many quanta at once; a newcomer waits for the rest of the one under way
+            if alone:  # many quanta at once; a new transfer waits for the rest of the current one
                 self.quantum %= self.emulation.quantum
             if found.left <= _NOTHING:
                 found.left, found.over, self.quantum = 0.0, self.now, 0.0
-            elif amount <= 0:  # what is left of the time is too short for a byte
+            elif amount <= 0:  # the time left is too short for a byte
                 self.now = until
 
     def _next(self, waiting: Sequence[int]) -> int:
@@ -104,7 +111,7 @@ class Wire:
 
 @dataclass
 class Port:
-    """The receive port of a rank.  ``file``: where ranks share one; ``rank``: which of them this is."""
+    """The receive port of a rank.  ``file``: holds the state if ranks share a port.  ``rank``: this one among them."""
 
     emulation: LinkEmulation
     file: Path | None = None
@@ -120,9 +127,9 @@ class Port:
             self._memory = mmap.mmap(self._shared.fileno(), self._format.size)
 
     def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
-        """Returns when ``nbytes`` are through; the moment of their last byte, in ``time.monotonic`` seconds.
+        """Block until ``nbytes`` are through; return the time of their last byte, ``time.monotonic`` seconds.
 
-        ``since``: when the transfer could have begun, for a sender that woke up late; a real engine starts by itself.
+        ``since``: when the transfer could have begun.  A thread may wake up late, where a copy engine starts at once.
         """
         mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:
@@ -137,14 +144,14 @@ class Port:
                     over = wire.lanes[mine].over + self.emulation.latency_s
                     break
                 ahead = replace(wire, lanes=[_Lane(x.left, x.arrived, x.over) for x in wire.lanes])
-            ahead.advance(float("inf"), mine)  # others may still come, which makes it later, never sooner
+            ahead.advance(float("inf"), mine)  # other transfers may still arrive, which only delays it
             time.sleep(max(0.0, ahead.now - time.monotonic()))
         time.sleep(max(0.0, over - time.monotonic()))
         return over
 
     @contextlib.contextmanager
     def _wire(self) -> Iterator[Wire]:
-        """The state of the port, under the lock of the process; a shared one under that of its file, and written back."""
+        """The state of the port, under the process's lock; a shared one also under its file's, and written back."""
         with self._lock:
             if self._shared is None:
                 yield self._own

@@ -7,9 +7,9 @@ import threading
 
 
 class ProcessLock:
-    """A reentrant lock, ``with lock():``; new in a forked child, where whoever held it at the fork does not exist.
+    """A reentrant lock, ``with lock():``.  A forked child gets a new one: the old one's holder may not exist there.
 
-    It is handed out rather than entered: between the lines of an ``__enter__`` Ctrl-C could come, and leave it locked.
+    The call returns a plain RLock to enter.  Ctrl-C between the lines of a Python ``__enter__`` could leave it locked.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What really happened, in the plan's own terms."""
+"""Measured times of steps, in the terms of the plan."""
 
 from __future__ import annotations
 
@@ -14,13 +14,16 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
 
 SCHEMA = 2
-# In the folder of a dump, beside the plan.
+# Its name in the folder of a dump, next to the plan.
 MEASURED_FILE = "measured.json"
 
 
 class WindowSeconds(NamedTuple):
-    """Seconds by window, which is by region: its compute, what it waited for weights, and the collectives in front of it,
-    ``beside_s`` of them with a copy beside them."""
+    """Seconds for each window, which is for each region.
+
+    ``compute_s``: the region's compute.  ``exposed_s``: its stalls for weights.  ``collective_s``: the collectives
+    before it; ``beside_s``: those of them that ran beside a copy.
+    """
 
     compute_s: MutableSequence[float]
     exposed_s: MutableSequence[float]
@@ -29,12 +32,12 @@ class WindowSeconds(NamedTuple):
 
 
 def no_seconds(windows: int) -> WindowSeconds:
-    """Zeros to add to.  Arrays: an hour of steps of 60 blocks is 30 MB instead of 300."""
+    """Zeros to add to.  Arrays, because they take 30 MB for an hour of steps of 60 blocks, where lists take 300 MB."""
     return WindowSeconds(*(array("d", bytes(8 * windows)) for _ in WindowSeconds._fields))
 
 
 class RegionWatch:
-    """Counts a region's seconds to its window."""
+    """Adds a region's seconds to its window."""
 
     def __init__(self, windows: WindowSeconds, window: int) -> None:
         self._windows = windows
@@ -52,10 +55,11 @@ class RegionWatch:
 class StepMeasurement:
     """One run of a program.
 
-    ``step_s``: seconds from call to return.  ``exposed_h2d_s``: seconds that compute waited for weights, priming of a
-    cold start included.  ``collective_s``: seconds in collectives and their completion.  ``copy_s``: seconds that copies
-    ran meanwhile; ``alone_s`` and ``alone_bytes``: of those that no collective ran beside.  ``moved_bytes``: bytes of the
-    copies issued in the step; ``primed_bytes``: bytes issued in front of a cold step on top of that.
+    ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds that compute
+    stalled for weights, including the priming of a cold start.  ``collective_s``: seconds of collectives and their
+    completions.  ``copy_s``: seconds of the copies that ended in the step; ``alone_s`` and ``alone_bytes``: seconds and
+    bytes of those with no collective beside them.  ``moved_bytes``: bytes of the copies issued in the step;
+    ``primed_bytes``: further bytes issued before a cold step.
     """
 
     step_s: float
@@ -72,11 +76,11 @@ class StepMeasurement:
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """Medians over the warm steps of a program, or its cold ones if all are.  ``plan``, ``problem``: digests.
+    """Medians over the warm steps of a program, or over its cold ones if all are cold.  ``plan``, ``problem``: digests.
 
-    ``steps``: those that the medians are of; ``cold``: all that began with nothing in the slots, the first among them.
-    ``copy_rate``: bytes/s of the copies that no collective ran beside; ``alone_s``: by window, seconds of the collectives
-    when no copy ran beside them.  Both None where that never was.
+    ``steps``: the number of steps in the medians.  ``cold``: the number of cold steps, which includes the first.
+    ``copy_rate``: bytes/s of the copies with no collective beside them.  ``alone_s``: for each window, seconds of its
+    collectives in steps with no copy beside them.  Both are None if there was no such copy or step.
     """
 
     plan: str
@@ -97,10 +101,10 @@ class Measured:
         return json.dumps({"schema": SCHEMA, **asdict(self), "windows": self.windows._asdict()}, indent=1) + "\n"
 
     def timings(self) -> Timings:
-        """What a plan can be made from: it adds up to the step.
+        """Timings to plan from, which add up to the time of the step.
 
-        A median is less than the mean of the same times, where now and then one is long, and medians of many windows add up
-        to less than the step's: they are stretched to its own.  The host's share of the step is spread over the regions.
+        The medians of many windows add up to less than the median of the step, because a window now and then takes
+        long.  So they are scaled to add up to it.  The host's share of the step is spread evenly over the regions.
         """
         seen = self.windows
         rest = self.step_s - self.compute_s - self.exposed_s - self.collective_s
@@ -116,32 +120,39 @@ class Measured:
 
     @staticmethod
     def from_json(text: str) -> Measured:
-        """Raises ChunkflowError if it is no such file, or one of another version."""
+        """Read what :meth:`to_json` wrote.  Raises ChunkflowError if ``text`` is not that or has another schema."""
         try:
             body: dict[str, Any] = json.loads(text)
             schema = body.pop("schema")
             if schema != SCHEMA:
-                raise ChunkflowError(f"The measurement has schema {schema!r}, this version reads {SCHEMA}.")
+                raise ChunkflowError(
+                    f"The measurement has schema {schema!r}, this version reads {SCHEMA}: measure again with it."
+                )
             return Measured(**{**body, "windows": WindowSeconds(**body["windows"])})
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ChunkflowError(f"This is not a measurement of ChunkFlow: {error!r}.") from error
+            raise ChunkflowError(
+                f"This is not a measurement of ChunkFlow ({error!r}): use {MEASURED_FILE} from the dump of a run."
+            ) from error
 
 
 def _ratio(whole: float, parts: Sequence[float]) -> float:
-    """1 where there is nothing to compare."""
+    """``whole`` over the sum of ``parts``; 1 if the sum is 0."""
     return whole / total if (total := sum(parts)) else 1.0
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
-    """The share, 0 to 1, of compute and collectives with a copy beside them.  While compute waits, one is under way."""
+    """The share, 0 to 1, of compute and collective time with a copy beside it.
+
+    A copy is in flight whenever compute stalls, so stalls are subtracted from both times.
+    """
     work_s = step_s - exposed_s
     return min(1.0, max(0.0, copy_s - exposed_s) / work_s) if work_s > 0 else 0.0
 
 
 def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
-    """The medians of ``steps``, cold ones left out where there are others.  Raises ChunkflowError if there are none."""
+    """The medians of ``steps``, without the cold ones unless all are.  Raises ChunkflowError if there are no steps."""
     if not steps:
-        raise ChunkflowError("Nothing was measured yet: call the compiled model first.")
+        raise ChunkflowError("No step was measured yet: call the compiled model first.")
     warm = [s for s in steps if not s.primed_bytes] or list(steps)
     windows = WindowSeconds(
         *(

@@ -1,4 +1,4 @@
-"""Outputs of a region that lie in a slot: they would outlive their weight there."""
+"""Outputs of a region that lie in a slot: they are copied, because the slot's next weight would overwrite them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def owning(region: Callable[..., Sequence[Any]], slots: Mapping[str, torch.Tensor]) -> Callable[..., Sequence[Any]]:
-    """The region with outputs that own their memory: those that lie among ``slots`` are copied.
+    """Wrap a region so that its outputs own their memory: those that lie in ``slots`` are cloned.
 
-    Inductor hands out an input where an op does nothing to it (w * 1).  Which outputs those are is found in the first
-    step.
+    Inductor returns an input as an output if the op does not change it (w * 1).  The first step finds out which outputs
+    those are.
     """
     slot = next(iter(slots.values()), None)
     if slot is None:

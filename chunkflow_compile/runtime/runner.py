@@ -1,7 +1,7 @@
 """A runner is a compiled program; a session is that program on the weights of one model.
 
-Dynamo shares a compiled graph between models of one class: a runner may be called with the parameters of several, and
-keeps a session for each.  It holds them weakly; they belong to the placements of their models, and end with them.
+Dynamo shares a compiled graph between models of one class, so a runner may be called with the parameters of several
+models.  It keeps a weak reference to a session for each; the session belongs to its model's placement and ends with it.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Code:
-    """What compilation made.  ``regions``: name of a submodule of the program -> its lowered code.
+    """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
 
-    ``make``: makes the program by other settings of the passes, given by name; the same regions run it.
-    ``replan_after``: warm steps behind which it is made from what they took; 0 for never.
-    ``folder``: gets what was measured.  ``kind``: of device; ``poison``: as the executor's.  ``verified``: whether the
-    program was, and is to be with others in its arena.  ``pin_bytes``: most host bytes to pin.  ``advice``: a sentence on
-    what would fit, where the arena does not.
+    ``make``: builds the program with other settings of the passes, passed by name, for the same regions.
+    ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
+    ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
+    ``verified``: whether the program was verified, and is to be verified together with others in its arena.
+    ``pin_bytes``: most host bytes to pin.  ``advice``: returns a sentence on what would fit if the arena does not.
     """
 
     program: Program
@@ -60,7 +60,7 @@ class Code:
     advice: Callable[..., str] = str
 
     def remade(self, **settings: Any) -> Code:
-        """By other settings, without compiling.  Raises ChunkflowError if they have no plan."""
+        """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""
         program, folder = self.make(**settings)
         advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
         make = partial(self.make, **settings)
@@ -69,9 +69,9 @@ class Code:
 
 @dataclass(eq=False)
 class Choice:
-    """What runs on the weights of one model: its sessions come and go, the choice stays.
+    """The code that runs on the weights of one model.  It outlives the model's sessions.
 
-    ``by_itself``: it was made behind some steps, and nobody waits for it.
+    ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.
     """
 
     code: Code
@@ -79,10 +79,10 @@ class Choice:
 
 
 class Session:
-    """A program with the memory that it runs on: its place in an arena, resident copies."""
+    """A program bound to memory: its place in an arena, and its resident copies."""
 
     def __init__(self, choice: Choice, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Raises ChunkflowError if the arena has no room, or if two programs in it could touch the same bytes at once."""
+        """Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it."""
         self.choice = choice
         self.code = code = choice.code
         self._replan_after = code.replan_after
@@ -115,13 +115,13 @@ class Session:
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
-        """The newest steps that were measured, oldest first; waits for those under way."""
+        """The newest measured steps, oldest first; waits for those in flight."""
         return self.executor.measured_steps(wait=True)
 
     def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether the session can run on ``parameters`` as they are now; False if it must be made anew.
+        """Whether the session can run on ``parameters`` as they are now; if not, a new session is needed.
 
-        Raises ChunkflowError if an offloaded weight was changed behind the host store's back.
+        Raises ChunkflowError if an offloaded weight was changed outside the host store.
         """
         if self.closed or self.choice.code is not self.code:
             return False
@@ -132,53 +132,53 @@ class Session:
         for name, parameter in self._in_place.items():
             if parameters[name] is not parameter or home_of(parameter) is not None:
                 return False
-        # load_state_dict wrote new values: what was fetched is old
+        # load_state_dict may have written new values: then the copies on the device are out of date
         return self._versions == _versions(self._homes.values())
 
     def run(self, inputs: Sequence[Any]) -> Any:
-        """One step; its caller holds the lock of the arena."""
+        """Run one step.  The caller holds the lock of the arena."""
         outputs = self.executor.run(inputs)
         self._steps += 1
-        if not self._steps & (self._steps - 1):  # behind steps 1, 2, 4, 8: a killed run leaves its figures too
+        if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
             self._save()
         if self._replan_after:
             self._replan()
         return outputs
 
     def _replan(self) -> None:
-        """Behind the steps asked for: a plan from what they took, run from the next step on if it is another."""
-        warm = [m for m in self.executor.measured_steps()[1:] if not m.primed_bytes]  # the first pays for first touches
+        """After ``replan_after`` warm steps, plan from their times; a new placement runs from the next step on."""
+        warm = [m for m in self.executor.measured_steps()[1:] if not m.primed_bytes]  # step 0 pays for first touches
         if len(warm) < self._replan_after:
             return
         self._replan_after = 0
         try:
             code = self.code.remade(timings=measured(self.plan, warm).timings())
-        except ChunkflowError as error:  # the plan that runs is as good as before
-            _log.warning("the plan stays as it is: %s", error)
+        except ChunkflowError as error:  # the current plan still works
+            _log.warning("the current plan is kept: %s", error)
             return
         if code.program.plan.placement != self.plan.placement:
             self.choice.code, self.choice.by_itself = code, True
 
     def close(self) -> None:
-        """Waits for the step and the copies in flight, and leaves the arena."""
+        """Wait for the step and the copies in flight, then leave the arena."""
         with self.arena.lock():
             if not self.closed:
                 try:
                     self._save(wait=True)
                     self.executor.vacate()
-                finally:  # an interrupt must not keep the memory
+                finally:  # also after an interrupt: the memory must be released
                     self.closed = True
                     self._gone.detach()
                     self.arena.leave(self)
 
     def _save(self, wait: bool = False) -> None:
-        """Into the folder of the dump, if there is one; a full disk, or a device that failed, must not end a step."""
+        """Write the measurements to the dump folder, if there is one.  A full disk or a failed device is no error."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError, ChunkflowError):
             if steps := self.executor.measured_steps(wait):
                 path = self._folder / MEASURED_FILE
-                part = path.with_suffix(".part")  # never half a file, for who reads meanwhile
+                part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
                 part.write_text(measured(self.plan, steps).to_json())
                 part.replace(path)
 
@@ -195,8 +195,8 @@ class Session:
                     values[weight.name] = home.resident()
                 except torch.OutOfMemoryError as error:
                     raise ChunkflowError(
-                        f"The device {self.arena.device} has no room for {weight.name} ({weight.nbytes} bytes), which stays "
-                        f"on it. {self.code.advice()}Free memory on the device, or give less as memory=."
+                        f"The device {self.arena.device} has no room for {weight.name} ({weight.nbytes} bytes), which "
+                        f"is resident. {self.code.advice()}Free memory on the device, or lower the option memory."
                     ) from error
                 continue
             home.pin(self.arena.streams, self.code.pin_bytes)
@@ -205,23 +205,23 @@ class Session:
         return Binding(self.arena, values, slots, {name: flat_bytes(self._homes[name].host) for name in slots})
 
 
-# Moves the weights named into the host store and ties the session that ``start`` makes, in the arena that it is given,
-# to the model's placement.
+# Called with the parameters by name, the names of the weights to offload, and ``start``.  Moves those weights into the
+# host store, calls ``start`` with the model's arena, and attaches the session that it returns to the model's placement.
 Place = Callable[[Mapping[str, nn.Parameter], Sequence[str], Callable[[Arena], Session]], Session]
 
 
 class Runner:
-    """Called by AOTAutograd with the inputs of the traced graph, as one list that it may empty."""
+    """The callable for AOTAutograd: it gets the inputs of the traced graph as one list, which it may empty."""
 
     _boxed_call = True
 
     def __init__(self, code: Code, place: Place, arena: Arena | None = None) -> None:
-        """``arena``: what the user gave; each model's own if None."""
+        """``arena``: the one that the user passed; None for each model's own."""
         self.code = code
         self._place = place
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
-        self._choices: list[tuple[weakref.ref[nn.Parameter], Choice]] = []  # by first parameter
+        self._choices: list[tuple[weakref.ref[nn.Parameter], Choice]] = []  # by the model's first parameter
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
         program = code.program
@@ -230,11 +230,11 @@ class Runner:
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
 
     def __call__(self, args: list[Any]) -> Any:
-        """One step; a second thread waits for the first to end its own."""
+        """Run one step.  A second thread waits until the first has finished its step."""
         inputs = list(args)
         args.clear()
         parameters = {name: inputs[position] for name, position in self._position.items()}
-        first = next(iter(parameters.values()))  # tells which model it is
+        first = next(iter(parameters.values()))  # identifies the model
         key = id(first)
         while True:
             session = self._sessions.get(key)
@@ -243,7 +243,7 @@ class Runner:
                     if session.fits(parameters):
                         return session.run(inputs)
             with self._lock():
-                if self._sessions.get(key) is session:  # no other thread has made one meanwhile
+                if self._sessions.get(key) is session:  # no other thread has replaced it meanwhile
                     self._renew(first, session, parameters)
 
     def _renew(self, first: nn.Parameter, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -256,17 +256,20 @@ class Runner:
         except BaseException as error:
             if stale is None or choice.code is stale.code:
                 raise
-            choice.code = replace(stale.code, replan_after=0)  # the next call runs what ran before
+            choice.code = replace(stale.code, replan_after=0)  # the next call runs the previous code
             if not choice.by_itself or not isinstance(error, ChunkflowError):
                 raise
-            _log.warning("the plan stays as it is: %s", error)
+            _log.warning("the current plan is kept: %s", error)
             return
         if stale is not None and stale.plan == fresh.plan:
             fresh.executor.adopt(stale.executor.measured_steps())
         self._sessions[id(first)] = fresh
 
     def _choice(self, first: nn.Parameter) -> Choice:
-        """Made if there is none.  A weak dictionary would call back in the collector, where Python drops a Ctrl-C."""
+        """The choice of a model, created if there is none.
+
+        Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
+        """
         self._choices = [(ref, choice) for ref, choice in self._choices if ref() is not None]
         for ref, choice in self._choices:
             if ref() is first:
@@ -280,23 +283,23 @@ class Runner:
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
-    """The compiled code is gone (torch._dynamo.reset): nothing can run these sessions again."""
+    """Close sessions whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
     for session in list(sessions.values()):
         _aside(session.close)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _sweep(ref: weakref.ref[Arena]) -> None:
-    """The session was dropped with its model: an arena that others have must not keep its place."""
+    """Remove a session that was dropped with its model from its arena, which other models may share."""
     if (arena := ref()) is not None:
         _aside(arena.sweep)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _aside(work: Callable[[], None]) -> None:
-    """For finalizers: on a thread of its own, because it waits for locks and streams, and the collector may come anywhere.
+    """Run a finalizer's work on its own thread: it waits for locks and streams, and the collector may run anywhere.
 
-    A process that ends takes everything with it.
+    Does nothing while the process exits, which frees everything.
     """
     if threading.main_thread().is_alive():
         threading.Thread(target=work, name="chunkflow-close").start()

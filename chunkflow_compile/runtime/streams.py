@@ -1,8 +1,8 @@
-"""Streams and events made of host threads: each stream a thread with a FIFO queue, as a device runs behind the host.
+"""Streams and events on host threads.  A stream is a thread with a FIFO queue, which lags the host as a GPU does.
 
-An event has CUDA's meaning: ``record`` marks a point of a stream; ``wait`` makes another stream wait for the mark that
-was newest *when the host called wait*.  A stream that failed runs nothing more, but still reaches its marks, with the
-error, so that no one waits for ever; ``synchronize`` raises the error once and makes the stream usable again.
+Events work as in CUDA: ``record`` marks a point of a stream; ``wait`` makes another stream wait for the mark that was
+newest *when the host called wait*.  A failed stream runs no more work but still reaches its marks, with the error, so
+no thread waits for ever.  ``synchronize`` raises the error once and makes the stream usable again.
 """
 
 from __future__ import annotations
@@ -22,40 +22,45 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-# How long a process that ends waits for work that hangs, such as a collective whose peer is gone.
+# How long an exiting process waits for work that hangs, such as a collective whose peer is gone.
 EXIT_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
-# Is told for how many seconds a stream stood still.
+# Called with the seconds that a stream stalled.
 Waited = Callable[[float], None]
 
 
 class Watch(Protocol):
-    """Is told when a piece of work begins and ends, seconds of the device's clock; at once, or behind the step."""
+    """Called with the times when a piece of work begins and ends, seconds of the device's clock.
+
+    ``cuda`` calls it only after the step.
+    """
 
     def begins(self, at: float) -> None: ...
 
     def ends(self, at: float) -> None: ...
 
 
-# Is told when a step began and ended, seconds of the device's clock, and whether the step before was measured too: copies of
-# it that were not would be missed beside the collectives of this one.
+# Called with the times when a step began and ended, seconds of the device's clock, and whether the previous step was
+# measured too.  If it was not, its copies that ran beside the collectives of this step are unknown.
 Over = Callable[[float, float, bool], None]
-# Which of the streams that could go on does: names in, one of them out.
+# Chooses the stream to run next: gets the names of those that can run, returns one of them.
 Choose = Callable[[Sequence[str]], str]
 
 
 class Bell:
-    """Lets threads wait for a change.  Of plain locks: between the lines of a threading.Condition Ctrl-C could come, and
-    leave it locked for ever."""
+    """Lets threads wait for a change.
+
+    Made of plain locks, because Ctrl-C between the lines of a threading.Condition could leave it locked for ever.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self._waiting: dict[threading.Lock, Callable[[], object]] = {}
 
     def ring(self) -> None:
-        """Lets those look again who would find something: to wake a thread for nothing costs more than to look for it."""
+        """Wake the waiters whose ``worth`` is true.  To wake a thread in vain costs more than to call its ``worth``."""
         with self.lock:
             for waiter, worth in list(self._waiting.items()):
                 if worth():
@@ -64,7 +69,10 @@ class Bell:
                     self._waiting.pop(waiter, None)
 
     def wait_for(self, look: Callable[[], _T | None], worth: Callable[[], object]) -> _T:
-        """What ``look`` finds, called under the lock at first and behind every ring by which ``worth`` is true."""
+        """Wait until ``look`` returns something other than None, and return that.
+
+        ``look`` is called under the lock, at once and after every ring that finds ``worth`` true.
+        """
         while True:
             with self.lock:
                 if (found := look()) is not None:
@@ -86,7 +94,7 @@ class HostEvent:
         self._bell = bell
 
     def mark(self) -> int:
-        """A new mark, made by the host in program order; :meth:`reach` tells that the stream has come to it."""
+        """Number a new mark, in the host's program order; :meth:`reach` is called when the stream has come to it."""
         self.made += 1
         return self.made
 
@@ -96,7 +104,7 @@ class HostEvent:
             self._bell.ring()
 
     def block(self, mark: int) -> None:
-        """Blocks the calling thread until ``mark`` is reached; raises if the stream failed before it."""
+        """Block the calling thread until ``mark`` is reached; raise if the stream failed before it."""
         self._bell.wait_for(lambda: True if self.reached >= mark else None, lambda: self.reached >= mark)
         self.check()
 
@@ -107,8 +115,11 @@ class HostEvent:
 
 @dataclass
 class _Item:
-    """``work`` runs unless the stream has failed; ``record`` and ``over`` always; ``event`` with ``mark``: a wait, whose
-    seconds ``waited`` is told."""
+    """An entry of a queue: work to run, a mark to reach (``record``) or to wait for, or a lock to release (``over``).
+
+    A failed stream runs no work; it still reaches marks and releases locks.  ``waited`` is called with the
+    seconds that a wait stalled.  ``made``: when the host enqueued the entry, ``time.monotonic`` seconds.
+    """
 
     work: Callable[[], None] | None = None
     event: HostEvent | None = None
@@ -127,7 +138,7 @@ _OVER = ("", _Item())
 
 @dataclass
 class _Queue:
-    """``since``: when what runs now could have begun, if its thread had not had to wake up; ``ended``: see ThreadStream."""
+    """``since``: when the running work could have begun, had its thread been awake.  ``ended``: see ThreadStream."""
 
     items: deque[_Item] = field(default_factory=deque)
     failure: BaseException | None = None
@@ -136,11 +147,11 @@ class _Queue:
 
 
 class Engine:
-    """The queues of a device's streams, under one lock, and the threads that work them off.
+    """The queues of a device's streams, under one lock, and the threads that run their work.
 
-    Each stream has a thread; with ``choose`` one thread does the work of all, in turns, the next that of the stream that
-    ``choose`` names among those that could go on, so that a schedule can be had again.  ``pause`` holds them, so that the
-    host runs as far ahead as it likes.  ``before``: called in front of each piece of work, with the stream's name.
+    Each stream has a thread.  With ``choose``, one thread runs all streams, and ``choose`` picks the next among those
+    that can run, so a schedule can be reproduced.  ``pause`` stops the threads, so the host can run any distance ahead.
+    ``before``: called with the stream's name before each piece of work.
     """
 
     def __init__(
@@ -161,7 +172,7 @@ class Engine:
         self._running = len(self._threads)
         for thread in self._threads:
             thread.start()
-        atexit.register(self._close_at_exit)  # threads that still compute would abort a process that ends
+        atexit.register(self._close_at_exit)  # threads that still compute would abort an exiting process
 
     def pause(self) -> None:
         with self.bell.lock:
@@ -186,21 +197,21 @@ class Engine:
         return self._queues[name]
 
     def take_failure(self, name: str) -> BaseException | None:
-        """The error of a stream, which is usable again."""
+        """Return and clear the error of a stream, which is then usable again; None if there is none."""
         with self.bell.lock:
             failure, self._queues[name].failure = self._queues[name].failure, None
             return failure
 
     def end(self) -> None:
-        """Lets the threads end once their queues are empty.  Waits for nothing: the collector may call it anywhere."""
+        """Let the threads end once their queues are empty.  Does not wait: the collector may call it anywhere."""
         if os.getpid() != self._process:
-            return  # a forked child has no threads, and a lock that one of them may have held
+            return  # a forked child has no threads, and one of them may have held the lock at the fork
         with self.bell.lock:
             self._closed, self._paused = True, False
             self.bell.ring()
 
     def close(self, timeout: float | None = None) -> None:
-        """Ends the threads once their queues are empty, or at most ``timeout`` seconds later."""
+        """End the threads once their queues are empty; wait for each at most ``timeout`` seconds."""
         self.end()
         for thread in self._threads:
             if thread is not threading.current_thread() and os.getpid() == self._process:
@@ -212,8 +223,9 @@ class Engine:
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ChunkflowError(
-                "This process was forked from one that runs a ChunkFlow program, and its streams did not come along: call "
-                "chunkflow_compile.restore(model) here and the compiled model again, or start processes by spawn."
+                "This process was forked from one that runs a ChunkFlow program, and the threads of its streams do not "
+                "exist here: call chunkflow_compile.restore(model) and then the compiled model again, or start "
+                "processes with spawn."
             )
 
     def _drain(self, share: Sequence[str]) -> None:
@@ -230,11 +242,11 @@ class Engine:
                     item.event.reach(item.mark, queue.failure)
                 if item.over is not None:
                     item.over.release()
-                del item, taken  # what it holds must not live until the next one comes
+                del item, taken  # their references must not live until the next item comes
         with self.bell.lock:
             self._running -= 1
             if not self._running:
-                atexit.unregister(self._close_at_exit)  # which would keep all of this
+                atexit.unregister(self._close_at_exit)  # the registration would keep the engine alive
 
     def _run(self, name: str, queue: _Queue, item: _Item) -> None:
         if queue.failure is not None:
@@ -253,7 +265,7 @@ class Engine:
                 item.waited(stood)
 
     def _take(self, share: Sequence[str]) -> tuple[str, _Item] | None:
-        """The next item that a thread may run, None while there is none, _OVER when there will be none."""
+        """The next item that a thread may run; None while there is none, _OVER when no more will come."""
         if self._closed and not any(self._queues[name].items for name in share):
             return _OVER
         able = self._able(share)
@@ -270,7 +282,7 @@ class Engine:
 
 
 class CallingStream:
-    """The calling thread as a stream: work is over when ``run`` returns."""
+    """The calling thread as a stream: work has finished when ``run`` returns."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
         _watched(work, watch)()
@@ -297,11 +309,11 @@ class ThreadStream:
 
     @property
     def since(self) -> float:
-        """When the work that runs now could have begun, ``time.monotonic`` seconds: its thread may have woken up later."""
+        """When the running work could have begun, ``time.monotonic`` seconds; its thread may have woken up later."""
         return self._engine.of(self._name).since
 
     def ended(self, at: float) -> None:
-        """For work that knows better than its thread when it ended."""
+        """Set the time when the running work ended, ``time.monotonic`` seconds, if that is not when it returns."""
         self._engine.of(self._name).ended = at
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
@@ -337,7 +349,7 @@ def _watched(work: Callable[[], None], watch: Watch | None) -> Callable[[], None
 
 
 def _as_here(work: Callable[[], None]) -> Callable[[], None]:
-    """The work under the caller's modes of autograd, which torch keeps for each thread."""
+    """Wrap work so that it runs in the caller's autograd modes, which torch keeps for each thread."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
 
     def run() -> None:
@@ -351,7 +363,7 @@ _WORK = {"copy": "A copy to the device", "compute": "A region", "collective": "A
 
 
 def _told(name: str, error: BaseException) -> BaseException:
-    """The error as it is told on; without its frames, which would keep the executor alive."""
+    """The error as a ChunkflowError, without its frames, which would keep the executor alive."""
     bare = error.with_traceback(None)
     if isinstance(error, ChunkflowError):
         return bare
@@ -361,5 +373,5 @@ def _told(name: str, error: BaseException) -> BaseException:
 
 
 def end_with(owner: Any, engine: Engine) -> None:
-    """Ends an engine's threads with its owner."""
+    """End an engine's threads when ``owner`` is garbage-collected."""
     weakref.finalize(owner, engine.end)

@@ -1,4 +1,4 @@
-"""Traffic: what passes the link into a rank, and what of it had the link to itself."""
+"""Traffic: the transfers over the link into a rank, and which of them had the link to themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _UNDER_WAY = float("inf")
 
 
 class Copied(NamedTuple):
-    """Sums over copies: seconds and bytes, and of those that no collective ran beside."""
+    """Sums over copies: seconds and bytes of all of them, and of those ``alone``, with no collective beside them."""
 
     seconds: float = 0.0
     nbytes: int = 0
@@ -31,9 +31,9 @@ class Copied(NamedTuple):
 
 @dataclass(eq=False)
 class Transfer:
-    """One on the link, from ``begin`` to ``end``, seconds of the device's clock; infinite while it is under way.
+    """A transfer over the link from ``begin`` to ``end``, seconds of the device's clock; infinite until they are known.
 
-    A copy has ``nbytes``; a collective, or its completion, the ``window`` of ``windows`` that its seconds count to.
+    A copy has ``nbytes``.  A collective, or its completion, has the ``window`` of ``windows`` where its seconds count.
     """
 
     log: deque[Transfer]
@@ -52,13 +52,13 @@ class Transfer:
 
 
 class Traffic:
-    """The transfers of a program.  Each lane is told its own by one thread; :meth:`settle` is called by a third."""
+    """The transfers of a program.  One thread reports copies, another collectives; a third calls :meth:`settle`."""
 
     def __init__(self) -> None:
         self._counted = 0
         self._copies: deque[Transfer] = deque()
         self._collectives: deque[Transfer] = deque()
-        self._settled: deque[Transfer] = deque()  # collectives that copies still under way ran beside
+        self._settled: deque[Transfer] = deque()  # collectives that ran beside copies still in flight
 
     def copy(self, nbytes: int) -> Transfer:
         """A copy that is about to run."""
@@ -69,8 +69,10 @@ class Traffic:
         return Transfer(self._collectives, 0, windows, window)
 
     def settle(self, now: float) -> Copied:
-        """Counts what is over at ``now``, when no collective is under way: collectives to their windows; the copies are
-        returned."""
+        """Add the collectives to their windows, and return the sums over the copies that had ended by ``now``.
+
+        Called when no collective is in flight.
+        """
         fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
         for found, beside in _beside(fresh, list(self._copies)):
             assert found.windows is not None
@@ -93,11 +95,11 @@ class Traffic:
 
     @property
     def copied_bytes(self) -> int:
-        """Of all copies that were told of and are over."""
+        """Bytes of all copies that have ended."""
         return self._counted + sum(c.nbytes for c in list(self._copies) if c.end < _UNDER_WAY)
 
     def forget(self) -> None:
-        """Drops what no step counts: one failed."""
+        """Drop the transfers of a failed step, which no step counts."""
         self._counted = self.copied_bytes
         self._copies.clear()
         self._collectives.clear()
@@ -105,7 +107,7 @@ class Traffic:
 
 
 def _beside(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
-    """Each of the transfers of one lane, and whether any of the other's ran at the same time; both in order of time."""
+    """Each of ``transfers``, and whether any of ``others`` ran at the same time; both are in order of time."""
     position = 0
     for transfer in transfers:
         while position < len(others) and others[position].end <= transfer.begin:

@@ -1,4 +1,4 @@
-"""Values of a step: behind which node nobody needs one any more."""
+"""Lifetimes of the values of a step: after which node each is no longer needed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_ten
 
 
 def releases(number: Mapping[Node, int]) -> dict[Node, list[int]]:
-    """Node -> the values, by ``number``, that are dropped behind it.
+    """Node -> the values, by ``number``, that are dropped after it.
 
-    Compute drops them, behind their last reader; what a collective reads, behind its completion, where compute has
-    waited for it.  The outputs themselves stay: the caller takes them.
+    The compute stream drops a value after its last reader.  If that is a collective, it does so after the collective's
+    completion, for which compute has waited.  Outputs are not dropped, because the caller gets them.
     """
     release: dict[Node, list[int]] = {}
     for node, value in number.items():
@@ -25,7 +25,7 @@ def releases(number: Mapping[Node, int]) -> dict[Node, list[int]]:
 
 
 def over(reader: Node, number: Mapping[Node, int]) -> Node:
-    """The node behind which ``reader`` has read its operands: the completion of a collective, any other itself."""
+    """The node after which ``reader`` has read its operands: the last completion of a collective, else ``reader``."""
     if collective_kind(reader) is None:
         return reader
     completions = [u for v in (reader, *reader.users) for u in v.users if is_wait_tensor(u)]

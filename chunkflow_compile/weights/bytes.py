@@ -1,4 +1,4 @@
-"""Tensors as the bytes that they are."""
+"""Tensors as bytes."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies between host tensors (uint8, equal sizes) by one thread, as a copy engine does.
+    """Copy between host tensors (uint8, equal sizes) on the calling thread alone, as a copy engine would.
 
-    Tensor.copy_ would spread over the compute's threads.  ctypes releases the GIL.
+    Tensor.copy_ would also use the threads of compute.  ctypes releases the GIL.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
 
@@ -21,7 +21,7 @@ def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
 
 
 def as_weight(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """uint8 ``data`` seen with the dtype, shape and strides of ``like``."""
+    """View uint8 ``data`` with the dtype, shape and strides of ``like``."""
     return data.view(like.dtype).as_strided(like.shape, like.stride())
 
 
@@ -31,7 +31,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's elements fill one run of memory, each once, so that a copy of bytes is a copy of it."""
+    """Whether a tensor's elements fill one range of memory, each once, so copying its bytes copies the tensor."""
     expected = 1
     for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda p: p[1]):
         if size != 1:

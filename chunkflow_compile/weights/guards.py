@@ -1,9 +1,9 @@
-"""What keeps an offloaded model honest: its parameters are empty, so whatever would read them is answered or refused.
+"""Guards of an offloaded model, whose parameters are empty: accesses are answered from the host copies or refused.
 
 * ``state_dict`` and ``load_state_dict`` go through the host copies.
-* An eager call, ``deepcopy``, pickling and ``.to()`` that would change a weight are refused with a sentence.
+* An eager call, ``deepcopy``, pickling and ``.to()`` that would change a weight raise ChunkflowError.
 
-All of it is attached to the model's own modules and parameters, and taken off again by :meth:`Guards.remove`.
+The guards are attached to the model's own modules and parameters; :meth:`Guards.remove` detaches them.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ class Guards:
         self._root = root
         self._device = device
         self._handles: list[RemovableHandle] = []
-        self._holding: dict[int, nn.Module] = {}  # by id: they hold offloaded parameters, and have hooks
-        self._above: dict[int, nn.Module] = {}  # by id: those and the modules around them, whose _apply is guarded
+        self._holding: dict[int, nn.Module] = {}  # by id: they hold offloaded parameters directly
+        self._above: dict[int, nn.Module] = {}  # by id: those and all modules around them
         self._refusing: list[nn.Parameter] = []
 
     def add(self, homes: Iterable[Home]) -> None:
-        """Guards the parameters of ``homes`` and the modules that hold them."""
+        """Guard the parameters of ``homes`` and the modules that hold them."""
         homes = list(homes)
         holding = owners(self._root, (h.parameter for h in homes))
         for home in homes:
@@ -47,9 +47,9 @@ class Guards:
         self._guard_around()
 
     def watch_calls(self, homes: Callable[[], Iterable[Home]]) -> None:
-        """Refuses what would fail inside Dynamo with words of its own: inputs on another device, changed weights.
+        """Refuse inputs on another device and changed weights, which would fail inside Dynamo with a less clear error.
 
-        The hook is traced; what it finds is settled when the model is compiled, and the runner checks every step.
+        Dynamo traces the hook, so its result is fixed when the model is compiled.  The runner checks every step again.
         """
 
         @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
@@ -81,10 +81,10 @@ class Guards:
         self._refusing.clear()
 
     def _guard_around(self) -> None:
-        """Guards every module that has an offloaded weight in it, however deep.
+        """Guard every module that contains an offloaded weight, at any depth.
 
         An eager call may read the weight of a module below.  ``.to()`` reaches parameters through ``_apply`` of every
-        module: it is refused in front of the first change.
+        module; it is refused before the first change.
         """
 
         def visit(module: nn.Module) -> bool:
@@ -93,7 +93,8 @@ class Guards:
                 return False
             if id(module) not in self._above:
                 module.__dict__["_apply"] = _GuardedApply(module)
-                # Dynamo traces a hook, inside the model's graph or as a frame of its own: it can tell the two calls apart.
+                # Dynamo traces the hook, in the model's graph or as a frame of its own, so the hook can tell a compiled
+                # call from an eager one.
                 self._handles.append(module.register_forward_pre_hook(_refuse_eager_call))
                 self._above[id(module)] = module
             return True
@@ -102,7 +103,7 @@ class Guards:
 
 
 class _GuardedApply:
-    """Stands in for ``module._apply`` while weights are offloaded."""
+    """Replaces ``module._apply`` while weights are offloaded."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -167,7 +168,7 @@ def _write_host_copies(
         home = home_of(parameter)
         value = state.get(prefix + name)
         if home is None or not isinstance(value, torch.Tensor) or value.shape != home.host.shape:
-            continue  # load_state_dict itself reports what is missing or of another shape
+            continue  # load_state_dict itself reports missing keys and wrong shapes
         home.settle()
         with torch.no_grad():
             home.host.copy_(value)

@@ -1,7 +1,7 @@
-"""Host memory that a GPU may copy from by itself: whole pages of their own for each weight, near the GPU.
+"""Host memory that a GPU can copy from directly: whole pages for each weight, near the GPU.
 
-torch's pinned allocator rounds up to powers of two.  Here memory is as large as the weight, up to a page, and pages are
-nobody else's, so that they can be pinned and unpinned by themselves.
+torch's pinned allocator rounds sizes up to powers of two.  Here a weight's size is rounded up to a page only, and no
+two weights share a page, so each can be pinned and unpinned on its own.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ import torch
 
 from .bytes import copy_host_bytes, flat_bytes
 
-# Of the machine's memory, what one model may pin on all ranks together: what is pinned cannot be swapped out, nor moved.
+# The share of the machine's memory that one model may pin on all ranks together.  The rest is for everything else,
+# because pinned pages can be neither swapped out nor moved.
 MOST_PINNED = 0.8
 
 
 def own_pages(values: torch.Tensor, cpus: frozenset[int]) -> torch.Tensor:
-    """A copy of a dense tensor on the host, in pages of its own.
+    """Copy a dense tensor to the host, into pages of its own.
 
-    ``cpus``: of the memory node that they are wanted on, as :func:`near_cpus` tells; empty where it does not matter.
+    ``cpus``: the processors of the memory node to put the pages on, from :func:`near_cpus`; empty for any node.
     """
     nbytes = values.numel() * values.element_size()
     pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -34,17 +35,17 @@ def own_pages(values: torch.Tensor, cpus: frozenset[int]) -> torch.Tensor:
     raw = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
     made = raw.view(values.dtype).as_strided(values.shape, values.stride()) if nbytes else values.to("cpu", copy=True)
     if nbytes:
-        with _running_on(cpus):  # who writes a page first decides where it lies
+        with _running_on(cpus):  # the first thread to write a page decides its memory node
             if values.device.type == "cpu":
                 copy_host_bytes(raw, flat_bytes(values))
             else:
-                ctypes.memset(raw.data_ptr(), 0, nbytes)  # this thread, where copy_ may use others
+                ctypes.memset(raw.data_ptr(), 0, nbytes)  # from this thread; copy_ may use others
                 made.copy_(values)
     return made
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:
-    """The processors on the memory node of a GPU; empty where the machine does not tell, or has one node."""
+    """The processors on the memory node of a GPU; empty if the machine does not say, or has only one node."""
     if device.type != "cuda" or len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) < 2:
         return frozenset()
     properties: Any = torch.cuda.get_device_properties(device)
@@ -56,7 +57,7 @@ def near_cpus(device: torch.device) -> frozenset[int]:
 
 
 def parse_cpus(text: str) -> frozenset[int]:
-    """Numbers of a list as Linux writes it: 0-3,8."""
+    """Parse a list of processors as Linux writes it, such as ``0-3,8``."""
     found: set[int] = set()
     for part in text.strip().split(","):
         if part:
@@ -66,14 +67,14 @@ def parse_cpus(text: str) -> frozenset[int]:
 
 
 def pin_budget(ranks: int) -> int:
-    """Bytes that a model may pin in one of ``ranks`` processes on this machine if it is not told."""
+    """The default for the bytes that a model may pin in each of ``ranks`` processes on this machine."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return int(MOST_PINNED * total) // max(1, ranks)
 
 
 @contextlib.contextmanager
 def _running_on(cpus: frozenset[int]) -> Iterator[None]:
-    """Keeps the calling thread on some processors."""
+    """Keep the calling thread on ``cpus`` inside the context, if it may run on any of them."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if not (cpus & before):
         yield

@@ -1,4 +1,4 @@
-"""The host store: where the bytes of offloaded parameters live, one tensor a parameter."""
+"""The host store: where the bytes of offloaded parameters live, one tensor per parameter."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .host_memory import near_cpus, own_pages
 from .reader import HostReader
 
-# Attribute of an offloaded parameter that leads to its home: identity, where a name could be wrong.
+# Attribute of an offloaded parameter that holds its Home.  It identifies the parameter, where a name could be wrong.
 HOME = "_chunkflow_home"
 
 
 @dataclass(eq=False)
 class Home:
-    """One offloaded parameter.  ``host``: its values, on the CPU.  ``names``: every name of it in the model.
+    """One offloaded parameter.  ``host``: its values, on the CPU.  ``names``: all its names in the model.
 
     ``origin``: the device that it came from.
     """
@@ -45,21 +45,21 @@ class Home:
         return self.host.numel() * self.host.element_size()
 
     def resident(self) -> torch.Tensor:
-        """A copy of the values on the store's device, which the programs that are alive at the same time share."""
+        """A copy of the values on the store's device, shared by all programs that use it at the same time."""
         if self._resident is not None:
             version, ref = self._resident
             found = ref()
             if found is not None and version == self.host._version:
                 return found
-        version = self.host._version  # before the copy: newer values make another
+        version = self.host._version  # before the copy: newer values need another
         made = self.host.to(self.store.device, copy=True)
         self._resident = version, weakref.ref(made)
         return made
 
     def pin(self, device: HostReader, budget: int) -> None:
-        """Lets the device copy from the host memory by itself, once; where it cannot be pinned, the store warns.
+        """Pin the host memory for the device's copies, once; if that fails, the store warns.
 
-        ``budget``: most bytes of the store that are pinned.
+        ``budget``: most bytes of the store to pin.
         """
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
         if self._unpin is not None or not self.store.pins:
@@ -67,7 +67,7 @@ class Home:
         try:
             if device.name == "cuda" and self.store.pinned_bytes + self.nbytes > budget:
                 raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
-            # a model that is dropped, not restored, must not leave pinned pages behind that are mapped no more
+            # a model that is dropped without restore must not leave its pages pinned after they are unmapped
             self._unpin = weakref.finalize(self, _unpin, self._copied_by, device.pin(self.host))
             self._unpin.atexit = False
         except OSError as error:
@@ -83,12 +83,12 @@ class Home:
         return self._unpin is not None
 
     def settle(self) -> None:
-        """Waits for copies that read the host memory and that a step that has returned needs."""
+        """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
             device.settle()
 
     def check(self, parameter: torch.Tensor) -> None:
-        """Raises ChunkflowError if the parameter is no longer the empty one that offload left."""
+        """Raise ChunkflowError if the parameter is no longer the empty one that offload left."""
         if parameter is not self.parameter:
             found = "was replaced by another parameter"
         elif parameter.untyped_storage().nbytes():
@@ -107,8 +107,8 @@ class Home:
 class HostStore:
     """The offloaded parameters of the model ``root``, whose programs run on ``device``.
 
-    ``pins``: whether host memory is pinned; False once it could not be.  ``pages``: whether each weight gets pages of its
-    own, which a GPU can have pinned.
+    ``pins``: whether to pin host memory; False after pinning failed once.  ``pages``: whether each weight gets pages of
+    its own, which can be pinned for a GPU.
     """
 
     root: nn.Module
@@ -123,14 +123,14 @@ class HostStore:
         return sum(h.nbytes for h in self.homes if h.pinned)
 
     def add(self, names: tuple[str, ...], parameter: nn.Parameter) -> Home:
-        """Moves one parameter's bytes into the store and leaves it 0 bytes of storage on the store's device.
+        """Move one parameter's bytes into the store; the parameter keeps 0 bytes of storage on the store's device.
 
-        On the CPU the bytes stay where they are and change owner, so no second copy is ever made.  For a GPU they move, and
-        one weight at a time is there twice.
+        On the CPU the store takes over the parameter's memory and copies nothing.  For a GPU the bytes are copied, and
+        one weight at a time exists twice.
         """
         with torch.inference_mode(False), torch.no_grad():
             values = parameter.detach()
-            if values.is_inference():  # has no version, by which a session notices new values
+            if values.is_inference():  # has no version counter, by which a session notices new values
                 values = values.clone()
             host = own_pages(values, self._near()) if self.pages or values.device.type != "cpu" else values
             home = Home(names, parameter, host, self, values.device)
@@ -142,12 +142,12 @@ class HostStore:
         return home
 
     def release(self, device: torch.device | None = None) -> None:
-        """Gives every parameter its bytes back, where it came from or on ``device``.
+        """Give every parameter its bytes back, on the device that it came from or on ``device``.
 
-        Raises ChunkflowError if there is no room for one; it and those behind it stay in the store.
+        Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
         with torch.inference_mode(False), torch.no_grad():
-            while self.homes:  # each is dropped behind its return: an interrupt loses none
+            while self.homes:  # each is removed only after its bytes are returned: an interrupt loses none
                 home = self.homes[-1]
                 if home_of(home.parameter) is home:
                     home.unpin()
@@ -161,19 +161,19 @@ class HostStore:
         return self._cpus
 
     def pageable(self, home: Home, error: OSError) -> None:
-        """Goes on without pinned memory, and says so once."""
+        """Continue without pinned memory, and warn once."""
         self.pins = False
         warnings.warn(
-            f"The host memory of {home.name} ({home.nbytes} bytes) could not be pinned, behind {self.pinned_bytes} bytes "
-            f"that were ({error}): it and the weights behind it are copied from pageable memory, which is slower. "
-            "Raise the limit of locked memory (ulimit -l), or give the process more memory.",
+            f"The host memory of {home.name} ({home.nbytes} bytes) could not be pinned after {self.pinned_bytes} bytes "
+            f"of other weights ({error}). It and the weights after it are copied from pageable memory, which is "
+            "slower. Raise the limit of locked memory (ulimit -l), or give the process more memory.",
             stacklevel=2,
         )
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may come anywhere
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
 def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
-    """Behind the copies that read the memory; a device that failed must not keep a model from being restored."""
+    """Unpin after the copies that read the memory.  A failed device must not prevent restoring the model."""
     try:
         for device in devices:
             with contextlib.suppress(ChunkflowError):
@@ -182,20 +182,20 @@ def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
         try:
             undo()
         except OSError as error:
-            warnings.warn(f"Host memory stays pinned: {error}.", stacklevel=2)
+            warnings.warn(f"Host memory could not be unpinned and stays pinned: {error}.", stacklevel=2)
 
 
 def brought(values: torch.Tensor, device: torch.device, name: str) -> torch.Tensor:
-    """The values on a device.  Raises ChunkflowError with ``name`` if it has no room."""
+    """Bring values to a device.  Raises ChunkflowError naming ``name`` if there is no room."""
     try:
         return values.to(device)
     except torch.OutOfMemoryError as error:
         raise ChunkflowError(
-            f"There is no room on {device} for {name} ({values.nbytes} bytes): it and the weights in "
-            "front of it stay in host memory. Free memory and restore again, or restore(model, 'cpu')."
+            f"There is no room on {device} for {name} ({values.nbytes} bytes): it and the weights not restored yet "
+            "stay where they are. Free memory on the device and call restore again, or call restore(model, 'cpu')."
         ) from error
 
 
 def home_of(parameter: object) -> Home | None:
-    """The home of an offloaded parameter, None of any other object."""
+    """The home of an offloaded parameter, None for any other object."""
     return getattr(parameter, HOME, None)

@@ -1,7 +1,7 @@
-"""Which module owns which parameter: by identity, starting from the parameters alone.
+"""Which module owns which parameter, found by identity from the parameters alone.
 
-A backend is handed parameters and a graph, not the model.  The modules that hold the parameters are found among the
-objects that Python tracks, once a compile.
+A backend gets parameters and a graph, not the model.  The modules that hold the parameters are searched for among the
+objects that Python's garbage collector tracks, once per compilation.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 @dataclass(frozen=True)
 class ModelIndex:
-    """A model seen from its parameters.  ``root``: the module that was compiled, or else the smallest that holds them
-    all; None if none does.
+    """The names and blocks of a model.
 
+    ``root``: the module that was compiled, or else the smallest that holds all parameters; None if no module does.
     ``names``: id of a parameter -> its names.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
-    block, where a block is an element of a ``ModuleList`` that lies in no other.
+    block.  A block is an element of an outermost ``ModuleList``.
     """
 
     root: nn.Module | None
@@ -46,7 +46,7 @@ class ModelIndex:
         return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root)
 
     def covers(self, parameters: Sequence[nn.Parameter]) -> bool:
-        """Whether all of ``parameters`` are the model's."""
+        """Whether all of ``parameters`` belong to the model."""
         return all(id(p) in self.names for p in parameters)
 
 
@@ -73,13 +73,13 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
     if not parameters:
         return None
     wanted = {id(p) for p in parameters}
-    # type(), not isinstance(): asking a lazy proxy for its class could run anything.
+    # type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code.
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     compiled = {id(m._orig_mod) for m in modules if isinstance(m, OptimizedModule)}
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         if not isinstance(module, OptimizedModule):
-            for child in module.__dict__.get("_modules", {}).values():  # another thread may be making it
+            for child in module.__dict__.get("_modules", {}).values():  # get: another thread may be constructing it
                 parents.setdefault(id(child), []).append(module)
     todo = [m for m in modules if any(id(p) in wanted for p in m.__dict__.get("_parameters", {}).values())]
     candidates: dict[int, nn.Module] = {}
@@ -101,7 +101,7 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
     ]
     if candidates and not ranked:
         raise ChunkflowError(
-            "The graph's parameters belong to several models, so that they have no common names: call "
+            "The graph's parameters belong to several models, so they have no common names: call "
             "chunkflow_compile.offload on each of them before compiling."
         )
     return min(ranked, key=lambda r: r[:4])[4] if ranked else None

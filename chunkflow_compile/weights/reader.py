@@ -1,4 +1,4 @@
-"""What the host store asks of a device that copies from it; the devices themselves are in ``runtime``."""
+"""The protocol by which the host store knows the devices that copy from it; the devices are in ``runtime``."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ import torch
 
 
 class HostReader(Protocol):
-    """A device whose copies read host memory.  ``closed``: whether nothing runs on it any more."""
+    """A device whose copies read host memory.  ``closed``: whether its streams are closed."""
 
     name: str
     closed: bool
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Lets the copy engine read a host tensor directly; returns what undoes it.  Raises OSError if it cannot."""
+        """Let the copy engine read a host tensor directly; return a function to undo it.  Raises OSError on failure."""
 
     def settle(self) -> None:
-        """Returns when the copies that delivered steps read are done: the host may write to their source."""
+        """Wait for the copies that delivered steps read: after that the host may write to their source."""

@@ -277,7 +277,7 @@ def test_a_pin_budget_is_kept(no_grad: None) -> None:
     cuda = FakeCuda()
     model, twin, run = compiled(cuda, pin_memory=30_000)
     with pytest.warns(
-        UserWarning, match=r"could not be pinned, behind \d+ bytes that were \(the budget is 30000 bytes"
+        UserWarning, match=r"could not be pinned after \d+ bytes of other weights \(the budget is 30000 bytes"
     ):
         x = torch.randn(4, 8)
         assert torch.equal(run(x), twin(x))
@@ -314,9 +314,9 @@ def test_what_is_said_where_there_is_no_gpu(no_grad: None) -> None:
 @pytest.mark.parametrize(
     ("kind", "policy", "said"),
     [
-        (DeviceKind(threads=True), "chunkflow", "stands for a GPU where there is none: leave it out on cuda"),
-        (DeviceKind(link=LinkEmulation(bandwidth=1e8)), "chunkflow", "give a profile without link_emulation"),
-        (DeviceKind(), "host-yield", "on cuda none does: use policy chunkflow"),
+        (DeviceKind(threads=True), "chunkflow", "imitates a GPU with host threads: leave it out on cuda"),
+        (DeviceKind(link=LinkEmulation(bandwidth=1e8)), "chunkflow", "use a profile without link_emulation"),
+        (DeviceKind(), "host-yield", "on cuda no thread copies: use policy chunkflow"),
     ],
 )
 def test_what_a_gpu_does_not_do(kind: DeviceKind, policy: str, said: str) -> None:
@@ -338,5 +338,5 @@ def test_what_forward_moves_by_itself_may_lie_elsewhere() -> None:
     module, inputs = torch.fx.GraphModule({}, graph), [torch.empty(4, device="meta"), torch.empty(4)]
     weight = {2: nn.Parameter(torch.empty(4))}
     assert _device(weight, inputs, module) == torch.device("cpu")
-    with pytest.raises(ChunkflowError, match="input 1 is on meta: move it there"):
+    with pytest.raises(ChunkflowError, match="input 1 is on meta: move the input to cpu"):
         _device(weight, inputs[::-1], module)
