@@ -43,9 +43,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "is compiled once; each arm is a plan of its own, and steps of the arms are taken in turns, in random order.\n\n"
         f"MODEL:\n{regimes}\n  {'file.py:function':16} your own, that returns a model and the keyword arguments of one call\n"
         f"  with --device cuda also {', '.join(PRESETS)}, with random weights",
-        epilog="arms: resident, layerwise, layerwise-barrier, host-yield, chunkflow (within the bytes that layerwise takes; in\n"
-        "compute-rich within a quarter of all bytes); chunkflow@40% and layerwise-prefix@40%, within these bytes and those of\n"
-        "40 % of the blocks; misjudged, chunkflow planned from figures wrong by a factor of 2; replanned, the same with\n"
+        epilog="arms: resident, layerwise, layerwise-barrier, host-yield, chunkflow (within the bytes that layerwise\n"
+        "takes; in compute-rich within a quarter of all bytes); chunkflow@40% and layerwise-prefix@40%, within these bytes\n"
+        "and those of 40 % of the blocks; misjudged, chunkflow planned from figures wrong by a factor of 2; replanned, the same with\n"
         "replan_after=2.  With --device cuda also\n"
         "inductor, diffusers-group-offload and diffusers-group-offload-compiled, on the same weights.\n\n"
         "example: chunkflow bench contention --json contention.json --picture contention.png",

@@ -36,8 +36,8 @@ streamed once a step. compute-rich has 0.2, contention 0.7, contention-flux 0.88
 the compute that is measured at the start, so that a regime means the same on a machine of another speed.
 
 A model is compiled once. Every arm is a plan of its own on the same lowered regions. A round holds one step of every arm, in
-random order; steps and waits are medians over the rounds, and ratios are medians of the ratios within a round. `chunkflow` and
-`misjudged` have the bytes that `layerwise` takes, in compute-rich a quarter of all bytes. An arm with a share in its name
+random order; steps and waits are medians over the rounds, and ratios are medians of the ratios within a round. `chunkflow`
+and `misjudged` have the bytes that `layerwise` takes, in compute-rich a quarter of all bytes. An arm with a share in its name
 may also keep the bytes of so many of the blocks. `misjudged` is planned from a link twice as fast and compute twice as slow
 as they are; `replanned` is the same with `replan_after=2`.
 
@@ -57,11 +57,11 @@ def main() -> None:
         action="append",
         default=[],
         metavar="N|REGIME=N",
-        help=f"steps that count, for each arm (default {', '.join(STEPS)}); where other processes use the cores a single step "
-        "is off by a tenth or more, so figures to keep need ten times as many",
+        help=f"steps that count, for each arm (default {', '.join(STEPS)}); where other processes use the cores a single "
+        "step is off by a tenth or more, so figures to keep need ten times as many",
     )
     parser.add_argument(
-        "--only", choices=REGIMES, action="append", help="measure these regimes only; the page keeps what it says of the others"
+        "--only", choices=REGIMES, action="append", help="measure these regimes only; the page keeps the others"
     )
     arguments = parser.parse_args()
     steps = _steps([*STEPS, *arguments.steps])
