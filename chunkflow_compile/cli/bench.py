@@ -45,9 +45,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         f"  with --device cuda also {', '.join(PRESETS)}, with random weights",
         epilog="arms: resident, layerwise, layerwise-barrier, host-yield, chunkflow (within the bytes that layerwise\n"
         "takes; in compute-rich within a quarter of all bytes); chunkflow@40% and layerwise-prefix@40%, within these bytes\n"
-        "and those of 40 % of the blocks; misjudged, chunkflow planned from figures wrong by a factor of 2; replanned, the same with\n"
-        "replan_after=2.  With --device cuda also\n"
-        "inductor, diffusers-group-offload and diffusers-group-offload-compiled, on the same weights.\n\n"
+        "and those of 40 % of the blocks; misjudged, chunkflow planned from figures wrong by a factor of 2; replanned, the\n"
+        "same with replan_after=2.  With --device cuda also inductor, diffusers-group-offload and\n"
+        "diffusers-group-offload-compiled, on the same weights.\n\n"
         "example: chunkflow bench contention --json contention.json --picture contention.png",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -127,7 +127,7 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["demo", "--layers", "0"], "--layers and --steps must be at least 1"),
+        (["demo", "--layers", "0"], "--layers, --frames and --steps must be at least 1"),
         (
             ["demo", "--json", "/nowhere/f.json"],
             "cannot be written to /nowhere/f.json: [Errno 2] No such file or directory: '/nowhere/f.json'",
