@@ -41,7 +41,7 @@ COLLECTIVE_KINDS: Mapping[str, str] = {
 }
 # DTensor on CUDA redistributes shards with this op, which waits for its own completion.
 _SHARD_DIM_ALLTOALL = "_dtensor::shard_dim_alltoall"
-# wait_tensors (torch 2.14 and later) completes all results of one coalesced collective.
+# wait_tensors (torch 2.15 has it, 2.13 does not) completes all results of one coalesced collective.
 _WAITS = frozenset(f"{namespace}::{name}" for namespace in _SCHEDULED for name in ("wait_tensor", "wait_tensors"))
 
 

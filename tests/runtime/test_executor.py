@@ -234,7 +234,7 @@ def test_the_copy_thread_ends_with_restore(no_grad: None) -> None:
 
 
 class Coalesced(nn.Module):
-    """A collective of two results, which one completion may wait for (torch 2.14 and later) or two."""
+    """A collective of two results, which one completion may wait for (as torch 2.15 traces it) or two (2.13)."""
 
     def __init__(self) -> None:
         super().__init__()
