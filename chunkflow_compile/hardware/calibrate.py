@@ -31,7 +31,8 @@ RANKS = 2
 # The smallest copy gives the cost to start one, the largest the rate.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
-# Collectives timed at once.  Fixed, because all ranks must make equally many; together some hundred milliseconds long.
+# Collectives per measurement.  Fixed, because all ranks must make the same number of calls; copies run beside them for
+# some hundred milliseconds.
 ROUNDS_BESIDE = 40
 # A smaller slowdown of compute is noise, and would keep plans from streaming.
 LEAST_SLOWDOWN = 1.02

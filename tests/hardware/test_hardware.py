@@ -51,7 +51,7 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
         load_profile(own)
     for odd, sentence in (
         ("[]", "not a hardware profile"),
-        (json.dumps({**json.loads(text), "peak_flops": 5}), "by dtype"),
+        (json.dumps({**json.loads(text), "peak_flops": 5}), "must map dtypes"),
     ):
         own.write_text(odd)
         with pytest.raises(ChunkflowError, match=sentence):

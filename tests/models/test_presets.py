@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -11,6 +12,7 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.presets import PRESETS, Preset, Sizes, preset
 from chunkflow_compile.passes.cost.formulas import dit_block_flops, double_block_flops, single_block_flops
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.problem import Problem
@@ -23,6 +25,12 @@ def two_of_each(name: str) -> Preset:
     found = PRESETS[name]
     layers = {key: 2 for key in ("num_layers", "num_single_layers") if key in found.config}
     return replace(found, config={**found.config, **layers})
+
+
+@cache
+def traced(name: str, degree: int = 1) -> Cut:
+    """Two blocks of each kind of a preset, cut into regions."""
+    return make_cut(two_of_each(name).trace(degree))
 
 
 def block_flops(problem: Problem, block: str) -> int:
@@ -56,12 +64,12 @@ BLOCKS: list[tuple[str, str, Callable[..., float], dict[str, int]]] = [
 def test_a_block_s_flops_are_the_formula_s_within_2_percent(
     name: str, block: str, formula: Callable[..., float], size: dict[str, int]
 ) -> None:
-    problem = make_cut(two_of_each(name).trace()).problem
+    problem = traced(name).problem
     assert block_flops(problem, block) == pytest.approx(formula(batch=1, **size), rel=0.02)
 
 
 def test_ulysses_divides_the_flops_and_adds_four_collectives_a_block() -> None:
-    whole, split = (make_cut(two_of_each("wan2.2-ti2v-5b").trace(degree)).problem for degree in (1, 4))
+    whole, split = (traced("wan2.2-ti2v-5b", degree).problem for degree in (1, 4))
     # Text keys and values of cross-attention are computed on every rank.
     assert block_flops(split, "blocks.1") == pytest.approx(block_flops(whole, "blocks.1") / 4, rel=0.03)
     kinds = [c.kind for c in split.collectives]
@@ -74,7 +82,7 @@ def test_ulysses_divides_the_flops_and_adds_four_collectives_a_block() -> None:
 
 
 def test_a_preset_is_planned_and_verified_without_weights() -> None:
-    cut = make_cut(two_of_each("wan2.2-ti2v-5b").trace(2))
+    cut = traced("wan2.2-ti2v-5b", 2)
     plan = place(cut.problem, load_profile("h100-pcie-x2"))
     verify(rewrite(cut, plan))
     assert plan.moved_bytes > 0.85 * cut.problem.total_bytes  # the embeddings have little to hide behind
@@ -82,7 +90,7 @@ def test_a_preset_is_planned_and_verified_without_weights() -> None:
 
 
 def test_true_bytes_of_a_block_are_the_paper_s() -> None:
-    wan = make_cut(two_of_each("wan2.2-ti2v-5b").trace()).problem
+    wan = traced("wan2.2-ti2v-5b").problem
     assert block_bytes(wan, "blocks.1") == pytest.approx(327e6, rel=0.005)
 
 
@@ -92,7 +100,10 @@ def test_true_bytes_of_a_block_are_the_paper_s() -> None:
         (lambda: preset("wan3"), r"no preset 'wan3': use one of wan2.2-ti2v-5b, "),
         (lambda: PRESETS["flux.1-dev"].trace(5), r"24 attention heads: the Ulysses degree 5 must divide"),
         (lambda: PRESETS["flux.1-dev"].shape(Sizes(height=100, width=64)), r"height 100 is not a multiple of 16"),
-        (lambda: PRESETS["flux.1-dev"].shape(Sizes(height=64, width=64, frames=5)), r"generates images: leave out frames"),
+        (
+            lambda: PRESETS["flux.1-dev"].shape(Sizes(height=64, width=64, frames=5)),
+            r"generates images: leave out frames",
+        ),
         (lambda: PRESETS["hunyuanvideo"].shape(Sizes(height=720, width=1280, frames=32)), r"frames 32 is not 4 k \+ 1"),
     ],
 )
