@@ -16,9 +16,9 @@ def release_of(version: str) -> tuple[int, int]:
     return (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
 
 
-@functools.cache  # Dynamo resets Python's own record of the warnings that were shown
+@functools.cache  # Dynamo resets Python's own record of shown warnings
 def warn_if_untested(version: str) -> None:
-    """Warns of a torch outside the tested range, once a process."""
+    """Warn of a torch outside the tested range, once per process."""
     if not OLDEST <= release_of(version) <= NEWEST:
         warnings.warn(
             f"This is torch {version}; ChunkFlow is tested on torch {TESTED}. It may work. If it does not, install a tested "

@@ -1,6 +1,6 @@
-"""Measurement of policies side by side: a Job comes in; its arms are run on real ranks; a BenchRecord goes out.
+"""Policies measured side by side on real ranks: a Job comes in, a BenchRecord goes out.
 
-Read regimes.py (what is measured), arms.py (the names of the policies) and job.py (what a rank is given and returns)
-first; then turns.py (one rank's part) with subject.py, link_load.py and link_error.py; ranks.py starts the processes,
-summary.py makes record and table, peers.py has what people use today.
+Read regimes.py (the configurations), arms.py (the policies by name) and job.py (the input and the result of a rank)
+first.  Then read turns.py (one rank's part), which uses subject.py, link_load.py and link_error.py.  ranks.py starts
+the processes, summary.py computes the record and the table, peers.py holds the alternatives to ChunkFlow.
 """

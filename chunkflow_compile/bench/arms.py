@@ -1,4 +1,4 @@
-"""Arms: what a name on the command line stands for, as settings of the passes.  They share everything else."""
+"""Arms: the names on the command line, as policies and settings of the passes.  All else is equal."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from chunkflow_compile.passes.problem import Problem
 
 from .peers import PEER_ARMS
 
-# Policy chunkflow planned with compute and link taken for twice as slow and twice as fast as they are, and the same with a
-# new plan after two steps.
+# misjudged: policy chunkflow, planned as if compute took twice as long and the link were twice as fast.  replanned: the
+# same, planned again after two steps.
 MISJUDGED, REPLANNED = "misjudged", "replanned"
 WRONG_BY = 2.0
 REPLAN_AFTER = 2
@@ -24,8 +24,10 @@ REPLAN_AFTER = 2
 
 @dataclass(frozen=True)
 class Arm:
-    """``policy``, None for a peer, which is no program of ours; and the share of the blocks that a budget has room to keep,
-    None for no more than layerwise takes."""
+    """``policy``: None for a peer, which does not run ChunkFlow.
+
+    ``residency``: a share of the blocks, 0 to 1, whose bytes are added to the budget; None for the budget without them.
+    """
 
     name: str
     policy: Policy | None
@@ -33,9 +35,9 @@ class Arm:
 
 
 def parse_arms(names: Sequence[str]) -> tuple[Arm, ...]:
-    """Raises ChunkflowError for a name that stands for nothing, or that comes twice."""
+    """The arms with these names.  Raises ChunkflowError for an unknown or repeated name."""
     if len(set(names)) < len(names):
-        raise ChunkflowError(f"--arms {','.join(names)}: an arm comes twice.")
+        raise ChunkflowError(f"--arms {','.join(names)} names an arm twice: name each arm once.")
     return tuple(_parse(name) for name in names)
 
 
@@ -49,25 +51,25 @@ def _parse(name: str) -> Arm:
     budgeted = found in BUDGETED
     if found is None or (at and not budgeted) or (found == "layerwise-prefix" and not at):
         raise ChunkflowError(
-            f"--arms: there is no arm {name!r}. There are {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
-            f"{MISJUDGED}, {REPLANNED}, chunkflow@40% and layerwise-prefix@40% for the bytes of any share of the blocks; "
-            f"and, on --device cuda, {', '.join(PEER_ARMS)}."
+            f"--arms: there is no arm {name!r}. Use {', '.join(p for p in POLICIES if p != 'layerwise-prefix')}, "
+            f"{MISJUDGED}, {REPLANNED}; chunkflow@40% or layerwise-prefix@40% to add the bytes of any share of the "
+            f"blocks; with --device cuda also {', '.join(PEER_ARMS)}."
         )
     if not at:
         return Arm(name, found)
     percent = share.removesuffix("%")
     if not percent.isdigit() or int(percent) > 100:
-        raise ChunkflowError(f"--arms {name}: {share!r} is no share of the blocks; write {policy}@40%.")
+        raise ChunkflowError(f"--arms {name}: {share!r} is not a share of the blocks; write {policy}@40%.")
     return Arm(name, found, int(percent) / 100)
 
 
 def settings_of(
     arm: Arm, layerwise: Plan, problem: Problem, timings: Timings, rate: float, most: float = 1.0
 ) -> Mapping[str, Any]:
-    """What the passes are told for an arm of ours.
+    """The settings of the passes for an arm that is not a peer.
 
-    ``layerwise``: that plan, whose bytes are everyone's budget; ``rate``: of the link; ``most``: share of all bytes that the
-    budget is cut to.
+    ``layerwise``: the plan whose bytes are the budget of every arm.  ``rate``: bytes/s of the link.  ``most``: largest
+    share of all weight bytes for the budget, before those of ``arm.residency`` are added.
     """
     if arm.policy not in BUDGETED:
         return {"policy": arm.policy, "timings": timings}
@@ -81,7 +83,7 @@ def settings_of(
 
 
 def block_bytes(problem: Problem) -> int:
-    """Bytes of the weights of the largest block."""
+    """Weight bytes of the largest block."""
     return max(
         (
             sum(w.nbytes for w in problem.weights if w.uses and begin <= w.uses[0] <= end)

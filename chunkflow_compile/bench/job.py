@@ -1,4 +1,4 @@
-"""What a measurement is told, and what each of its ranks brings back."""
+"""The input of a measurement, and the result of each rank."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from .link_error import LinkError
 from .link_load import LinkLoad
 from .regimes import Regime
 
-# The arm that others are compared with: the same program with all weights on the device.
+# The arm that the others are compared with: the same program with all weights on the device.
 RESIDENT = "resident"
-# Steps of ``replanned`` in front of those that count: its new plan comes behind the first of them.
+# Steps of ``replanned`` before the measured ones: those that it plans from, and the first with the new plan.
 REHEARSAL = REPLAN_AFTER + 1
-# "processes": each rank one, gloo between them; "loopback": one process, whose peers are host memory.
+# "processes": one process per rank, gloo between them.  "loopback": one process for all ranks, which exchanges data
+# with host memory instead of other ranks.
 Transport = Literal["processes", "loopback"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a rank is told.
+    """The input of each rank.
 
-    ``model``: a preset or file.py:function, in place of the regime's; ``sizes``: of the preset.  ``device``: "threads", where
-    the host runs ahead of every stream, "cpu", or "cuda".  ``link``: to be emulated; None for the device's own.  ``load``:
-    of the link, which sets its bandwidth; None for the bandwidth in ``link``.
-    ``hardware``: profile of the machine, None for that of the device.  ``folder``: where it meets the others and leaves its
-    result, made for the run; ``dump``: for programs.
+    ``model``: a preset or file.py:function, in place of the regime's model; ``sizes``: sizes of the preset.
+    ``device``: "threads" (the CPU, where the host runs ahead of every stream), "cpu" or "cuda".  ``link``: the link to
+    emulate, None to use the device's own.  ``load``: the load of the link, which sets its bandwidth; None to use the
+    bandwidth in ``link``.  ``hardware``: profile of the machine, None for the default of the device.  ``folder``: a
+    temporary folder where the ranks meet and write their results.  ``dump``: folder for the dumped programs.
     """
 
     regime: Regime
@@ -58,10 +59,10 @@ class Job:
 
     @property
     def turn(self) -> int:
-        """Steps that count in one turn of an arm, behind a cold one.
+        """Measured steps in one turn of an arm, which starts with a warm-up step.
 
-        Cores that others use too are as fast or as slow for some seconds: one, so that no two steps have the same luck.  A
-        card has no such neighbours, and cold steps would be half of its time.
+        On the CPU one: other processes slow its cores for seconds at a time, and would slow all steps of a longer turn.
+        On a GPU three: no other process uses it, and with one step, warm-up would take half of the time.
         """
         return 3 if self.device == "cuda" else 1
 
@@ -70,8 +71,9 @@ class Job:
 class Run:
     """The steps of one arm on one rank.
 
-    ``host_s``: until the call returned; ``peak_bytes``: of the device's allocator, without what other arms hold, None where
-    it has none; ``difference``: largest from the resident arm's outputs, over their largest value, None without that arm.
+    ``steps_s``: seconds of each measured step.  ``host_s``: seconds until its call returned.  ``peak_bytes``: peak of
+    the device's allocator, without the bytes of other arms; None on the CPU.  ``difference``: largest difference from
+    the outputs of the resident arm, over their largest value; None without that arm.
     """
 
     steps_s: tuple[float, ...]
@@ -82,8 +84,11 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRun(Run):
-    """``folder``: where its program was dumped; ``predicted``: its program played on what the resident arm took in the same
-    run."""
+    """The steps of an arm that runs ChunkFlow.
+
+    ``folder``: the dump of its program.  ``predicted``: its program, simulated with the times of the resident arm in
+    the same run.
+    """
 
     plan: Plan
     folder: Path | None
@@ -93,8 +98,12 @@ class ArmRun(Run):
 
 @dataclass(frozen=True, kw_only=True)
 class RankRun:
-    """``peers``: arms that are no programs of ours.  ``total_bytes``: of all weights; ``link``: how well the emulation keeps
-    to its figures; ``load``: what its bandwidth follows from, None where it was given; ``machine``: what it ran on."""
+    """The result of a rank.
+
+    ``arms``: the arms that run ChunkFlow; ``peers``: the others.  ``total_bytes``: bytes of all weights.  ``link``: the
+    accuracy of the emulated link.  ``load``: the load that set its bandwidth, None if the bandwidth was passed.
+    ``machine``: name of the device.
+    """
 
     arms: Mapping[str, ArmRun]
     peers: Mapping[str, Run]

@@ -1,6 +1,6 @@
-"""The bandwidth of an emulated link, derived from the compute that this machine was measured to need.
+"""The bandwidth of an emulated link, derived from the compute measured on this machine.
 
-A fixed bandwidth is a nearly full link on one machine and an idle one on another.  A fixed load is the same everywhere.
+A link of fixed bandwidth is nearly full on one machine and idle on another.  A fixed load means the same on both.
 """
 
 from __future__ import annotations
@@ -11,29 +11,33 @@ from chunkflow_compile.hardware.emulated import EXCHANGE_S
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Problem
 
-# Bytes/s of a link whose load is known, until it sets them.
+# Bytes/s in place of the bandwidth of a link until its load sets it.
 TO_BE_DERIVED = 1e9
 
 
 @dataclass(frozen=True)
 class LinkLoad:
-    """``share``: of the resident step, for which the link would be busy if every weight streamed once a step; above 1 the
-    link cannot carry them in time.  ``compute_s``: the measured compute of a resident step, seconds, mean over the ranks."""
+    """The load of a link.
+
+    ``share``: the share of the resident step for which the link would be busy if every weight streamed once a step.
+    Above 1, such a step takes longer than the resident one.  ``compute_s``: measured compute of a resident step,
+    seconds, mean over the ranks.
+    """
 
     share: float
     compute_s: float
 
     def __str__(self) -> str:
         return (
-            f"its bandwidth follows from {self.compute_s * 1e3:.0f} ms of compute measured: all weights and collectives load "
-            f"the link for {self.share:.2f} of the resident step"
+            f"its bandwidth follows from {self.compute_s * 1e3:.0f} ms of measured compute: all weights and "
+            f"collectives would keep the link busy for {self.share:.2f} of the resident step"
         )
 
     def bandwidth(self, problem: Problem) -> float:
-        """Bytes/s into a rank, B, by (W + A) / B = share (compute + n e + A / B).
+        """Bytes/s into a rank: B in (W + A) / B = share (compute + n e + A / B).
 
-        W: bytes of weights that may stream; A: bytes of the n collectives of a step; e: overhead of an exchange.
-        Raises ChunkflowError for a load that no bandwidth gives: collectives slow the resident step as well.
+        W: bytes of the weights that may stream.  A: bytes of the n collectives of a step.  e: overhead of a collective.
+        Raises ChunkflowError if no bandwidth gives this load: collectives slow the resident step too, which limits it.
         """
         weights = sum(w.nbytes for w in problem.weights if w.keep is None)
         exchanged = sum(c.nbytes for c in problem.collectives)
@@ -42,6 +46,7 @@ class LinkLoad:
         if needed <= 0:
             most = 1 + weights / exchanged
             raise ChunkflowError(
-                f"A load of {self.share} cannot be reached: this model's is below {most:.2f} on any link."
+                f"A load of {self.share} cannot be reached: on any link, that of this model is below {most:.2f}. "
+                "Give a smaller load."
             )
         return needed / (self.share * alone)

@@ -1,4 +1,4 @@
-"""What people use today, on a model of the same weights: plain torch.compile, and diffusers' group offload."""
+"""Alternatives to ChunkFlow on a model with the same weights: plain torch.compile, and diffusers' group offload."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PEER_ARMS = (INDUCTOR, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED)
 
 
 def make_peer(name: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
-    """The model, on ``device`` or on the host as the peer wants it, ready to be called.
+    """The model as a callable, with its weights on ``device`` or on the host, as the peer needs them.
 
-    Raises ChunkflowError if it has no group offload.
+    Raises ChunkflowError if the peer is group offload and the model has none.
     """
     if name == INDUCTOR:
         return torch.compile(model, fullgraph=True, dynamic=False)
     if not hasattr(model, "enable_group_offload"):
-        raise ChunkflowError(f"--arms {name}: {type(model).__name__} is no model of diffusers.")
+        raise ChunkflowError(f"--arms {name}: {type(model).__name__} is not a model of diffusers. Leave this arm out.")
     model.to("cpu")
     offload: Any = model.enable_group_offload
     offload(
@@ -33,7 +33,7 @@ def make_peer(name: str, model: nn.Module, device: torch.device) -> Callable[...
         num_blocks_per_group=1,
         use_stream=device.type == "cuda",
     )
-    if name == GROUP_OFFLOAD_COMPILED:  # its hooks break a whole graph, so that diffusers compiles block by block
+    if name == GROUP_OFFLOAD_COMPILED:  # its hooks would break a full graph, so diffusers compiles each block
         compile_blocks: Any = model.compile_repeated_blocks
         compile_blocks(dynamic=False)
     return model

@@ -1,4 +1,4 @@
-"""One rank of a measurement: a process of its own, or one that stands for all."""
+"""The ranks of a measurement: one process each, or one process that stands for all."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .job import Job, RankRun
 from .turns import Turns, count_steps
 
-# A rank that compiles while the other waits in a collective takes less than a minute on a slow core.
+# A rank may wait in a collective while another compiles, which takes less than a minute on a slow core.
 TIMEOUT = timedelta(minutes=5)
 
 
 def run_job(job: Job) -> list[RankRun]:
-    """Runs the job, one process a rank.  Raises ChunkflowError if one of them fails."""
+    """Run the job and return the result of each process.  Raises ChunkflowError if one of them fails."""
     with tempfile.TemporaryDirectory() as folder:
         job = replace(job, folder=folder)
         if job.link is not None:
@@ -61,7 +61,7 @@ def _rank(rank: int, job: Job) -> None:
 
 
 def _settle(rank: int, ranks: int) -> None:
-    """Gives a rank processors of its own, as it would have a GPU: threads that wander cost the other rank a tenth."""
+    """Pin a rank to processors of its own.  Threads that move between processors slow the other rank by a tenth."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     mine = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]
     if mine:

@@ -1,8 +1,8 @@
-"""Regimes: named configurations in which the link decides, or does not.
+"""Regimes: named configurations in which the link limits the step, or does not.
 
 Each sets the load of its link: the share of the resident step for which the link would be busy if every weight streamed
-once a step.  The bandwidth follows from the compute measured at the start, so that a regime is the same regime on a machine
-of another speed.
+once a step.  The bandwidth follows from the compute measured at the start, so a regime means the same on a machine of
+another speed.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from chunkflow_compile.models.small import Size
 from .peers import PEER_ARMS
 
 PEERS = ("resident", "layerwise", "layerwise-barrier", "chunkflow")
-# On a GPU: what people use today beside what we make of it.
+# On a GPU: also the alternatives to ChunkFlow.
 GPU_ARMS = ("resident", "layerwise", "chunkflow", *PEER_ARMS)
 BUDGETS = (0, 20, 40, 60)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """``family``: of small models.  ``load``: of the link, as :class:`LinkLoad` has it.  ``arms``: measured by default.
+    """A small model of ``family``, the load of its link (``share`` of :class:`LinkLoad`), and the default arms.
 
-    ``most``: share of all weight bytes that chunkflow may keep on the device, where layerwise takes more.
+    ``shows``: what the measurement demonstrates.  ``most``: largest share of all weight bytes for the budget of
+    chunkflow, which is otherwise the bytes of layerwise.
     """
 
     family: str
@@ -36,7 +37,7 @@ class Regime:
     most: float = 1.0
 
 
-# 512 wide: a projection is 1 MiB in float32, so that it is streamed, and is cut into chunks.
+# 512 wide: a projection has 1 MiB in float32, which is enough to stream it, and larger weights have several chunks.
 _WAN = {"heads": 8, "head_dim": 64, "text": 64}
 _CHUNK = 1 << 20
 
@@ -47,8 +48,8 @@ REGIMES: Mapping[str, Regime] = {
         load=0.2,
         chunk_bytes=_CHUNK,
         arms=PEERS,
-        shows="the link has time to spare: every copy hides, in a quarter of the weight memory",
-        most=0.25,  # layerwise holds two blocks of six and what is outside of them
+        shows="the link has time to spare: all copies are hidden, in a quarter of the weight memory",
+        most=0.25,  # layerwise takes more: two of six blocks, and the weights outside blocks
     ),
     "contention": Regime(
         family="wan",
@@ -56,7 +57,7 @@ REGIMES: Mapping[str, Regime] = {
         load=0.7,
         chunk_bytes=_CHUNK,
         arms=("resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "misjudged", "replanned"),
-        shows="the link is nearly full, and four all-to-alls a block cross it",
+        shows="the link is nearly full, and carries four all-to-alls per block",
     ),
     "contention-flux": Regime(
         family="flux",
@@ -64,7 +65,7 @@ REGIMES: Mapping[str, Regime] = {
         load=0.88,
         chunk_bytes=_CHUNK,
         arms=PEERS,
-        shows="the same with double and single blocks",
+        shows="like contention, with double and single blocks",
     ),
     "compute-poor": Regime(
         family="wan",
@@ -72,12 +73,12 @@ REGIMES: Mapping[str, Regime] = {
         load=1.6,
         chunk_bytes=_CHUNK,
         arms=("resident", *(f"{p}@{b}%" for b in BUDGETS for p in ("layerwise-prefix", "chunkflow"))),
-        shows="few tokens: copies cannot hide, and memory buys speed",
+        shows="few tokens: copies cannot be hidden, and more memory means more speed",
     ),
 }
 
-# What ``chunkflow demo`` shows: speed where the link is nearly full, memory where compute is rich.  With fewer frames,
-# both fit into two minutes.
+# The regimes of ``chunkflow demo``: contention shows speed, compute-rich shows memory.  With fewer frames, the two take
+# two minutes.
 DEMO: Mapping[str, Regime] = {
     name: replace(
         REGIMES[name], size=replace(REGIMES[name].size, frames=8), arms=("resident", "layerwise", "chunkflow")

@@ -1,4 +1,4 @@
-"""What is measured: a model with random weights, and the inputs of each step."""
+"""The model that is measured, with random weights, and the inputs of each step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from .job import REHEARSAL, Job
 
 
 def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
-    """The model on ``device``, split over the ranks, and what makes the inputs of a step from -REHEARSAL on; always alike."""
+    """The model on ``device``, split over the ranks, and a function from a step, at least -REHEARSAL, to its inputs.
+
+    Weights and inputs are the same in every run and on every rank.
+    """
     torch.manual_seed(0)
     if job.model is None:
         regime = job.regime
@@ -28,7 +31,7 @@ def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], di
 
 
 def first(output: Any) -> torch.Tensor:
-    """The first tensor of what a model returns: itself, of a tuple, or of diffusers' output."""
+    """The first tensor of a model's output: a tensor, a tuple, or an output class of diffusers."""
     found: torch.Tensor = output if isinstance(output, torch.Tensor) else output[0]
     return found
 
@@ -43,7 +46,7 @@ def _on(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _changed(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """The inputs of another step: every floating tensor a little smaller, as latents lose noise."""
+    """The inputs of another step: every floating-point tensor is scaled down a little, as latents lose noise."""
     return {
         k: v / (1 + 0.01 * (step + REHEARSAL)) if isinstance(v, torch.Tensor) and v.is_floating_point() else v
         for k, v in inputs.items()

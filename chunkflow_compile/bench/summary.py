@@ -1,4 +1,4 @@
-"""What the ranks measured, as one record and one table."""
+"""The measurements of all ranks, as a record and a table."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ from .link_load import LinkLoad
 
 @dataclass(frozen=True, kw_only=True)
 class BenchRecord:
-    """``predicted``: in the terms of ``record``.  ``steps_s``: of the slowest rank in each step, by arm.
+    """The result of a measurement; figures by arm.
 
-    ``inflation``: how much longer collectives took than with all weights resident, 0.05 for a twentieth; without the time
-    that one rank waited for the other.  None without a resident arm, or without collectives.  ``host_s``: until a call
-    returned; ``copy_rate``: bytes/s while a copy ran; ``peak_bytes``: most that the device's allocator held for an arm, None
-    on the CPU; ``difference``: largest of the outputs from the resident arm's, over their largest value.
+    ``predicted``: the simulated figures in the form of ``record``.  ``steps_s``: seconds of each step, of the rank that
+    was slowest in it.  ``inflation``: how much longer collectives took than with all weights resident, 0.05 for 5 %,
+    without the time that one rank waited for another; None without a resident arm, or without collectives.
+    ``host_s``: seconds until a call returned.  ``copy_rate``: bytes/s while a copy ran.  ``peak_bytes``: peak of the
+    device's allocator, None on the CPU.  ``difference``: largest difference from the outputs of the resident arm, over
+    their largest value.  ``link``: the accuracy of the emulated link on the worst rank.
     """
 
     record: Record
@@ -39,19 +41,19 @@ class BenchRecord:
 
     @property
     def steps(self) -> int:
-        """Steps that count, an arm."""
+        """The number of measured steps of each arm."""
         return len(next(iter(self.steps_s.values())))
 
     @property
     def quartiles_s(self) -> dict[str, tuple[float, float]]:
-        """The middle half of an arm's steps."""
+        """The first and third quartiles of each arm's steps."""
         return {name: _quartiles(found) for name, found in self.steps_s.items()}
 
     def ratio(self, arm: str, base: str) -> float:
-        """How long a step of ``arm`` takes, in steps of ``base``: the median over the rounds of the measurement.
+        """The step time of ``arm`` divided by that of ``base``: the median of the ratios of all rounds.
 
-        A round holds one step of every arm, so that the two have the machine of the same seconds: what slows both for a
-        while, as neighbours do, is not in the ratio.
+        A round holds one step of every arm.  Other processes that slow the machine for some seconds slow both arms of a
+        round, and hardly change their ratio.
         """
         return median(a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True))
 
@@ -79,7 +81,7 @@ class BenchRecord:
 
 
 def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
-    """Medians over the steps, of the slowest rank."""
+    """The record of a job: medians over the steps, of the slowest rank."""
     names = list(ranks[0].arms)
     runs = {name: [rank.arms[name] for rank in ranks] for name in names}
     total = ranks[0].total_bytes
@@ -110,7 +112,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
 
 
 def _title(job: Job) -> str:
-    """What was measured, in a line."""
+    """The model and its link, in one line."""
     size, link = job.regime.size, "" if job.link is None else ", on an emulated link"
     if job.model is not None and job.model in PRESETS:
         sizes = job.sizes or PRESETS[job.model].sizes
@@ -123,8 +125,8 @@ def _title(job: Job) -> str:
 
 
 def describe(job: Job, found: BenchRecord) -> str:
-    """What stands above the table."""
-    stood = ", of which one process stands for all" if job.processes < job.ranks else ""
+    """The lines above the table: model, ranks, device, and the emulated link."""
+    stood = " (one process stands for all)" if job.processes < job.ranks else ""
     machine = f" ({found.machine})" if job.device == "cuda" else ""
     text = (
         f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device}{machine}, "
@@ -134,7 +136,7 @@ def describe(job: Job, found: BenchRecord) -> str:
 
 
 def bench_table(found: BenchRecord) -> str:
-    """An arm a row, measured beside predicted."""
+    """The table, one row per arm, measured beside predicted."""
     arms = found.record.arms
     columns: dict[str, dict[str, object]] = {
         "middle half": {n: f"{a * 1e3:.0f} to {b * 1e3:.0f}" for n, (a, b) in found.quartiles_s.items()}
@@ -164,7 +166,7 @@ def _percent(share: float | None) -> str:
 
 
 def _copy_rate(ranks: Sequence[ArmRun]) -> float | None:
-    """Bytes/s while copies ran, collectives beside them or not; of the slowest rank."""
+    """Bytes/s while copies ran, with or without collectives beside them, of the slowest rank."""
     found = [
         sum(m.moved_bytes for m in rank.measurements) / seconds
         for rank in ranks
@@ -215,7 +217,7 @@ def _predicted(ranks: Sequence[ArmRun], total: int) -> ArmRecord:
 
 
 def _exchanges(ranks: Sequence[ArmRun]) -> float:
-    """Seconds a step in collectives, each as long as the rank that came last to it saw it: the others waited for that."""
+    """Seconds of collectives in a step, each timed on the rank that reached it last, because the others waited."""
     found: list[float] = []
     for step in zip(*(r.measurements for r in ranks), strict=True):
         columns = zip(*(m.windows.collective_s for m in step), strict=True)

@@ -1,7 +1,7 @@
-"""The arms of a measurement in turns: a model compiled once, every arm a plan of its own on the same lowered regions.
+"""One rank's part of a measurement: a model is compiled once, and every arm is a plan on the same lowered regions.
 
-Steps are taken in random order of the arms: an arm is switched to between two calls, takes one step that does not count,
-because it begins cold, and then those that do.
+The arms take turns in random order.  The plan is switched between two calls.  A turn runs one warm-up step, because the
+first step of a plan starts cold, and then the measured steps.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ from .peers import make_peer
 from .subject import build, first
 
 T = TypeVar("T")
-# Resident steps that the load of the link is computed from: their median.
+# Resident steps whose median compute sets the bandwidth of the link.
 COMPUTE_STEPS = 4
-# Resident steps that the plans are made from, behind one that pays for first touches.
+# Resident steps before the arms are planned.  The first pays for first touches; the others are measured.
 CALIBRATION = 3
-# Share of the compute of all arms beside copies from which on it tells what they do to it.
+# The least share of the compute of all arms that must have a copy beside it: with less, the slowdown would be noise.
 _LEAST_BESIDE = 0.05
 
 
 def count_steps(job: Job) -> int:
-    """What the progress bar counts."""
+    """The length of the progress bar."""
     return 2 + len(job.arms) * (1 + job.steps) + REHEARSAL * (REPLANNED in [a.name for a in job.arms])
 
 
 class Share(NamedTuple):
-    """Of an arm's step: its compute, and the share of it, 0 to 1, that had a copy beside it."""
+    """The compute of an arm's step, seconds, and the share of it, 0 to 1, with a copy beside it."""
 
     compute_s: float
     copying: float
@@ -91,14 +91,14 @@ class Turns:
         codes = self._codes(timings)
         self._make_peers()
         resident = codes[RESIDENT].program.plan if RESIDENT in codes else None
-        order = random.Random(job.seed)  # the same on every rank: the arms' collectives must meet
-        if REPLANNED in codes:  # its plan comes behind its first steps, which are those of misjudged
+        order = random.Random(job.seed)  # the same on every rank, because collectives need all ranks in the same arm
+        if REPLANNED in codes:  # its first steps run the plan of misjudged; its new plan follows them
             self._turn(REPLANNED, codes, range(-REHEARSAL, 0))
         arms = sorted(a.name for a in job.arms)
         for begin in range(0, job.steps, job.turn):
             for name in order.sample(arms, len(arms)):
                 self._turn(name, codes, range(begin, min(begin + job.turn, job.steps)))
-        if resident is not None:  # the machine of these steps, not that of a minute ago
+        if resident is not None:  # timed in the same minutes as the arms: the machine's speed changes
             timings = self._timings(resident, self.measurements[RESIDENT])
             timings = replace(timings, compute_slowdown=self._slowdown())
         total = self._session.program.problem.total_bytes
@@ -118,7 +118,7 @@ class Turns:
         return programs(self.model)[-1]
 
     def _compile(self) -> None:
-        """The model on the device, every region lowered, one step run."""
+        """Build the model on the device, lower every region, and run one step."""
         self.model, self.inputs = build(self.job, self.device)
         offload(self.model, self.device)
         options: dict[str, Any] = {
@@ -132,7 +132,7 @@ class Turns:
         self.compiled(**self.inputs(0))
 
     def _load(self, share: float) -> LinkLoad:
-        """The compute of a resident step, measured before there is a link to wait for."""
+        """Measure the compute of a resident step, before a link is emulated."""
         self.progress.set_description("measure compute")
         for step in range(COMPUTE_STEPS):
             self.compiled(**self.inputs(step))
@@ -140,7 +140,7 @@ class Turns:
         return LinkLoad(share, fmean(self._gather(median(sum(m.windows.compute_s) for m in steps))))
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
-        """From the next call on, copies and collectives pass ``link``, of the bandwidth that ``load`` sets."""
+        """Emulate ``link`` from the next call on, with the bandwidth that ``load`` sets, and measure its accuracy."""
         self.progress.set_description("measure the link")
         code = self._session.code
         if load is not None:
@@ -172,7 +172,7 @@ class Turns:
         return self._timings(session.plan, session.measurements[-CALIBRATION + 1 :])
 
     def _timings(self, resident: Plan, steps: Sequence[StepMeasurement]) -> Timings:
-        """What regions and collectives take here, with all weights resident; the mean over the ranks."""
+        """Seconds of regions and collectives with all weights resident, mean over the ranks."""
         mine = measured(resident, steps).timings()
         everyone = self._gather(mine)
         return replace(
@@ -182,7 +182,7 @@ class Turns:
         )
 
     def _slowdown(self) -> float:
-        """The factor by which copies stretched compute, on all ranks."""
+        """The factor by which copies stretched compute, over all ranks."""
         mine = {
             name: Share(
                 compute_s=median(sum(m.windows.compute_s) for m in steps),
@@ -194,14 +194,14 @@ class Turns:
         return seen_slowdown(self._gather(mine))
 
     def _gather(self, mine: T) -> list[T]:
-        """What each rank has."""
+        """The values of ``mine`` on all ranks, by rank."""
         everyone = [mine] * self.job.processes
         if self.job.processes > 1:
             dist.all_gather_object(everyone, mine)
         return everyone
 
     def _codes(self, timings: Timings) -> dict[str, Code]:
-        """A program for each arm of ours, of the same regions."""
+        """A program for each arm that is not a peer, all with the same regions."""
         code = self._session.code
         layerwise = code.remade(policy="layerwise", timings=timings)
         codes = {}
@@ -220,7 +220,7 @@ class Turns:
         return codes
 
     def _turn(self, name: str, codes: dict[str, Code], steps: Sequence[int]) -> None:
-        """Steps of one arm, behind one that begins cold; those below 0 do not count."""
+        """Run a turn of one arm: a warm-up step, then ``steps``.  Steps below 0 are not measured."""
         call = self.peers.get(name, self.compiled)
         if name in codes:
             self._session.choice.code = codes[name]
@@ -251,7 +251,7 @@ class Turns:
             codes[name] = session.choice.code
 
     def _finish(self) -> None:
-        """Waits for compute; not for copies that the next step wants."""
+        """Wait for compute, but not for copies that the next step reads."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -263,7 +263,7 @@ class Turns:
         return torch.cuda.memory_allocated(self.device)
 
     def _foreign(self, name: str) -> int:
-        """Bytes that other arms hold on the device while this one runs; the peak is counted from here."""
+        """Bytes that other arms hold on the device while this one runs.  Also restarts the peak of the allocator."""
         if self.device.type != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -273,7 +273,7 @@ class Turns:
         return torch.cuda.memory_allocated(self.device) - self.held[name]
 
     def _run(self, name: str) -> dict[str, Any]:
-        """The fields of a :class:`Run`."""
+        """The fields of the :class:`Run` of an arm."""
         right = self.outputs.get(RESIDENT, {})
         off = [_difference(value, right[step]) for step, value in self.outputs[name].items() if step in right]
         return {
@@ -285,7 +285,7 @@ class Turns:
 
     def _results(self, codes: Mapping[str, Code], timings: Timings) -> dict[str, ArmRun]:
         for name, code in codes.items():
-            if code.folder is not None:  # of all turns, where the session of each knew its own
+            if code.folder is not None:  # of all turns; a session writes those of its own turn
                 text = measured(code.program.plan, self.measurements[name]).to_json()
                 (code.folder / MEASURED_FILE).write_text(text)
         return {
@@ -301,9 +301,10 @@ class Turns:
 
 
 def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
-    """The factor, at least 1, by which copies stretched compute: over all arms, against the resident one of each rank.
+    """The factor, at least 1, by which copies stretched compute, over all arms and ranks.
 
-    1 where so few copies ran that the factor would be noise.
+    ``ranks``: for each rank, the arms by name.  Each arm is compared with the resident arm of its rank.  1 if so few
+    copies ran that the factor would be noise.
     """
     pairs = [(arm, arms[RESIDENT].compute_s) for arms in ranks for arm in arms.values()]
     more, base = sum(arm.compute_s - alone for arm, alone in pairs), sum(alone for _, alone in pairs)
@@ -312,7 +313,7 @@ def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
 
 
 def _difference(value: torch.Tensor, right: torch.Tensor) -> float:
-    """0 for equal bits; else the largest difference, over the largest value."""
+    """0 for equal bits; otherwise the largest difference over the largest value of ``right``, and at least 1e-30."""
     if torch.equal(value, right):
         return 0.0
     off = (value.float() - right.float()).abs().max() / right.float().abs().max()

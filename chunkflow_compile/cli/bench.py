@@ -1,4 +1,4 @@
-"""``chunkflow bench``: policies side by side on an emulated link, measured beside predicted."""
+"""``chunkflow bench``: policies side by side, measured beside predicted."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from chunkflow_compile.units import parse_rate
 from .output import add_json, check_json, say, write_json
 
 STEPS = 6
-# The link would take ten times as long as compute: no step is worth the wait.
+# At this load, streaming takes ten times as long as the resident step, which is too slow to be of use.
 MOST_LOAD = 10.0
 
 
@@ -38,55 +38,72 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "bench",
         help="measure policies side by side, on an emulated link or on a GPU",
-        description="Measures policies on real ranks, real compiled regions and real copies.  Without a GPU over a link\n"
-        "that is emulated: a receive port a rank, of some bandwidth, which copies and collectives share.  The model\n"
-        "is compiled once; each arm is a plan of its own, and steps of the arms are taken in turns, in random order.\n\n"
-        f"MODEL:\n{regimes}\n  {'file.py:function':16} your own, that returns a model and the keyword arguments of one call\n"
+        description="Measures policies with real ranks, real compiled regions and real copies.  Without a GPU, the link\n"
+        "is emulated: each rank has a receive port, whose bandwidth copies and collectives share.  The model is compiled\n"
+        "once.  Every arm is a plan of its own, and the arms take turns in random order.\n\n"
+        f"MODEL:\n{regimes}\n"
+        f"  {'file.py:function':16} your function, which returns a model and the keyword arguments of one call\n"
         f"  with --device cuda also {', '.join(PRESETS)}, with random weights",
-        epilog="arms: resident, layerwise, layerwise-barrier, host-yield, chunkflow (within the bytes that layerwise\n"
-        "takes; in compute-rich within a quarter of all bytes); chunkflow@40% and layerwise-prefix@40%, within these bytes\n"
-        "and those of 40 % of the blocks; misjudged, chunkflow planned from figures wrong by a factor of 2; replanned, the\n"
-        "same with replan_after=2.  With --device cuda also inductor, diffusers-group-offload and\n"
-        "diffusers-group-offload-compiled, on the same weights.\n\n"
+        epilog="arms:\n"
+        "  resident, layerwise, layerwise-barrier, host-yield\n"
+        "  chunkflow             within the bytes of layerwise; in compute-rich, within a quarter of all bytes\n"
+        "  chunkflow@40%         within these bytes and those of 40 % of the blocks\n"
+        "  layerwise-prefix@40%  within the same bytes: the first blocks that fit are resident, the others layerwise\n"
+        "  misjudged             chunkflow, planned as if compute took twice as long and the link were twice as fast\n"
+        "  replanned             misjudged with replan_after=2\n"
+        "  with --device cuda also inductor, diffusers-group-offload and diffusers-group-offload-compiled, on the\n"
+        "  same weights\n\n"
         "example: chunkflow bench contention --json contention.json --picture contention.png",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("model", metavar="MODEL", help="a regime, or file.py:function")
-    parser.add_argument("--arms", metavar="A,B", help="what is measured (default: those of the regime)")
-    parser.add_argument("--steps", type=int, default=STEPS, metavar="N", help=f"that count, an arm (default {STEPS})")
-    parser.add_argument("--ranks", type=int, metavar="P", help="Ulysses degree, a process each (default 2; 1 on a GPU)")
+    parser.add_argument("--arms", metavar="A,B", help="arms to measure (default: those of the regime)")
+    parser.add_argument(
+        "--steps", type=int, default=STEPS, metavar="N", help=f"measured steps per arm (default {STEPS})"
+    )
+    parser.add_argument(
+        "--ranks", type=int, metavar="P", help="Ulysses degree (default 2; 1 on a GPU without loopback)"
+    )
     link = parser.add_mutually_exclusive_group()
     link.add_argument(
         "--load",
         type=float,
         metavar="X",
-        help="share of the resident step for which streaming all weights would keep the link busy; its bandwidth follows "
-        "from the compute measured (default: the regime's)",
+        help="share of the resident step for which streaming all weights would keep the link busy; sets the bandwidth "
+        "from the measured compute (default: the load of the regime)",
     )
-    link.add_argument("--bandwidth", metavar="SIZE", help="of the link, a second, as 200MB, instead of a load")
+    link.add_argument("--bandwidth", metavar="SIZE", help="bandwidth of the link, bytes per second such as 200MB")
     parser.add_argument(
-        "--order", choices=("fair", "fifo"), default="fair", help="how transfers share it (default fair)"
+        "--order",
+        choices=("fair", "fifo"),
+        default="fair",
+        help="how transfers share the link: in turns, or first come, first served (default fair)",
     )
-    parser.add_argument("--one-port", action="store_true", help="all ranks share one port, as behind one root complex")
+    parser.add_argument(
+        "--one-port", action="store_true", help="all ranks share one port, like GPUs under one root complex"
+    )
     parser.add_argument(
         "--device",
         choices=("threads", "cpu", "cuda"),
         default="threads",
-        help="threads: the host runs ahead of every stream, as on a GPU (default); cpu: it computes; cuda: a GPU",
+        help="threads: the CPU, where the host runs ahead of every stream as on a GPU (default); cpu: the CPU, where the "
+        "host computes; cuda: a GPU",
     )
     parser.add_argument(
         "--transport",
         choices=("processes", "loopback"),
         default="processes",
-        help="loopback: one process stands for all ranks, and its all-to-alls pass host memory (cuda)",
+        help="loopback: one process stands for all ranks, and all-to-alls go through host memory (with --device cuda)",
     )
     parser.add_argument(
-        "--hardware", metavar="NAME", help="profile of the GPU (default: the measured one, or its card's)"
+        "--hardware",
+        metavar="NAME",
+        help="profile of the GPU (default: the measured one, or the built-in one of the card)",
     )
-    sizes = parser.add_argument_group("sizes of a preset (defaults: its published ones)")
+    sizes = parser.add_argument_group("sizes of a preset (default: the published ones)")
     for name in ("frames", "height", "width", "batch", "text"):
         sizes.add_argument(f"--{name}", type=int, metavar="N")
-    parser.add_argument("--picture", metavar="FILE", help="draw the arms there, PNG or SVG")
+    parser.add_argument("--picture", metavar="FILE", help="draw the arms to FILE, PNG or SVG")
     add_json(parser, "the record")
     parser.set_defaults(run=run)
     return parser
@@ -135,23 +152,25 @@ def _job(arguments: argparse.Namespace) -> Job:
 
 
 def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
-    """What goes with a GPU alone, and what does not."""
+    """Raise ChunkflowError for arguments and arms that do not fit the device."""
     if arguments.device == "cuda":
         check_device(torch.device("cuda"))
         if arguments.bandwidth or arguments.load or arguments.one_port or arguments.order != "fair":
             raise ChunkflowError(
-                "--load, --bandwidth, --one-port and --order describe an emulated link: --device cuda has its own."
+                "--load, --bandwidth, --one-port and --order describe an emulated link, but --device cuda uses a real "
+                "one: leave them out."
             )
         if arguments.transport == "processes" and (arguments.ranks or 1) > 1:
             raise ChunkflowError(
-                "--ranks on one GPU needs --transport loopback; ranks on several: torchrun your own script."
+                "--ranks above 1 needs --transport loopback, because bench uses one GPU. For several GPUs, start a "
+                "script of your own with torchrun."
             )
         return
     peers = [a.name for a in arms if a.policy is None]
     if peers:
-        raise ChunkflowError(f"--arms {','.join(peers)}: measured on a GPU only, with --device cuda.")
+        raise ChunkflowError(f"--arms {','.join(peers)}: measured on a GPU only, with --device cuda. Leave them out.")
     if arguments.model in PRESETS or arguments.transport == "loopback" or arguments.hardware:
-        raise ChunkflowError("Presets, --transport loopback and --hardware are for --device cuda.")
+        raise ChunkflowError("Presets, --transport loopback and --hardware need --device cuda.")
 
 
 def _sizes(arguments: argparse.Namespace) -> Sizes | None:
@@ -172,11 +191,12 @@ def _regime(arguments: argparse.Namespace) -> Regime:
     own = ":" in arguments.model or ".py" in arguments.model
     if not own and arguments.model not in PRESETS:
         raise ChunkflowError(
-            f"There is no regime {arguments.model!r}: give one of {', '.join(REGIMES)}, or file.py:function for your own."
+            f"There is no regime {arguments.model!r}: give one of {', '.join(REGIMES)}, or file.py:function for a model "
+            "of your own."
         )
     if own and arguments.device != "cuda" and not (arguments.bandwidth or arguments.load):
         raise ChunkflowError(
-            "A model of your own needs a link: give --load 0.7 for one that is nearly full, or --bandwidth 200MB."
+            "A model of your own needs a link: give --load 0.7 for a link that is nearly full, or --bandwidth 200MB."
         )
     if own:
         load_build(arguments.model)

@@ -1,4 +1,4 @@
-"""``chunkflow demo``: the main job on two ranks, where the link is nearly full and where compute is rich."""
+"""``chunkflow demo``: weight streaming on two ranks, over a nearly full link and over one with time to spare."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     layers = " and ".join(f"{regime.size.layers} in {name}" for name, regime in DEMO.items())
     parser = commands.add_parser(
         "demo",
-        help="run the main job on two ranks of this machine",
+        help="stream the weights of a small model on two ranks of this machine",
         description="Two gloo ranks run denoising steps of a small Wan-style transformer from diffusers (random weights, "
-        "Ulysses degree 2) over an emulated link: with all weights resident, with the whole next block fetched ahead, and "
-        "as ChunkFlow plans it. First the link is nearly full, which shows speed. Then compute is rich, which shows memory. "
-        "The outputs must be equal bit for bit.",
+        "Ulysses degree 2) over an emulated link, in three arms: all weights resident; layerwise, which fetches the "
+        "whole next block while a block computes; and chunkflow. First the link is nearly full, which shows speed. Then "
+        "it has time to spare, which shows memory. The exit code is 1 if the outputs are not equal bit for bit.",
         epilog="example: chunkflow demo --json demo.json",
     )
     parser.add_argument("--layers", type=int, metavar="N", help=f"blocks of the model (default {layers})")
     parser.add_argument("--frames", type=int, metavar="N", help="latent frames of the model (default 8)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"steps that count, an arm (default {STEPS})")
+    parser.add_argument("--steps", type=int, default=STEPS, help=f"measured steps per arm (default {STEPS})")
     add_json(parser, "the record")
     parser.add_argument("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
     parser.set_defaults(run=run)
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     for name, measured in found.items():
         say(arguments, f"{name}: {_finding(measured)}")
     folder = ranks[0].arms["chunkflow"].folder  # of the regime that was measured last
-    say(arguments, f"\nprogram: {folder}/04_verified.py\nwhat it did: chunkflow explain {folder}")
+    say(arguments, f"\nprogram: {folder}/04_verified.py\nto explain it: chunkflow explain {folder}")
     write_json(arguments, _to_json(found))
     return 0 if all(arm.equal_to_resident for r in found.values() for arm in r.record.arms.values()) else 1
 
@@ -81,23 +81,24 @@ def _table(found: BenchRecord) -> str:
 
 
 def _finding(found: BenchRecord) -> str:
-    """What a regime shows, in the figures of this run."""
+    """The result of a regime, in one sentence."""
     mine = found.record.arms["chunkflow"]
     share = (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
     return (
-        f"chunkflow takes {found.ratio('chunkflow', RESIDENT):.2f} of the resident step with {100 * share:.0f} % of the "
-        f"weights on the device, and is {found.ratio('layerwise', 'chunkflow'):.2f}x as fast as layerwise"
+        f"a step of chunkflow takes {found.ratio('chunkflow', RESIDENT):.2f} times as long as the resident step, with "
+        f"{100 * share:.0f} % of the weights on the device; it is {found.ratio('layerwise', 'chunkflow'):.2f}x as fast as "
+        "layerwise"
     )
 
 
 def _to_json(found: Mapping[str, BenchRecord]) -> str:
-    """The record of the regime that shows memory, and those of all regimes under ``regimes``."""
+    """The record of compute-rich, and the records of all regimes under ``regimes``."""
     bodies = {name: json.loads(r.record.to_json()) for name, r in found.items()}
     return json.dumps({**bodies["compute-rich"], "regimes": bodies}, indent=1) + "\n"
 
 
 def _make_folder(dump: Path) -> None:
-    """Before a minute of work, not after it."""
+    """Create the folder before minutes of work.  Raises ChunkflowError if it cannot be written."""
     try:
         dump.mkdir(parents=True, exist_ok=True)
     except OSError as error:

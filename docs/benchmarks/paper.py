@@ -52,8 +52,9 @@ diffusers classes, traced without weights. Nothing here was run on a GPU. `make 
 
 Steps are denoising steps (Wan: two forwards). `layerwise` fetches the whole next block while a block computes;
 `layerwise-barrier` also waits for it before the first all-to-all of each block, like the baseline of the paper's
-reference code; `chunkflow` is the smallest plan within 2 % of all weights resident (the default); the last row is the
-fastest plan in the memory of layerwise. Weights are the arena, after its slots are placed, and the resident weights.
+reference code; `chunkflow` is the smallest plan whose step is at most 2 % longer than with all weights resident (the
+default); the last row is the fastest plan in the memory of layerwise. Weights are the arena, after its slots are placed,
+and the resident weights.
 
 {main_table(results)}
 
@@ -75,7 +76,7 @@ Constants fitted to that one configuration, once, and used for all:
 
 The reference code sends 8 all-to-alls a block, of which 6 carry the latent; diffusers, which is simulated here, sends 4.
 In the last columns, every collective has 1.5 times its bytes, as in the reference code. One configuration was measured,
-and two constants were fitted to it: this checks consistency, not the other eleven. The simulated ratio of the
+and two constants were fitted to it: this checks consistency, but not the other eleven. The simulated ratio of the
 two arms is {ratio[1]:.2f}, the measured one {ratio[0]:.2f}.
 
 ## Where the time goes
@@ -108,10 +109,10 @@ on its own.
 F is the FLOPs of a block on one rank, and I = F / bytes of its weights. I* is the knee: above it, a block computes for
 longer than its own copy takes. F* = I* times the bytes. Here eta_comp is {machine.eta_comp}, fitted to a
 whole step. The knee is therefore lower than with the paper's 0.60, and blocks hide their copies at smaller sizes than the
-critical points below. The last column is for the whole step: "yes" if copies and collectives, which share the link, take
-no longer together than the resident step. That does not mean that hiding is cheap: where blocks differ (the double blocks
-of FLUX and HunyuanVideo have more bytes than the single ones, and as much compute), copies must run far ahead, which takes
-memory.
+critical points below. The last column is for the whole step: "yes" if copies and collectives, which share the link,
+together take no longer than the resident step. That does not mean that hiding is cheap: where blocks differ (the double
+blocks of FLUX and HunyuanVideo have more bytes than the single ones, but the same compute), copies must run far ahead,
+which takes memory.
 
 ## Critical points
 

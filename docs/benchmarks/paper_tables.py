@@ -86,9 +86,9 @@ def claims(results: list[Result]) -> list[str]:
         if r.fits and r.step("chunkflow") > 1.0201 * r.step("resident"):
             broken.append(f"{r.case.name}: the link has room, but chunkflow is more than 2 % above resident")
         if r.step(ROOMY) > r.step("layerwise") * (1 + 1e-9):
-            broken.append(f"{r.case.name}: slower than layerwise in its memory")
+            broken.append(f"{r.case.name}: the plan in layerwise's memory is slower than layerwise")
         if small.device_bytes > r.plans["layerwise"].device_bytes:
-            broken.append(f"{r.case.name}: larger than layerwise at its step")
+            broken.append(f"{r.case.name}: the plan at layerwise's step is larger than layerwise")
     return broken
 
 

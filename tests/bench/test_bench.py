@@ -86,18 +86,18 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["contention", "--arms", "resident,fast"], "there is no arm 'fast'. There are resident, layerwise"),
+        (["contention", "--arms", "resident,fast"], "there is no arm 'fast'. Use resident, layerwise"),
         (["contention", "--arms", "layerwise-prefix"], "there is no arm 'layerwise-prefix'"),
         (["contention", "--arms", "resident@40%"], "there is no arm 'resident@40%'"),
-        (["contention", "--arms", "chunkflow@x"], "'x' is no share of the blocks; write chunkflow@40%"),
-        (["contention", "--arms", "resident,resident"], "an arm comes twice"),
+        (["contention", "--arms", "chunkflow@x"], "'x' is not a share of the blocks; write chunkflow@40%"),
+        (["contention", "--arms", "resident,resident"], "--arms resident,resident names an arm twice"),
         (["compute-bound"], "There is no regime 'compute-bound': give one of compute-rich, contention"),
         (["own.py:build"], "A model of your own needs a link: give --load 0.7"),
         (["contention", "--load", "0"], "--load must be above 0 and at most 10"),
         (["contention", "--steps", "0"], "--steps and --ranks must be at least 1"),
         (["contention", "--arms", "inductor"], "--arms inductor: measured on a GPU only, with --device cuda"),
         (["contention", "--frames", "9"], "--frames is a size of a preset; contention has its own"),
-        (["flux.1-dev"], "Presets, --transport loopback and --hardware are for --device cuda"),
+        (["flux.1-dev"], "Presets, --transport loopback and --hardware need --device cuda"),
         (["contention", "--bandwidth", "fast"], "--bandwidth='fast' is not a size"),
         (["contention", "--bandwidth", "1"], "link_emulation.bandwidth=1.0 is outside"),
         (["contention", "--picture", "/nowhere/p.png"], "cannot be written to /nowhere/p.png"),
@@ -154,7 +154,7 @@ def test_a_load_that_no_link_has() -> None:
     exchanged = sum(c.nbytes for c in found.collectives)
     share = 2 + sum(w.nbytes for w in found.weights) / exchanged
     with pytest.raises(
-        ChunkflowError, match=r"A load of [\d.]+ cannot be reached: this model's is below [\d.]+ on any"
+        ChunkflowError, match=r"A load of [\d.]+ cannot be reached: on any link, that of this model is below [\d.]+\."
     ):
         LinkLoad(share, 1.0).bandwidth(found)
 
