@@ -81,7 +81,7 @@ REGIMES: Mapping[str, Regime] = {
 # two minutes.
 DEMO: Mapping[str, Regime] = {
     name: replace(
-        REGIMES[name], size=replace(REGIMES[name].size, frames=8), arms=("resident", "layerwise", "chunkflow")
+        REGIMES[name], size=replace(REGIMES[name].size, frames=10), arms=("resident", "layerwise", "chunkflow")
     )
     for name in ("contention", "compute-rich")
 }

@@ -22,7 +22,7 @@ from chunkflow_compile.report.record import table
 from .output import add_json, check_json, say, write_json
 
 RANKS = 2
-STEPS = 4
+STEPS = 3
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -37,7 +37,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="example: chunkflow demo --json demo.json",
     )
     parser.add_argument("--layers", type=int, metavar="N", help=f"blocks of the model (default {layers})")
-    parser.add_argument("--frames", type=int, metavar="N", help="latent frames of the model (default 8)")
+    parser.add_argument("--frames", type=int, metavar="N", help="latent frames of the model (default 10)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"measured steps per arm (default {STEPS})")
     add_json(parser, "the record")
     parser.add_argument("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
