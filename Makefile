@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := chunkflow_compile passes tests examples docs
 
-.PHONY: demo test test-gpu lint types unit soak docs bench bench-gpu contention paper clean
+.PHONY: demo test test-all test-gpu lint types unit soak docs bench bench-gpu contention paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -20,6 +20,10 @@ types: $(VENV)/ready
 	$(BIN)/mypy -p chunkflow_compile
 
 unit: $(VENV)/ready
+	$(BIN)/python -m pytest -n 2 -m "not long"
+
+# With the tests marked long.
+test-all: lint types $(VENV)/ready
 	$(BIN)/python -m pytest -n 2
 
 # Needs a GPU and a build of torch for it: make test-gpu TORCH="torch==2.13.0".  Without a GPU, every test is skipped.

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import gc
+import multiprocessing.forkserver
+import os
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+# Before torch is imported.  Otherwise every stream's thread starts a team of OpenMP threads, which spin for the cores.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_WAIT_POLICY"] = "passive"  # of processes that set their number of threads
+os.environ["DIFFUSERS_VERBOSITY"] = "error"  # read when a test imports diffusers; most need not
 
 import pytest
 import torch
@@ -37,12 +45,11 @@ def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.fixture(autouse=True)
-def quiet_diffusers() -> None:
-    import diffusers
-
-    diffusers.utils.logging.set_verbosity_error()
-    warnings.filterwarnings("ignore", module="diffusers")
+@pytest.fixture(autouse=True, scope="module")
+def frozen() -> None:
+    """Keeps the collector, which runs in each compilation, from half a million objects that were there before."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture
@@ -52,10 +59,7 @@ def no_grad() -> Iterator[None]:
 
 
 def _enter(rank: int, world: int, folder: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    import diffusers
-
-    diffusers.utils.logging.set_verbosity_error()
+    gc.freeze()
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
     try:
@@ -66,14 +70,40 @@ def _enter(rank: int, world: int, folder: str, work: Callable[..., None], args: 
             dist.destroy_process_group()
 
 
+def forking() -> Any:
+    """Starts processes by a fork of one that has imported ``warm`` and has no threads."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["warm"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")])))
+        multiprocessing.forkserver.ensure_running()
+    return context
+
+
+def fork(work: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
+    """As torch.multiprocessing.spawn, sooner."""
+    method = forking().get_start_method()
+    torch.multiprocessing.start_processes(work, args, nprocs=nprocs, start_method=method)
+
+
 @pytest.fixture
 def on_ranks(tmp_path: Path) -> Callable[..., None]:
     """Runs ``work(rank, *args)`` on two gloo ranks, each a process; fails if one of them does."""
 
     def start(work: Callable[..., None], *args: Any, world: int = 2) -> None:
-        torch.multiprocessing.spawn(_enter, (world, str(tmp_path), work, args), nprocs=world)
+        fork(_enter, (world, str(tmp_path), work, args), world)
 
     return start
+
+
+@pytest.fixture
+def forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks of the package start as those of the tests do.  Those of the demo's test start as they do for a user."""
+    from chunkflow_compile.bench import ranks
+    from chunkflow_compile.hardware import calibrate
+
+    for module in (ranks, calibrate):
+        monkeypatch.setattr(module, "spawn", fork)
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

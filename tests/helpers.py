@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.small import Size
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import make_cut
@@ -17,6 +18,9 @@ from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.tracing import trace
+
+# A model whose projections are 1 MiB.  Tests that compile one with Inductor take it, and find its kernels compiled.
+WIDE = Size(layers=2, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)
 
 
 def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -128,14 +129,21 @@ class Tenant:
         raise AssertionError("the arena was made large enough")
 
 
+@lru_cache(maxsize=64)  # several tests draw the same specs
+def traced(spec: Spec) -> tuple[RandomModel, torch.Tensor, Cut]:
+    """A model, an input of it, and its regions, which programs share and do not change."""
+    torch._dynamo.reset()
+    model = RandomModel(spec).eval()
+    x = torch.randn(4, spec.width)
+    return model, x, make_cut(trace(model, {"x": x}, 0), 1)
+
+
 class Bench:
     """A traced model with the values of its weights: programs of any plan run on it."""
 
     def __init__(self, spec: Spec) -> None:
-        torch._dynamo.reset()
-        self.model = RandomModel(spec).eval()
-        self.x = torch.randn(4, spec.width)
-        self.cut: Cut = make_cut(trace(self.model, {"x": self.x}, 0), 1)
+        self.model, self.x, self.cut = traced(spec)
+        torch.manual_seed(spec.seed + 1)  # the same inputs, whether it was traced now or before
         self.tenants: list[Tenant] = []
         self.weights = {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import forking
 from helpers import Stack, UlyssesStack
 from safetensors.torch import load_file, save_file
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
@@ -97,7 +98,8 @@ def test_host_memory_that_cannot_be_pinned(no_grad: None, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("memory", [None, 40000])
 def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    options = {} if memory is None else {"memory": memory, "slowdown": None}
+    budget = {"slowdown": None, "chunk_bytes": 8192}  # a chunk for each weight: with two, planning takes seconds
+    options = {} if memory is None else {**budget, "memory": memory}
     run = compiled(model, **options)
     given = "No budget was given" if memory is None else f"The budget was memory={memory}"
     with monkeypatch.context() as patch:
@@ -106,9 +108,9 @@ def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, mo
             run(x)
     floor = int(str(told.value).split("runs in is memory=")[1].split(".")[0])
     with pytest.raises(Exception, match=f"Give memory={floor} "):
-        compiled(stack(), memory=floor - 1, slowdown=None)(x)
+        compiled(stack(), **budget, memory=floor - 1)(x)
     assert torch.equal(run(x), twin(x)), "there is room again"
-    assert_survives(model, twin, memory=floor, slowdown=None)
+    assert_survives(model, twin, **budget, memory=floor)
 
 
 @pytest.mark.parametrize("form", ["safetensors", "torch", "shards"])
@@ -218,7 +220,6 @@ def test_pickling(write: Callable[[object], object], running: tuple[Stack, Stack
 
 def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -> None:
     """The last of three ranks dies, or does not arrive, in its second step; the others end with an error and go on as two."""
-    torch.set_num_threads(1)
     options = {**EAGER, "min_bytes": 1024, "debug": debug}
     timeout = timedelta(seconds=8)
     dist.init_process_group("gloo", init_method=f"file://{folder}/three", rank=rank, world_size=3, timeout=timeout)
@@ -255,7 +256,7 @@ def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -
 
 @pytest.mark.parametrize(("how", "debug"), [("killed", ()), ("killed", ("threads",)), ("late", ())])
 def test_a_rank_that_is_killed_or_late_mid_step(how: str, debug: tuple[str, ...], tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     report = context.Queue()
     ranks = [context.Process(target=die, args=(r, str(tmp_path), how, debug, report)) for r in range(3)]
     for rank in ranks:

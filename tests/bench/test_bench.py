@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import HERE
-from helpers import UlyssesStack
+from helpers import WIDE, UlyssesStack
 from problems import CHUNK, MACHINE, blocks_problem
 
 from chunkflow_compile import ChunkflowError, programs
@@ -22,7 +22,7 @@ from chunkflow_compile.bench.arms import block_bytes, parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_error import link_error
 from chunkflow_compile.bench.link_load import LinkLoad
-from chunkflow_compile.bench.peers import PEER_ARMS
+from chunkflow_compile.bench.peers import GROUP_OFFLOAD, PEER_ARMS
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.summary import bench_table, describe, summarise
@@ -30,7 +30,6 @@ from chunkflow_compile.bench.turns import Share, seen_slowdown
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import blocks_of
@@ -228,32 +227,30 @@ def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(
     assert share > 0.3 if debug else share < 0.15
 
 
-SIZE = Size(layers=3, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)  # a projection is 1 MiB
-
-
 def job(**told: Any) -> Job:
     """On the CPU's own link, which is what a GPU has too."""
-    regime = Regime(family="wan", size=SIZE, load=0.0, chunk_bytes=1 << 20, arms=(), shows="")
+    regime = Regime(family="wan", size=WIDE, load=0.0, chunk_bytes=1 << 20, arms=(), shows="")
     arms = parse_arms(told.pop("arms"))
     return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", **told)
 
 
-def test_peers_run_on_the_same_weights() -> None:
-    told = job(ranks=1, arms=["resident", "layerwise", "chunkflow", *PEER_ARMS])
+@pytest.mark.parametrize("peers", [(GROUP_OFFLOAD,), pytest.param(PEER_ARMS, marks=pytest.mark.long)], ids=len)
+def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> None:
+    told = job(ranks=1, arms=["resident", "layerwise", "chunkflow", *peers])
     found = summarise(told, run_job(told))
     assert list(found.record.arms) == [a.name for a in told.arms]
     assert all(a.step_s and a.step_s > 0 for a in found.record.arms.values())
     assert found.record.arms["layerwise"].equal_to_resident and found.record.arms["chunkflow"].equal_to_resident
     assert found.record.arms["layerwise"].moved_bytes_per_step and found.copy_rate["layerwise"]
-    for name in PEER_ARMS:  # another compilation rounds otherwise; other weights would be another output
+    for name in peers:  # another compilation rounds otherwise; other weights would be another output
         assert found.difference[name] is not None and found.difference[name] < 1e-4
         assert name not in found.predicted and found.record.arms[name].weights_device_bytes is None
     assert found.link is None and "emulated" not in describe(told, found)
     assert all(0 < s <= (found.record.arms[n].step_s or 0) for n, s in found.host_s.items())
-    assert all(name in bench_table(found) for name in PEER_ARMS)
+    assert all(name in bench_table(found) for name in peers)
 
 
-def test_one_process_stands_for_all_ranks() -> None:
+def test_one_process_stands_for_all_ranks(forked: None) -> None:
     told = job(ranks=2, arms=["resident", "layerwise", "chunkflow"], transport="loopback")
     found = summarise(told, run_job(told))
     assert found.record.degree == 2 and "one process stands for all" in describe(told, found)

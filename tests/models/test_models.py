@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from conftest import OPTIONS, RESIDENT
+from helpers import WIDE
 from torch import nn
 
 import chunkflow_compile
@@ -16,11 +17,18 @@ from chunkflow_compile.placing import offload, programs
 from chunkflow_compile.weights.host_store import home_of
 
 STEPS = 4
+OTHERS = sorted(SMALL_MODELS.keys() - {"wan"})
+# Inductor compiles the regions of each family in half a minute: of one family always, of the others in make test-all.
+LOWERED = [
+    ("wan", "inductor"),
+    *((name, "eager") for name in OTHERS),
+    *(pytest.param(name, "inductor", marks=pytest.mark.long) for name in OTHERS),
+]
 
 
-def run_and_compare(name: str, degree: int) -> None:
+def run_and_compare(name: str, lowering: str, degree: int) -> None:
     """Streams a model beside its resident twin for some steps with changing inputs; checks outputs and bytes."""
-    size = Size(layers=3)
+    size, chunk_bytes = (WIDE, 1 << 18) if name == "wan" else (Size(layers=2, singles=1), 4096)
 
     def make() -> nn.Module:
         model = small_model(name, size)
@@ -30,8 +38,15 @@ def run_and_compare(name: str, degree: int) -> None:
 
     streamed, resident, eager = make(), make(), make()
     offload(streamed, min_bytes=OPTIONS["min_bytes"])
-    run = torch.compile(streamed, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    reference = torch.compile(resident, backend="chunkflow", fullgraph=True, options=RESIDENT)
+    run, reference = (
+        torch.compile(
+            model,
+            backend="chunkflow",
+            fullgraph=True,
+            options={**options, "chunk_bytes": chunk_bytes, "lowering": lowering},
+        )
+        for model, options in ((streamed, OPTIONS), (resident, RESIDENT))
+    )
     for step in range(STEPS):
         inputs = small_inputs(name, size, step)
         output = run(**inputs)[0]
@@ -63,18 +78,20 @@ def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.runner.Sessi
         assert bytes(slot.tolist()) == bytes(homes[name].host.contiguous().view(torch.uint8).flatten().tolist()), name
 
 
-@pytest.mark.parametrize("name", sorted(SMALL_MODELS))
-def test_streams_bitwise_equal_to_resident_on_one_rank(name: str, no_grad: None) -> None:
-    run_and_compare(name, 1)
+@pytest.mark.parametrize(("name", "lowering"), LOWERED)
+def test_streams_bitwise_equal_to_resident_on_one_rank(name: str, lowering: str, no_grad: None) -> None:
+    run_and_compare(name, lowering, 1)
 
 
-def on_rank(rank: int, name: str) -> None:
-    run_and_compare(name, 2)
+def on_rank(rank: int, name: str, lowering: str) -> None:
+    run_and_compare(name, lowering, 2)
 
 
-@pytest.mark.parametrize("name", sorted(SMALL_MODELS))
-def test_streams_bitwise_equal_to_resident_at_ulysses_2(name: str, on_ranks: Callable[..., None]) -> None:
-    on_ranks(on_rank, name)
+@pytest.mark.parametrize(("name", "lowering"), LOWERED)
+def test_streams_bitwise_equal_to_resident_at_ulysses_2(
+    name: str, lowering: str, on_ranks: Callable[..., None]
+) -> None:
+    on_ranks(on_rank, name, lowering)
 
 
 def test_twelve_blocks_run_in_an_eighth_of_their_bytes(no_grad: None) -> None:
@@ -92,20 +109,22 @@ def test_twelve_blocks_run_in_an_eighth_of_their_bytes(no_grad: None) -> None:
 @pytest.mark.parametrize("name", ["wan", "flux"])
 def test_lowered_regions_do_not_grow_with_the_number_of_blocks(name: str, no_grad: None) -> None:
     counts = {}
-    for layers in (4, 24):
+    for layers in (3, 8):
         size = Size(layers=layers, singles=layers, frames=1, height=4, width=4)
         model = small_model(name, size)
         options = {**OPTIONS, "lowering": "eager"}
         torch.compile(model, backend="chunkflow", fullgraph=True, options=options)(**small_inputs(name, size, 0))
         (runner,) = programs(model)
         counts[layers] = (len(runner.program.regions), len(runner.program.problem.regions))
-    assert counts[4][0] == counts[24][0]
-    assert counts[24][1] > counts[4][1]
+    assert counts[3][0] == counts[8][0]
+    assert counts[8][1] > counts[3][1]
 
 
-def test_a_new_resolution_gets_a_program_of_its_own(no_grad: None) -> None:
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_a_new_resolution_gets_a_program_of_its_own(lowering: str, no_grad: None) -> None:
     model, eager = small_model("wan", Size()), small_model("wan", Size())
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    options = {**OPTIONS, "lowering": lowering}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     for height in (8, 12, 8, 16, 12):
         inputs = small_inputs("wan", Size(height=height), height)
         torch.testing.assert_close(run(**inputs)[0], eager(**inputs)[0], atol=2e-5, rtol=1e-4)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import multiprocessing
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import OPTIONS, forking
 from helpers import Stack
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,7 +111,7 @@ def one_of_two(file: Path, rank: int, barrier: Any, report: Any) -> None:
 
 
 def test_ranks_share_the_port_of_a_root_complex(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
+    context = forking()
     report, barrier = context.Queue(), context.Barrier(2)
     ranks = [context.Process(target=one_of_two, args=(tmp_path / "port", r, barrier, report)) for r in (0, 1)]
     for rank in ranks:

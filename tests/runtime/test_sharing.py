@@ -24,6 +24,8 @@ from chunkflow_compile.runtime.runner import Session
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
 SHAPES = [(4, 8), (6, 8), (2, 3, 8)]
+# Keeps some weights and streams the others.  Each is one chunk: with two, planning for a budget takes seconds.
+TIGHT: dict[str, object] = {"memory": 40000, "slowdown": None, "chunk_bytes": 8192}
 
 
 def stack(layers: int = 3, seed: int = 0) -> Stack:
@@ -42,7 +44,7 @@ def slots(session: Session) -> set[int]:
 @pytest.mark.parametrize("debug", [(), ("threads", "poison")])
 def test_two_resolutions_take_turns_in_one_arena(debug: tuple[str, ...], no_grad: None) -> None:
     model, twin = stack(), stack()
-    run = compiled(model, debug=debug, memory=30000, slowdown=None)
+    run = compiled(model, **{**TIGHT, "debug": debug, "memory": 30000})
     for step in range(4):
         for shape in SHAPES:
             for _ in range(1 + step % 2):
@@ -65,7 +67,7 @@ def test_two_resolutions_take_turns_in_one_arena(debug: tuple[str, ...], no_grad
 def test_residents_are_copied_once_for_all_programs_of_a_model(no_grad: None) -> None:
     model, twin = stack(), stack()
     offload(model, min_bytes=4096)
-    run = compiled(model, memory=40000, slowdown=None)
+    run = compiled(model, **TIGHT)
     for shape in SHAPES:
         x = torch.randn(*shape)
         assert torch.equal(run(x), twin(x))
@@ -79,7 +81,7 @@ def test_residents_are_copied_once_for_all_programs_of_a_model(no_grad: None) ->
 
 def test_new_values_reach_every_program(no_grad: None) -> None:
     model, run = stack(), None
-    run = compiled(model, memory=40000, slowdown=None)
+    run = compiled(model, **TIGHT)
     for seed in (0, 1, 2):
         model.load_state_dict(stack(seed=seed).state_dict())
         for shape in (*SHAPES, SHAPES[0]):
@@ -111,7 +113,7 @@ def test_several_models_share_the_arena_that_they_are_given(no_grad: None) -> No
 
 def test_an_arena_grows_with_the_largest_of_its_programs(no_grad: None) -> None:
     arena, model, twin = Arena(), stack(), stack()
-    small = compiled(model, arena=arena, memory=30000, slowdown=None)
+    small = compiled(model, **{**TIGHT, "arena": arena, "memory": 30000})
     x = torch.randn(4, 8)
     small(x)
     (first,) = programs(model)

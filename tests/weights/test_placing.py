@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import OPTIONS, RESIDENT
-from helpers import Stack
+from helpers import WIDE, Stack
 from safetensors.torch import load_file
 from torch import nn
 
@@ -220,11 +220,11 @@ def test_tied_and_overlapping_parameters_stay_together(no_grad: None) -> None:
 
 def test_two_arms_on_one_model_agree(no_grad: None) -> None:
     """The resident program used the parameters in place; the streaming one then empties them."""
-    model, size = small_model("wan", Size()), Size()
-    resident = torch.compile(model, backend="chunkflow", fullgraph=True, options=RESIDENT)
-    inputs = small_inputs("wan", size, 0)
+    model, size = small_model("wan", WIDE), {"chunk_bytes": 1 << 18}
+    resident = torch.compile(model, backend="chunkflow", fullgraph=True, options={**RESIDENT, **size})
+    inputs = small_inputs("wan", WIDE, 0)
     first = resident(**inputs)[0]
-    streamed = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    streamed = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **size})
     assert torch.equal(streamed(**inputs)[0], first)
     assert torch.equal(resident(**inputs)[0], first)
     assert [p.plan.policy for p in programs(model)] == ["chunkflow", "resident"], "the resident one was bound again"

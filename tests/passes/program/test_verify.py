@@ -6,6 +6,7 @@ import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -20,19 +21,30 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
+from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import check, verify
+from chunkflow_compile.tracing import trace
 
 WEIGHT = "blocks.1.up.weight"
 
 
-def stack_program(layers: int = 4, **options: int) -> Program:
-    cut = cut_of(Stack(layers), torch.randn(4, 8))
-    return rewrite(cut, plan_of(cut.problem, **options))
+@cache  # the tests change copies
+def stack_program() -> Program:
+    cut = cut_of(Stack(4), torch.randn(4, 8))
+    return rewrite(cut, plan_of(cut.problem))
 
 
+@cache
+def traced_stack(layers: int) -> Traced:
+    torch._dynamo.reset()
+    return trace(Stack(layers), {"x": torch.randn(4, 8)}, 0)
+
+
+@cache
 def ulysses_program() -> Program:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
@@ -313,8 +325,7 @@ def test_rejects_regions_out_of_order() -> None:
     group=st.sampled_from([1, 9000, 1 << 20]),
 )
 def test_accepts_every_plan_that_place_makes(layers: int, policy: str, room: float, chunk: int, group: int) -> None:
-    torch._dynamo.reset()
-    cut = cut_of(Stack(layers), torch.randn(4, 8), group_bytes=group)
+    cut = make_cut(traced_stack(layers), group)
     goal: dict[str, Any] = {"policy": policy}
     if policy == "chunkflow":
         goal["memory"] = 32768 + int(room * cut.problem.total_bytes)

@@ -1,0 +1,19 @@
+"""What takes seconds in every process that compiles a model, done once before processes are forked; starts no thread."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from torch import nn
+from tqdm import tqdm
+
+import chunkflow_compile.backend  # noqa: F401
+from chunkflow_compile.models.small import Size, small_model
+
+tqdm.monitor_interval = 0  # no thread for progress bars: torch makes some
+small_model("wan", Size(layers=1))  # imports diffusers
+with torch.no_grad():
+    torch.compile(nn.Linear(8, 8), backend="aot_eager")(torch.randn(4, 8))
+torch._dynamo.reset()
+gc.freeze()
