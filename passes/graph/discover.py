@@ -126,7 +126,7 @@ def crossing_bytes(node: Node, ranks: int) -> int:
     For P = ``ranks`` and n input bytes on each: all-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1),
     all-reduce 2 n (P - 1) / P.
     """
-    taken = sum(nbytes(a) for a in node.all_input_nodes)
+    taken = sum(nbytes(a) for a in node.all_input_nodes if a is not node.kwargs.get("out"))
     kind = collective_kind(node)
     if kind == "all-gather":
         return taken * (ranks - 1)

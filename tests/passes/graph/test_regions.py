@@ -12,6 +12,7 @@ from helpers import Stack, UlyssesStack, cut_of, plan_of
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from chunkflow_compile.passes.graph.discover import crossing_bytes
 from chunkflow_compile.passes.program.rewrite import rewrite
 from chunkflow_compile.passes.program.verify import verify
 
@@ -77,6 +78,17 @@ def test_every_kind_of_collective_stays_at_the_top_level_in_order(fake_ranks: No
     assert [c.before for c in cut.problem.collectives] == [1, 2, 3, 4, 5, 6]
     for region in cut.regions:
         assert not any("c10d" in str(n.target) for n in region.module.graph.nodes)
+
+
+@pytest.mark.parametrize("out", [False, True])
+def test_what_crosses_is_what_others_send_whether_the_result_is_new_or_given(out: bool) -> None:
+    graph = torch.fx.Graph()
+    x, result = graph.placeholder("x"), graph.placeholder("result")
+    x.meta["val"], result.meta["val"] = torch.empty(256), torch.empty(512)
+    ops = torch.ops._c10d_functional
+    op = ops.all_gather_into_tensor_out.default if out else ops.all_gather_into_tensor.default
+    node = graph.call_function(op, (x, 2, "0"), {"out": result} if out else {})
+    assert crossing_bytes(node, 2) == 1024
 
 
 def test_views_between_collectives_make_no_region_of_their_own(fake_ranks: None) -> None:
