@@ -37,11 +37,12 @@ def test_the_wheel_brings_the_backend_and_the_passes(tmp_path: Path) -> None:
     environment = tmp_path / "env"
     subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
     python = environment / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)], check=True)
+    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # by which pip would find it installed
+    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    subprocess.run(install, env=clean, check=True)
     # torch and the other dependencies come from here by path: a .pth file brings modules, not the editable install.
     site = next((environment / "lib").glob("python*")) / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     done = subprocess.run(
         [python, "-c", IN_THE_NEW_ENVIRONMENT], cwd=tmp_path, env=clean, capture_output=True, text=True, check=False
     )
