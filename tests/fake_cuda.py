@@ -1,4 +1,4 @@
-"""A GPU for tests on a machine without one: side streams are threads, the caller's stream is the calling thread."""
+"""A fake GPU for machines without one: side streams are threads, the caller's stream is the calling thread."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class FakeEvent:
 
 
 class FakeCuda:
-    """``copy_s``: how long a copy takes at least.  ``calls``: of its methods, by name; ``pinned``: address -> bytes;
-    ``names``: what profilers would be told."""
+    """``copy_s``: least seconds of a copy.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
+    the ranges that a profiler would show."""
 
     def __init__(self, copy_s: float = 0.0) -> None:
         self.copy_s = copy_s

@@ -1,4 +1,4 @@
-"""Programs without a model around them: graphs traced from small modules, and mutations of programs."""
+"""Small modules, their graphs cut into regions, and plans of them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.tracing import trace
 
-# A model whose projections are 1 MiB.  Tests that compile one with Inductor take it, and find its kernels compiled.
+# Projections of 1 MiB.  Tests that compile a model with Inductor share this size, and so its compiled kernels.
 WIDE = Size(layers=2, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)
 
 
 def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
-    """The regions of a module, all weights streamed unless ``min_bytes`` says otherwise."""
+    """The regions of a module.  Without ``min_bytes``, every weight may be streamed."""
     chosen = Options(**{"min_bytes": 0, **options})
     return make_cut(trace(model, {"x": x}, chosen.min_bytes), chosen.group_bytes)
 
 
 def plan_of(problem: Problem, **goal: Any) -> Plan:
-    """A plan on a machine with a millisecond of compute a region, in chunks of 4 KiB."""
+    """A plan in chunks of 4 KiB, on a machine that computes each region in about a millisecond."""
     machine = replace(load_profile(Path(__file__).parent / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
     if goal.keys().isdisjoint(("memory", "policy")):
         goal = {"slowdown": 1.0, **goal}
@@ -66,7 +66,7 @@ class Stack(nn.Module):
 
 
 class UlyssesBlock(nn.Module):
-    """Attention over a sequence that is split over the ranks: four all-to-alls, functional collectives."""
+    """Attention over a sequence that is split over the ranks, with four functional all-to-alls."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Mutations of programs: one thing wrong in each, at a random place.  Each returns None where it finds no place."""
+"""Mutations of programs: each breaks one thing at a random place, and returns None if the program has no such place."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def remove_a_wait(program: Program, rng: random.Random) -> Program | None:
     return program
 
 
-def wait_behind_the_reader(program: Program, rng: random.Random) -> Program | None:
+def wait_after_the_reader(program: Program, rng: random.Random) -> Program | None:
     if (node := _pick(program, rng, WAIT)) is None:
         return None
     _reader(program, str(node.args[0])).append(node)
@@ -62,7 +62,7 @@ def forget_a_chunk(program: Program, rng: random.Random) -> Program | None:
     return program
 
 
-def prefetch_behind_the_reader(program: Program, rng: random.Random) -> Program | None:
+def prefetch_after_the_reader(program: Program, rng: random.Random) -> Program | None:
     node = _pick(program, rng, PREFETCH)
     if node is None or (prefetch := prefetch_of(node)) is None or prefetch.next_step:
         return None
@@ -71,7 +71,7 @@ def prefetch_behind_the_reader(program: Program, rng: random.Random) -> Program 
 
 
 def prefetch_before_its_window(program: Program, rng: random.Random) -> Program | None:
-    """To the front of the step, in the first window that opens there."""
+    """Moves a prefetch to the start of the step, into the first window."""
     node = _pick(program, rng, PREFETCH)
     first = next((n for n in program.module.graph.nodes if n.op == "call_module"), None)
     if node is None or first is None or node.args[3] == 0:
@@ -112,7 +112,7 @@ def evict_before_the_reader(program: Program, rng: random.Random) -> Program | N
 
 
 def another_slot(program: Program, rng: random.Random) -> Program | None:
-    """A weight takes the slot of another."""
+    """Moves a weight to the slot of another."""
     streamed = program.plan.streamed
     if len(streamed) < 2:
         return None
@@ -134,7 +134,7 @@ def slot_off_by_a_line(program: Program, rng: random.Random) -> Program | None:
 
 
 def swap_weights_of_regions(program: Program, rng: random.Random) -> Program | None:
-    """Two weights of one shape are read in each other's place."""
+    """Swaps two weights of one shape: each is read in place of the other."""
     shapes = {w.name: (w.shape, w.dtype) for w in program.problem.weights}
     names = [(a, b) for a in shapes for b in shapes if a < b and shapes[a] == shapes[b]]
     if not names:
@@ -148,7 +148,7 @@ def swap_weights_of_regions(program: Program, rng: random.Random) -> Program | N
 
 
 def keep_every_chunk(program: Program, rng: random.Random) -> Program | None:
-    """All of a weight stays, in a slot of its own, which is right as long as its readers wait: none does."""
+    """Keeps all of a weight in a slot of its own.  That is legal if its readers wait for it, and none of them does."""
     if (node := _pick(program, rng, WAIT)) is None:
         return None
     name, graph = str(node.args[0]), program.module.graph
@@ -171,11 +171,11 @@ def _with_offset(program: Program, name: str, offset: int) -> Program:
 
 MUTATIONS: tuple[Mutation, ...] = (
     remove_a_wait,
-    wait_behind_the_reader,
+    wait_after_the_reader,
     wait_for_another_weight,
     remove_a_prefetch,
     forget_a_chunk,
-    prefetch_behind_the_reader,
+    prefetch_after_the_reader,
     prefetch_before_its_window,
     prefetch_for_the_other_step,
     prefetch_twice,

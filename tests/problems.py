@@ -11,7 +11,7 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.problem import Collective, Cost, Problem, Region, Weight
 
 CHUNK = 1024
-# A thousand FLOP take a microsecond, and so does a chunk.
+# 1000 FLOP take a microsecond, and so does the copy of a chunk.
 MACHINE = Hardware(
     name="numbers",
     peak_flops={"float32": 1e11},
@@ -47,7 +47,7 @@ def weight(index: int, nbytes: int, uses: tuple[int, ...], keep: str | None = No
 def problem(
     compute: Sequence[float], weights: Sequence[Weight], collectives: Sequence[tuple[int, float]] = (), blocks: int = 1
 ) -> Problem:
-    """``compute``: microseconds of each region; ``collectives``: (region behind it, microseconds)."""
+    """``compute``: microseconds of each region; ``collectives``: (region that waits for it, microseconds)."""
     regions = tuple(
         Region(
             index=k,
@@ -69,7 +69,7 @@ def problem(
 
 @st.composite
 def small_problems(draw: st.DrawFn, chunks: int = 5) -> Problem:
-    """Two to four regions and at most ``chunks`` chunks of weights, some of the last ones short."""
+    """Two to four regions and at most ``chunks`` chunks of weights; the last chunk of a weight may be short."""
     regions = draw(st.integers(2, 4))
     compute = draw(st.lists(st.integers(1, 6), min_size=regions, max_size=regions))
     weights, left = [], chunks
@@ -108,7 +108,7 @@ def machines() -> st.SearchStrategy[Hardware]:
 
 
 def blocks_problem(blocks: int, compute: float = 40.0, exchange: float = 4.0) -> Problem:
-    """``blocks`` equal blocks as Ulysses has them: projections, three all-to-alls, attention, one back, output and MLP."""
+    """Equal Ulysses blocks: projections, three all-to-alls, attention, an all-to-all back, output projection and MLP."""
     weights: list[Weight] = []
     times: list[float] = []
     collectives: list[tuple[int, float]] = []

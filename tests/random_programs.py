@@ -1,4 +1,4 @@
-"""Random models and random plans, legal by construction, as hypothesis draws and shrinks them."""
+"""Random models and random legal plans, which hypothesis draws and shrinks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Spec:
 
 @dataclass(frozen=True)
 class Choices:
-    """``stay``: the part of chunks that stay; ``reach``: most windows that a chunk comes ahead, 0 for any."""
+    """``stay``: share of the chunks that stay resident; ``reach``: most windows of a prefetch ahead, 0 for no limit."""
 
     stay: float
     reach: int
@@ -69,7 +69,7 @@ class Choices:
 
 
 def examples(seed: int, count: int) -> Callable[[Any], Any]:
-    """A test on ``count`` examples, the same every time; hypothesis shrinks what fails."""
+    """Decorates a test on ``count`` examples, the same in every run; hypothesis shrinks a failure."""
 
     def decorate(test: Any) -> Any:
         phases = (Phase.generate, Phase.shrink)
@@ -96,7 +96,7 @@ choices = st.builds(
 
 
 class RandomModel(nn.Module):
-    """Layers of odd widths, some read twice, some with a collective, one tied to the first, one larger than the rest."""
+    """Layers of odd widths: some read twice, some with a collective, one tied to the first, one larger than the others."""
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class RandomModel(nn.Module):
 
 @dataclass(frozen=True)
 class Tenant:
-    """What an arena asks of a program."""
+    """What an arena needs of a program."""
 
     plan: Plan
     code: None = None
@@ -129,9 +129,9 @@ class Tenant:
         raise AssertionError("the arena was made large enough")
 
 
-@lru_cache(maxsize=64)  # several tests draw the same specs
+@lru_cache(maxsize=64)  # tests with the same seed draw the same specs
 def traced(spec: Spec) -> tuple[RandomModel, torch.Tensor, Cut]:
-    """A model, an input of it, and its regions, which programs share and do not change."""
+    """A model, an input, and its regions, which all programs of the model share unchanged."""
     torch._dynamo.reset()
     model = RandomModel(spec).eval()
     x = torch.randn(4, spec.width)
@@ -139,11 +139,11 @@ def traced(spec: Spec) -> tuple[RandomModel, torch.Tensor, Cut]:
 
 
 class Bench:
-    """A traced model with the values of its weights: programs of any plan run on it."""
+    """A traced model with its weights, for programs of any plan."""
 
     def __init__(self, spec: Spec) -> None:
         self.model, self.x, self.cut = traced(spec)
-        torch.manual_seed(spec.seed + 1)  # the same inputs, whether it was traced now or before
+        torch.manual_seed(spec.seed + 1)  # the same inputs whether the trace is cached or not
         self.tenants: list[Tenant] = []
         self.weights = {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
 
@@ -158,7 +158,7 @@ class Bench:
         return [torch.randn_like(self.x) for _ in range(steps)]
 
     def expected(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What the model itself says."""
+        """The outputs of the model itself."""
         return [self.model(x) for x in inputs]
 
     def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
@@ -167,7 +167,7 @@ class Bench:
         return arena.join(self.tenants[-1])
 
     def executor(self, program: Program, arena: Arena) -> Executor:
-        """Poisons what it evicts; the slots are full of NaN before its first step."""
+        """An executor that poisons evicted weights.  The slots are full of NaN before its first step."""
         plan = program.plan
         memory = self.join(arena, plan)
         if arena.holder is None:
@@ -192,7 +192,7 @@ class Bench:
 
 
 def random_plan(problem: Problem, chosen: Choices) -> Plan:
-    """Any legal plan: for each chunk a window, or none; early, late, wrapping around; sometimes with barriers."""
+    """A random legal plan: each chunk has any window that is legal, or stays; some plans have barriers."""
     rng = random.Random(chosen.seed)
     planner = Planner(problem, Simulator(problem, MACHINE, CHUNK))
     count = planner.count

@@ -1,4 +1,4 @@
-"""The schedules that a device could run programs by."""
+"""Schedules by which a device may run programs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Turn = tuple[Program, torch.Tensor]
 
 
 class Jitter:
-    """Seeded delays in front of pieces of work, of all streams or of one."""
+    """Seeded delays before pieces of work, of all streams or of one."""
 
     def __init__(self, seed: int, slow: str = "", seconds: float = 2e-4) -> None:
         self.random = random.Random(seed)
@@ -39,7 +39,7 @@ class Jitter:
 
 
 def ranked(*order: str) -> Callable[[Sequence[str]], str]:
-    """The first of the streams in ``order`` that can go on."""
+    """Chooses the first stream in ``order`` that can continue."""
     return lambda able: min(able, key=order.index)
 
 
@@ -76,7 +76,7 @@ def run_ahead(bench: Bench, turns: Sequence[Turn], device: ThreadsDevice, exact:
         assert not exact or copied == due, "every byte of the plans was copied, and no other"
         return [step.outputs[0] for step in steps]
     finally:
-        device.engine.resume()  # what failed on the way must not be waited for
+        device.engine.resume()  # after an error, nothing must wait for the paused engine
         for executor in executors.values():
             executor.forget()
         device.close()
@@ -88,7 +88,7 @@ def equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
 
 
 def matches(found: Bench, turns: Sequence[Turn], seed: int) -> int:
-    """On how many schedules the steps give the model's numbers, which is all."""
+    """Asserts the model's numbers on every schedule; returns the number of schedules."""
     want = found.expected([x for _, x in turns])
     for name, device in schedules(seed).items():
         assert equal(run_ahead(found, turns, device()), want), name
@@ -96,7 +96,7 @@ def matches(found: Bench, turns: Sequence[Turn], seed: int) -> int:
 
 
 def goes_wrong(found: Bench, turns: Sequence[Turn], seed: int) -> str:
-    """What one of the schedules that are the same every time shows: "number", a wrong one, or "error"; or nothing."""
+    """What the reproducible schedules show: "number" for a wrong number, else "error" for an error, else ""."""
     want = found.expected([x for _, x in turns])
     shown = ""
     for device in list(schedules(seed).values())[:4]:

@@ -29,7 +29,7 @@ STEPS, MODELS = 3, 4
 
 
 def round_of(seed: int) -> Counter[str]:
-    """What one round ran.  Raises AssertionError where a number is wrong, or verify and a schedule disagree."""
+    """Counts of what one round ran.  Raises AssertionError if a number is wrong, or if verify and a schedule disagree."""
     count: Counter[str] = Counter()
 
     @examples(seed, MODELS)

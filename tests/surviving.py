@@ -1,4 +1,4 @@
-"""A model under faults: how one is caused, and what it must survive."""
+"""Helpers of the fault tests: cause a fault, and check that the model survives it."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def goes_on(model: nn.Module, twin: nn.Module, run: nn.Module) -> None:
 
 
 def fail_at(function: Callable[..., Any], call: int, error: BaseException) -> Callable[..., Any]:
-    """``function``, which raises in its call number ``call``."""
+    """``function``, except that call number ``call`` raises."""
     calls = 0
 
     def failing(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Faults, injected: each is told in words, and the model survives it: saved, restored and compiled again, equal to before."""
+"""Injected faults: each is an error in words, and the model survives: it can be saved, restored and compiled again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_a_copy_that_fails(call: int, debug: tuple[str, ...], no_grad: None) -> 
     device = programs(model)[0].executor.device
     device.copy_bytes = fail_at(device.copy_bytes, call, OSError("the link is down"))
     with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
-        for _ in range(3):  # a copy for the next step is first waited for there
+        for _ in range(3):  # nothing waits for a copy for the next step before that step
             run(torch.randn(4, 8))
     goes_on(model, twin, run)
     assert_survives(model, twin)
@@ -67,7 +67,7 @@ def test_a_region_that_fails(debug: tuple[str, ...], no_grad: None) -> None:
 
 
 def test_host_memory_that_cannot_be_pinned(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second weight cannot; it and all behind it are copied from pageable memory, with one warning."""
+    """Pinning fails for the second weight: it and all later ones are copied from pageable memory, with one warning."""
     unpinned: list[int] = []
     tried: list[int] = []
 
@@ -98,7 +98,7 @@ def test_host_memory_that_cannot_be_pinned(no_grad: None, monkeypatch: pytest.Mo
 @pytest.mark.parametrize("memory", [None, 40000])
 def test_an_arena_that_cannot_be_allocated(memory: int | None, no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
-    budget = {"slowdown": None, "chunk_bytes": 8192}  # a chunk for each weight: with two, planning takes seconds
+    budget = {"slowdown": None, "chunk_bytes": 8192}  # one chunk per weight: with two, planning takes seconds
     options = {} if memory is None else {**budget, "memory": memory}
     run = compiled(model, **options)
     given = "No budget was given" if memory is None else f"The budget was memory={memory}"
@@ -118,7 +118,7 @@ def test_a_truncated_checkpoint(form: str, tmp_path: Path, running: tuple[Stack,
     model, twin, _, _ = running
     torch.manual_seed(1)
     state, path = Stack(4).state_dict(), tmp_path / "weights"
-    if form == "shards":  # one of them is not there
+    if form == "shards":  # one shard is missing
         state = {n: v for n, v in state.items() if not n.startswith("blocks.3")}
     torch.save(state, path) if form == "torch" else save_file(state, path)
     if form != "shards":
@@ -127,7 +127,7 @@ def test_a_truncated_checkpoint(form: str, tmp_path: Path, running: tuple[Stack,
     said = {"safetensors": r"(?i)header|incomplete", "torch": "archive", "shards": r"Missing key.*blocks.3"}[form]
     with pytest.raises(Exception, match=said):
         model.load_state_dict(torch.load(path) if form == "torch" else load_file(path))
-    if form == "shards":  # as with any model: what is in the file is loaded, what is not is named
+    if form == "shards":  # as for any model, the file's weights are loaded and the missing ones are named
         twin.load_state_dict({**before, **state})
     assert_survives(model, twin)
 
@@ -161,7 +161,7 @@ def test_a_weight_changed_under_the_plan(running: tuple[Stack, Stack, nn.Module,
 
 
 def call_and_restore(model: Stack, run: nn.Module, send: Any) -> None:
-    """In a forked process: what the call says, and whether the model is whole behind it."""
+    """In a forked process: sends the error of a call, and whether the restored model is whole."""
     with torch.no_grad():
         try:
             run(torch.ones(4, 8))
@@ -174,11 +174,11 @@ def call_and_restore(model: Stack, run: nn.Module, send: Any) -> None:
 
 @pytest.mark.parametrize("beside_a_step", [False, True])
 def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.Module, Session]) -> None:
-    """The step of another thread holds its locks, and there is no such thread in the child."""
+    """A step of another thread holds locks, and that thread does not exist in the child."""
     model, twin, run, session = running
     threads, inside = torch.get_num_threads(), threading.Event()
-    torch.set_num_threads(1)  # OpenMP's threads do not come along either
-    run(torch.randn(4, 8))  # torch compiles anew for the number of threads, and not in the child
+    torch.set_num_threads(1)  # the child has none of OpenMP's threads either
+    run(torch.randn(4, 8))  # torch may compile again for another number of threads: here, not in the child
     session = programs(model)[-1]
     device, plain = session.executor.device, session.executor.device.copy_bytes
     stepping = threading.Thread(target=torch.no_grad()(lambda: run(torch.randn(4, 8))), daemon=True)
@@ -201,7 +201,7 @@ def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.M
         device.copy_bytes = plain
     assert "process was forked from one that runs a ChunkFlow program" in said and whole
     x = torch.randn(4, 8)
-    assert torch.equal(run(x), twin(x)), "the parent goes on"
+    assert torch.equal(run(x), twin(x)), "the parent continues"
     assert_survives(model, twin)
 
 
@@ -219,7 +219,7 @@ def test_pickling(write: Callable[[object], object], running: tuple[Stack, Stack
 
 
 def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -> None:
-    """The last of three ranks dies, or does not arrive, in its second step; the others end with an error and go on as two."""
+    """The last of three ranks dies, or hangs, in its second step.  The others raise an error and continue as two ranks."""
     options = {**EAGER, "min_bytes": 1024, "debug": debug}
     timeout = timedelta(seconds=8)
     dist.init_process_group("gloo", init_method=f"file://{folder}/three", rank=rank, world_size=3, timeout=timeout)

@@ -1,4 +1,4 @@
-"""On a GPU: pytest -m gpu, or make test-gpu.  Skipped where there is none."""
+"""Tests that need a GPU: pytest -m gpu, or make test-gpu.  Skipped without one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def compiled(model: nn.Module, **options: Any) -> Any:
 
 
 def resident(model: nn.Module, **options: Any) -> Any:
-    """The same regions with all weights on the device, to be equal to bit for bit."""
+    """The same regions with all weights on the device: the reference, equal bit for bit."""
     return compiled(model, policy="resident", **{k: v for k, v in options.items() if k not in ("policy", "memory")})
 
 
@@ -76,7 +76,7 @@ def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: 
 
 @pytest.mark.parametrize("slow", ["compute", "copy"])
 def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
-    """Whatever a missing event would let overtake has the time to: a millisecond in front of regions, or of copies."""
+    """A millisecond before regions, or before copies, is enough for a race that a missing event would allow."""
     model, twin = twins(lambda: Stack(8, width=256))
     offload(model, "cuda", min_bytes=4096)
     run, right = compiled(model, debug="poison"), resident(twin)
@@ -173,13 +173,13 @@ def test_new_weights_may_come_from_the_card() -> None:
     assert torch.equal(run(x), right(x))
 
 
-def test_a_model_that_is_dropped_beside_its_copies_harms_nobody() -> None:
+def test_dropping_a_model_during_its_copies_harms_no_other() -> None:
     model, _ = twins(lambda: Stack(8, width=1024))
     offload(model, "cuda", min_bytes=4096)
     run = compiled(model)
     for _ in range(2):
         run(torch.randn(16, 8, device="cuda"))
-    model.load_state_dict(model.state_dict())  # the program is made anew, with streams of its own
+    model.load_state_dict(model.state_dict())  # starts a new session, with streams of its own
     run(torch.randn(16, 8, device="cuda"))
     del model, run
     torch._dynamo.reset()
@@ -244,7 +244,7 @@ def test_an_arena_that_does_not_fit() -> None:
     assert all(torch.equal(a, b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_cards_that_are_not_there() -> None:
+def test_missing_cards() -> None:
     model, _ = twins(lambda: Stack(2))
     with pytest.raises(ChunkflowError, match=r"There is no cuda:63: this process sees \d+ GPUs"):
         offload(model, "cuda:63")

@@ -1,4 +1,4 @@
-"""Several models, several programs, and the end of them: who owns which weights, and what is freed."""
+"""Several models and programs, and their end: which model owns which weights, and what is freed."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_dropping_a_model_frees_its_weights_and_its_thread(no_grad: None) -> Non
     gc.collect()
     for thread in set(threading.enumerate()) - before:
         thread.join(timeout=5)
-    gc.collect()  # what a closing thread still held during the first one
+    gc.collect()  # frees what a closing thread held during the first collection
     assert model() is None and slot() is None
     assert not {t for t in threading.enumerate() if t.name.startswith("chunkflow")} - before
 
@@ -195,7 +195,7 @@ def test_a_parent_that_reads_a_weight_below_is_refused_when_called_eagerly(no_gr
 
     model, x = Reads().eval(), torch.randn(4, 64)
     expected = model(x)
-    offload(model, min_bytes=4096)  # a plan of one region would leave its only weight where it is
+    offload(model, min_bytes=4096)  # with one region, a plan would not stream its only weight
     run = compiled(model)
     for _ in range(2):
         torch.testing.assert_close(run(x), expected)
@@ -205,7 +205,7 @@ def test_a_parent_that_reads_a_weight_below_is_refused_when_called_eagerly(no_gr
     assert torch.equal(restore(model)(x), expected)
 
 
-# The children are forked after what takes most of a process's time, and end as any process does.
+# Imports and the first compilation take most of a process's time: the children are forked after them.
 ENDING = """
 import os, sys
 import torch
@@ -268,7 +268,7 @@ def resident_mib() -> float:
 def test_nothing_is_left_of_rounds_of_compiling_and_restoring(
     rounds: int, first: int, width: int, no_grad: None, record_property: Callable[[str, object], None]
 ) -> None:
-    """The memory of the process grows by what torch.compile itself keeps of each compilation, some 0.2 MiB."""
+    """The process grows by what torch.compile itself keeps of each compilation, about 0.2 MiB."""
     model, twin = Stack(2, width).eval(), Stack(2, width).eval()
     twin.load_state_dict(model.state_dict())
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20

@@ -40,7 +40,7 @@ def test_the_wheel_brings_the_backend_and_the_passes(tmp_path: Path) -> None:
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # by which pip would find it installed
     install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, env=clean, check=True)
-    # torch and the other dependencies come from here by path: a .pth file brings modules, not the editable install.
+    # A .pth file with the path of this environment brings torch and the other dependencies, but not the editable install.
     site = next((environment / "lib").glob("python*")) / "site-packages"
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
     done = subprocess.run(
@@ -48,7 +48,7 @@ def test_the_wheel_brings_the_backend_and_the_passes(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).is_relative_to(site)
-    # in the root of a checkout, where the folder chunkflow_compile comes before what is installed
+    # In the root of a checkout, the folder chunkflow_compile comes before the installed package.
     code = "import chunkflow_compile.placing, chunkflow_compile.passes.plan as p; print(p.__file__)"
     done = subprocess.run([python, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

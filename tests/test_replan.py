@@ -1,4 +1,4 @@
-"""Another plan between two calls: asked for, or from what the steps took; nothing is compiled again, no output changes."""
+"""A new plan between two calls, on request or from measurements: nothing is compiled again, and no output changes."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_running_model_is_given_other_goals(debug: tuple[str, ...], no_grad: N
         assert session.code.regions is first.code.regions, "nothing was lowered again"
         assert session.plan.policy == goal.get("policy", "chunkflow")
         assert session.plan.device_bytes <= {60000: 60000, "50 KB": 50000}.get(goal.get("memory", ""), 10**9)
-        measured |= goal.get("as_measured", False)  # and stays so
+        measured |= goal.get("as_measured", False)  # and later plans keep it
         assert ("as measured" in session.plan.hardware) == measured
         assert explain(run).plan == session.plan.digest and len(session.measurements) == 3
         seen.append(session.plan.moved_bytes)
@@ -118,7 +118,7 @@ def test_a_plan_that_finds_no_room_gives_way_to_the_one_before(no_grad: None, mo
 
 
 def test_every_resolution_keeps_its_new_plan_whatever_the_arena_does(no_grad: None) -> None:
-    """The first call behind replan grows the arena, which closes the programs of the other resolutions."""
+    """The first call after replan grows the arena, which closes the programs of the other resolutions."""
     model, twin = stack(), stack()
     run = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=False, options={**EAGER, **SMALL})
     shapes = [(4, 8), (6, 8), (9, 8)]
@@ -146,7 +146,7 @@ def test_a_goal_is_kept_where_none_is_given(no_grad: None) -> None:
 
 
 def wrong(tmp_path: Path) -> str:
-    """A machine on which a copy takes a hundred times as long as all compute, so that all weights are kept."""
+    """A profile on which a copy takes a hundred times as long as all compute: every weight stays resident."""
     machine = replace(load_profile(OPTIONS["hardware"]), launch_s=1e-5, h2d_bandwidth=1e6, name="wrong")
     (tmp_path / "wrong.json").write_text(machine.to_json())
     return str(tmp_path / "wrong.json")
@@ -158,15 +158,15 @@ def test_after_two_steps_the_plan_is_made_from_what_they_took(
 ) -> None:
     model, twin = stack(), stack()
     run = compiled(model, debug=debug, slowdown=50.0, hardware=wrong(tmp_path), replan_after=2, dump=tmp_path / "dump")
-    for step in range(3):  # the first pays for first touches and does not count
+    for step in range(3):  # the first step pays for first touches and does not count
         check(run, twin, 1)
         assert programs(model)[-1].plan.hardware == "wrong", step
     check(run, twin, 6)
     (session,) = programs(model)
     assert session.plan.hardware == "wrong, as measured" and session.code.replan_after == 0
-    assert len(session.measurements) == 6, "those of the plan before are not this plan's"
+    assert len(session.measurements) == 6, "without the steps of the plan before"
     folders = sorted((tmp_path / "dump").iterdir())
-    assert [f.name for f in folders] == ["rank0_0", "rank0_1"], "each plan has its own"
+    assert [f.name for f in folders] == ["rank0_0", "rank0_1"], "one for each plan"
     assert "as measured" in (folders[1] / "plan.json").read_text() and (folders[1] / "04_verified.py").exists()
 
 

@@ -97,7 +97,7 @@ def test_a_plan_yields_hard_where_that_is_faster_or_wanted() -> None:
     assert hard.predicted.inflation_s == 0.0
     assert chosen.predicted.step_s <= min(hard.predicted.step_s, soft.predicted.step_s) < soft.predicted.step_s
     free = replace(told, hardware=replace(slow, copy_slowdown=1.0, collective_slowdown=1.0))
-    assert not make_plan(found, free).barriers, "nothing to yield to"
+    assert not make_plan(found, free).barriers, "copies slow no collective"
 
 
 @pytest.mark.parametrize("family", ["wan", "flux", "hunyuanvideo", "qwen-image"])
@@ -118,7 +118,7 @@ def test_every_stage_of_a_real_model_parses_as_python(family: str, no_grad: None
 
 
 def folded(model: nn.Module, stage: int = -1) -> list[str]:
-    """The parts that a listing of ``model`` does not show."""
+    """The parts that a listing of ``model`` folds."""
     text = render(stage_lines(all_stages(trace(model, {"x": torch.randn(4, 8)}, 0), group_bytes=1)[stage]), full=False)
     return [line.partition(",")[0] for line in text.splitlines() if ": as " in line]
 
@@ -135,7 +135,7 @@ def test_folding_hides_blocks_of_equal_structure(no_grad: None) -> None:
 
 
 class Scaled(Stack):
-    """A constant of its own in each block."""
+    """Each block has a constant of its own."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.embed(x)
@@ -157,7 +157,7 @@ class WiredBlock(Block):
 
 
 class Wired(Stack):
-    """Blocks of the same ops on operands that change places."""
+    """Blocks with the same ops on swapped operands."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = first = self.embed(x)
@@ -243,7 +243,7 @@ def test_a_run_leaves_its_stages_and_what_it_measured(tmp_path: Path, no_grad: N
     assert Plan.from_json((folder / "plan.json").read_text()) == program.plan
     assert (folder / "04_verified.py").read_text().splitlines()[1:] == str(program.program).splitlines()
     early = Measured.from_json((folder / "measured.json").read_text())
-    assert early.steps == 4, "written behind steps 1, 2 and 4"
+    assert early.steps == 4, "written after steps 1, 2 and 4"
     explained = chunkflow_compile.explain(run)
     chunkflow_compile.restore(model)
     late = Measured.from_json((folder / "measured.json").read_text())
@@ -308,7 +308,7 @@ def test_the_artefact_has_a_name_in_set_logs(tmp_path: Path) -> None:
 
 
 def run_script(folder: Path, more: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Compiles a small model in a process of its own, torch's trace in ``folder``."""
+    """Compiles a small model in a process of its own, which writes torch's trace to ``folder``."""
     script = (
         "import sys, torch\n"
         f"sys.path.insert(0, {str(HERE)!r})\n"

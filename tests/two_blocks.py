@@ -10,7 +10,7 @@ from torch import nn
 
 
 def ulysses() -> tuple[nn.Module, dict[str, Any]]:
-    """Four all-to-alls a block; 4 tokens a rank."""
+    """Four all-to-alls in each block, and 4 tokens on each rank."""
     return UlyssesStack(), {"x": torch.randn(4, 32)}
 
 

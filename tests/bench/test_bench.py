@@ -1,4 +1,4 @@
-"""The bench: arms by name, policies side by side on an emulated link, and the policies that only it compares."""
+"""The bench: arms by name, policies side by side on an emulated link, and policies that only the bench has."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ def build():
 ARMS = ["resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "layerwise-prefix@20%", "replanned"]
 
 
-def test_what_copies_do_to_compute_is_told_from_all_arms() -> None:
+def test_the_slowdown_by_copies_is_measured_on_all_arms() -> None:
     arms = {"resident": Share(2.0, 0.0), "layerwise": Share(2.3, 1.0), "chunkflow": Share(2.1, 0.5)}
     slow = {name: Share(2 * compute_s, copying) for name, (compute_s, copying) in arms.items()}
     assert seen_slowdown([arms, slow]) == pytest.approx(1 + 0.4 / 3)
     assert seen_slowdown([{**arms, "layerwise": Share(1.7, 1.0)}]) == 1, "noise"
     assert seen_slowdown([{"resident": Share(2.0, 0.0)}]) == 1
-    assert seen_slowdown([{"resident": Share(2.0, 0.0), "chunkflow": Share(2.2, 0.01)}]) == 1, "too few copies to tell"
+    assert seen_slowdown([{"resident": Share(2.0, 0.0), "chunkflow": Share(2.2, 0.01)}]) == 1, "too few copies"
 
 
 def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -102,7 +102,7 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
         (["contention", "--picture", "/nowhere/p.png"], "cannot be written to /nowhere/p.png"),
     ],
 )
-def test_bad_use_is_told_before_anything_runs(
+def test_bad_use_is_an_error_before_anything_runs(
     arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", *arguments]) == 2
@@ -192,7 +192,7 @@ def one_rank(tmp_path: Path) -> Any:
 def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(
     debug: tuple[str, ...], one_rank: None, no_grad: None
 ) -> None:
-    """Copies that start while a collective runs: none where the host waits for it, many where it has gone on long ago."""
+    """Copies that start during a collective: none if the host waits for it, many if the host has run ahead."""
     torch.manual_seed(0)
     model = UlyssesStack(4, width=64).eval()
     options = {"policy": "host-yield", "chunk_bytes": 4096, "min_bytes": 4096, "lowering": "eager", "debug": debug}
@@ -228,7 +228,7 @@ def test_a_host_flag_yields_only_where_the_host_does_not_run_ahead(
 
 
 def job(**told: Any) -> Job:
-    """On the CPU's own link, which is what a GPU has too."""
+    """A job on the CPU's own link, without emulation, as on a GPU."""
     regime = Regime(family="wan", size=WIDE, load=0.0, chunk_bytes=1 << 20, arms=(), shows="")
     arms = parse_arms(told.pop("arms"))
     return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", **told)
@@ -242,7 +242,7 @@ def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> 
     assert all(a.step_s and a.step_s > 0 for a in found.record.arms.values())
     assert found.record.arms["layerwise"].equal_to_resident and found.record.arms["chunkflow"].equal_to_resident
     assert found.record.arms["layerwise"].moved_bytes_per_step and found.copy_rate["layerwise"]
-    for name in peers:  # another compilation rounds otherwise; other weights would be another output
+    for name in peers:  # another compilation may round differently; other weights would change the output
         assert found.difference[name] is not None and found.difference[name] < 1e-4
         assert name not in found.predicted and found.record.arms[name].weights_device_bytes is None
     assert found.link is None and "emulated" not in describe(told, found)

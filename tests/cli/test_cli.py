@@ -1,4 +1,4 @@
-"""The command line: the demo's table and record, and what bad use says."""
+"""The command line: the demo's table and record, plans, simulations, and errors."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         main([])
 
 
-def test_a_model_that_does_not_trace_leaves_the_whole_story_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_model_that_does_not_trace_leaves_the_traceback_in_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", f"{HERE / 'two_blocks.py'}:untraceable"]) == 2
     error = capsys.readouterr().err
     path = Path(error.partition("full traceback: ")[2].rstrip().rstrip(")"))
@@ -212,7 +212,7 @@ def test_a_model_that_does_not_trace_leaves_the_whole_story_in_a_file(capsys: py
         main(["plan", f"{HERE / 'two_blocks.py'}:untraceable", "--debug"])
 
 
-def test_what_led_to_an_unsafe_program_is_written(
+def test_the_stages_before_an_unsafe_program_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from chunkflow_compile.passes import pipeline

@@ -1,4 +1,4 @@
-"""Profiles: the built-in ones are sound and say where each figure is from; calibrate measures this machine into one."""
+"""Profiles: the built-in ones are valid and name the source of each figure; calibrate writes one of this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
     ):
         load_profile(own)
     body = json.loads(text)
-    del body["compute_slowdown"]  # profiles of before it was known
+    del body["compute_slowdown"]  # older profiles do not have it
     own.write_text(json.dumps(body))
     assert load_profile(own).compute_slowdown == 1
     del body["chunk_s"]

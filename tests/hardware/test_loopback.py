@@ -19,7 +19,7 @@ def four_ranks() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_peers_send_what_they_were_sent() -> None:
+def test_peers_send_back_what_they_receive() -> None:
     assert dist.get_world_size() == 4 and dist.get_rank() == 0
     sent, received = torch.randn(8, 3), torch.empty(8, 3)
     assert torch.equal(funcol.wait_tensor(funcol.all_to_all_single(sent, None, None, dist.group.WORLD)), sent)
@@ -30,7 +30,7 @@ def test_peers_send_what_they_were_sent() -> None:
     dist.barrier()
 
 
-def test_parts_may_differ_if_they_come_back_as_they_went() -> None:
+def test_parts_may_differ_if_both_directions_agree() -> None:
     sent, parts = torch.randn(10), [1, 2, 3, 4]
     assert torch.equal(funcol.wait_tensor(funcol.all_to_all_single(sent, parts, parts, dist.group.WORLD)), sent)
     with pytest.raises((NotImplementedError, RuntimeError), match="splits must be equal"):

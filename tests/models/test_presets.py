@@ -1,4 +1,4 @@
-"""Presets: full width and full sequence, traced without weights; the formulas' terms are the graph's."""
+"""Presets: traced at full width and length, without weights; the formulas count what the graph counts."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chunkflow_compile.passes.program.verify import verify
 
 
 def two_of_each(name: str) -> Preset:
-    """The preset with two blocks of each kind, which is all that a block's figures need."""
+    """The preset with two blocks of each kind: enough for the figures of one block."""
     found = PRESETS[name]
     layers = {key: 2 for key in ("num_layers", "num_single_layers") if key in found.config}
     return replace(found, config={**found.config, **layers})
@@ -55,7 +55,7 @@ BLOCKS: list[tuple[str, str, Callable[..., float], dict[str, int]]] = [
         SINGLE,
         {"tokens": 900 * 36, "text": 256, "width": 3072, "mlp": 12288},
     ),
-    # Not the last block: nothing reads its text stream, so that half of it is dead code.
+    # Not the last block: nothing reads its text stream, and half of it is dead code.
     ("qwen-image", "transformer_blocks.0", DOUBLE, {"tokens": 4096, "text": 512, "width": 3072, "mlp": 12288}),
 ]
 
@@ -85,7 +85,9 @@ def test_a_preset_is_planned_and_verified_without_weights() -> None:
     cut = traced("wan2.2-ti2v-5b", 2)
     plan = place(cut.problem, load_profile("h100-pcie-x2"))
     verify(rewrite(cut, plan))
-    assert plan.moved_bytes > 0.85 * cut.problem.total_bytes  # the embeddings have little to hide behind
+    assert (
+        plan.moved_bytes > 0.85 * cut.problem.total_bytes
+    )  # there is little compute before the embeddings to hide them
     assert {w.name for w in plan.streamed} >= {"blocks.0.ffn.net.2.weight", "blocks.1.attn2.to_out.0.weight"}
 
 

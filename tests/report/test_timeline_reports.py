@@ -1,4 +1,4 @@
-"""A step as lanes, picture and trace: what is drawn is what the plan says, whatever the plan."""
+"""A step as lanes, picture and trace: each shows what the plan says, for any plan."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_trace_events_are_nested_and_in_time(made: tuple[Problem, Plan]) -> None
 
 
 def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
-    """Slices of a thread follow each other, lie in the steps shown, and all of a step's work is there."""
+    """Slices of a thread do not overlap, lie within the steps shown, and add up to all work of a step."""
     whole = STEPS * lanes.step_s * 1e6
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     for thread in {e["tid"] for e in slices}:
@@ -96,7 +96,7 @@ def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
     for lane in ("compute", "collective", "copy"):
         total = sum(e["dur"] for e in slices if e["cat"] == lane)
         expected = STEPS * 1e6 * sum(b.end - b.start for b in lanes.lane(lane))  # type: ignore[arg-type]
-        # What reaches into the first step from the one before it is cut off.
+        # Work of the step before that reaches into the first step is cut off.
         assert expected - 1e6 * sum(-b.start for b in lanes.bars if b.lane == lane and b.start < 0) <= total + 0.1
         assert total <= expected + 0.1
     assert [e["ts"] for e in slices] == sorted(e["ts"] for e in slices)
@@ -105,7 +105,7 @@ def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
 
 
 def wide_plan() -> tuple[Problem, Plan]:
-    """Four blocks with room for a stall, a weight kept in part, and copies that wrap around the step."""
+    """Four blocks, planned with a stall, a partly resident weight, and copies that wrap around the step."""
     found = blocks_problem(4)
     return found, place(found, MACHINE, chunk_bytes=CHUNK, memory=12 * CHUNK)
 
@@ -131,7 +131,7 @@ def test_the_svg_shows_every_region_collective_and_weight_of_a_block(tmp_path: P
 
 
 def texts(picture: Path) -> list[str]:
-    """The texts of an SVG, lines of one label apart."""
+    """The texts of an SVG; each line of a label is one text."""
     root = ElementTree.fromstring(picture.read_text())
     return ["".join(e.itertext()).strip() for e in root.iter("{http://www.w3.org/2000/svg}text")]
 
@@ -175,7 +175,7 @@ def test_regions_are_called_by_their_weights_or_by_what_they_compute() -> None:
     assert [r.what for r in plan.regions] == ["w0,w1,w2", "elementwise", "w3,w4", "w5,w6"]
 
 
-def test_a_block_that_is_not_there_is_named(tmp_path: Path) -> None:
+def test_an_unknown_block_is_named(tmp_path: Path) -> None:
     _, plan = wide_plan()
     with pytest.raises(ChunkflowError, match=r"no block 'blocks.7'; did you mean 'blocks\.\d'"):
         draw_timeline(lanes_of(plan), "title", tmp_path / "x.png", block="blocks.7")

@@ -1,4 +1,4 @@
-"""The cuda device through its protocol: real copies on a real thread, on a GPU that is made of host parts."""
+"""The cuda device through its protocol: real copies on a real thread, on a fake GPU of threads and host memory."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine w
 
 @pytest.fixture(autouse=True)
 def two_ranks() -> Iterator[None]:
-    """Two ranks in this process, whose exchanges go through host memory."""
+    """One process that stands for two ranks: collectives go through host memory."""
     join_loopback(2)
     yield
     dist.destroy_process_group()
@@ -72,7 +72,7 @@ def test_steps_are_right_and_bytes_are_those_of_the_plan(make: Any, options: dic
     assert not cuda.pinned
 
 
-def test_a_step_makes_nothing_and_waits_for_nothing(no_grad: None) -> None:
+def test_a_step_allocates_nothing_and_waits_for_nothing(no_grad: None) -> None:
     cuda = FakeCuda()
     _, _, run = compiled(cuda, debug=())
     for _ in range(FRAMES + 2):
@@ -90,7 +90,7 @@ def test_time_is_measured_by_the_device(no_grad: None) -> None:
     for _ in range(8):
         run(torch.randn(4, 8))
     session = programs(model)[0]
-    step = min(session.measurements[1:], key=lambda m: m.step_s)  # where nothing else held the thread up
+    step = min(session.measurements[1:], key=lambda m: m.step_s)  # the step that the rest of the machine delayed least
     copies = len(session.executor._prefetches)
     assert step.copy_s >= 0.004 * copies > 0 and step.alone_s == step.copy_s and step.alone_bytes == step.moved_bytes
     assert 0.004 <= step.exposed_h2d_s < step.step_s < 1.0
@@ -128,7 +128,7 @@ def test_without_its_openings_a_copy_overwrites_a_weight_in_use(no_grad: None) -
 @examples(7, 25)
 @given(specs, st.lists(choices, min_size=2, max_size=2))
 def test_random_programs(spec: Spec, plans: list[Choices]) -> None:
-    """As on the threads device: several steps, new inputs, slots full of NaN in between."""
+    """As on the threads device: several steps, new inputs, slots full of NaN between them."""
     found = Bench(spec)
     for chosen in plans:
         program = found.program(chosen)
@@ -155,7 +155,7 @@ def test_the_callers_stream_may_be_another_in_every_step(no_grad: None) -> None:
 
 @pytest.mark.parametrize("yields", ["soft", "hard"])
 def test_a_hard_yield_keeps_late_copies_from_running_beside_collectives(yields: str, no_grad: None) -> None:
-    """The profile takes copies for much faster than they are, so that windows are filled with more than they hold."""
+    """The profile has a faster link than the device, so each window gets more copies than fit into it."""
     cuda = FakeCuda(copy_s=1e-2)
     model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), **{"yield": yields})
     for _ in range(4):
@@ -167,7 +167,7 @@ def test_a_hard_yield_keeps_late_copies_from_running_beside_collectives(yields: 
     assert sum(beside) == 0 if yields == "hard" else sum(beside) > 0
 
 
-def test_new_weights_are_written_behind_the_copies_that_read_the_old(no_grad: None) -> None:
+def test_new_weights_are_written_after_the_copies_that_read_the_old(no_grad: None) -> None:
     cuda = FakeCuda(copy_s=2e-3)
     model, twin, run = compiled(cuda)
     run(torch.randn(4, 8))
@@ -198,10 +198,10 @@ def test_a_step_that_fails_leaves_the_model_usable(no_grad: None) -> None:
     for _ in range(3):
         x = torch.randn(4, 8)
         assert torch.equal(run(x), twin(x))
-    assert len(programs(model)[0].measurements) == 4, "of the step that failed nothing is told"
+    assert len(programs(model)[0].measurements) == 4, "the failed step is not measured"
 
 
-def test_a_clock_waits_for_nobody() -> None:
+def test_the_clock_never_waits() -> None:
     engine = Engine(("copy",))
     cuda = FakeCuda()
     cuda.engine = engine
@@ -217,7 +217,7 @@ def test_a_clock_waits_for_nobody() -> None:
         frames.append(clock.frame(0, caller))
     assert frames[-1] is not None
     clock.close(frames[-1], caller, copy, lambda a, b, whole: told.append((a, b)))
-    assert clock.frame(0, caller) is None, "all are under way: the step is not measured"
+    assert clock.frame(0, caller) is None, "all frames are in use: the step is not measured"
     clock.collect()
     assert not told
     engine.resume()
@@ -285,7 +285,7 @@ def test_a_pin_budget_is_kept(no_grad: None) -> None:
     restore(model)
 
 
-def test_a_model_that_is_dropped_gives_its_pages_back(no_grad: None) -> None:
+def test_dropping_a_model_unpins_its_pages(no_grad: None) -> None:
     cuda = FakeCuda()
     model, _, run = compiled(cuda)
     run(torch.randn(4, 8))
@@ -293,14 +293,14 @@ def test_a_model_that_is_dropped_gives_its_pages_back(no_grad: None) -> None:
     del model, run
     torch._dynamo.reset()
     deadline = time.monotonic() + 20
-    while cuda.pinned and time.monotonic() < deadline:  # a thread closes the program, and holds it until then
+    while cuda.pinned and time.monotonic() < deadline:  # the thread that closes the program holds it until then
         gc.collect()
         time.sleep(0.02)
     assert not cuda.pinned
 
 
 @needs_no_gpu
-def test_what_is_said_where_there_is_no_gpu(no_grad: None) -> None:
+def test_errors_without_a_gpu(no_grad: None) -> None:
     model, x = Stack(2).eval(), torch.ones(1, 8)
     before = model(x)
     with pytest.raises(ChunkflowError, match=r"There is no cuda: this torch .* Run chunkflow doctor"):
@@ -309,7 +309,7 @@ def test_what_is_said_where_there_is_no_gpu(no_grad: None) -> None:
         Arena("cuda:3")
     with pytest.raises(ChunkflowError, match="ChunkFlow does not run on meta: place the model on cuda, or on the cpu"):
         check_device(torch.device("meta"))
-    assert torch.equal(model(x), before), "as it was"
+    assert torch.equal(model(x), before), "unchanged"
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_what_is_said_where_there_is_no_gpu(no_grad: None) -> None:
         (DeviceKind(), "host-yield", "on cuda no thread copies: use policy chunkflow"),
     ],
 )
-def test_what_a_gpu_does_not_do(kind: DeviceKind, policy: str, said: str) -> None:
+def test_options_that_a_gpu_refuses(kind: DeviceKind, policy: str, said: str) -> None:
     with pytest.raises(ChunkflowError, match=said):
         check_kind(torch.device("cuda", 0), kind, policy)
     check_kind(torch.device("cpu"), kind, policy)
@@ -331,8 +331,8 @@ def test_cards_have_profiles() -> None:
         assert "bfloat16" in load_profile(name).peak_flops
 
 
-def test_what_forward_moves_by_itself_may_lie_elsewhere() -> None:
-    """Tables that are no buffers, as Qwen-Image has them."""
+def test_tensors_that_forward_moves_may_be_on_another_device() -> None:
+    """Tables that are not buffers, as in Qwen-Image."""
     graph = torch.fx.Graph()
     moved, read = graph.placeholder("moved"), graph.placeholder("read")
     graph.output((graph.call_method("to", (moved, "cuda")), graph.call_function(torch.relu, (read,))))

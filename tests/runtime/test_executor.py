@@ -1,4 +1,4 @@
-"""The executor on real threads: nothing read too early, nothing overwritten too soon, failures survived."""
+"""The executor on real threads: no weight is read too early or overwritten too soon, and it survives failures."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_compute_waits_for_slow_copies(no_grad: None) -> None:
         x = torch.randn(4, 8)
         assert torch.equal(run(x), twin(x))
     measured = runner.measurements[-1]
-    assert measured.exposed_h2d_s > 0.01, "at least a chunk; on a busy machine compute may hide the others"
+    assert measured.exposed_h2d_s > 0.01, "at least one chunk; on a busy machine, compute may hide the others"
     assert measured.exposed_h2d_s < measured.step_s
 
 
 def test_without_its_waits_the_program_computes_something_else(no_grad: None) -> None:
-    """The race test can fail: with arrivals ignored and copies slow, outputs are wrong."""
+    """The race test can fail: if arrivals are ignored and copies are slow, outputs are wrong."""
     _, twin, run, runner = streaming()
     runner.executor.forget()  # the step before has prefetched nothing
     slow_copies(runner, 0.05)
@@ -70,7 +70,7 @@ def test_without_its_waits_the_program_computes_something_else(no_grad: None) ->
 
 
 def test_without_window_openings_a_copy_overwrites_a_weight_in_use(no_grad: None) -> None:
-    """The race test can fail: let copies run ahead of their windows, and they land in slots still to be read."""
+    """The race test can fail: copies that run ahead of their windows overwrite slots that are still to be read."""
     _, twin, run, runner = streaming()
     executor, x = runner.executor, torch.randn(4, 8)
     assert torch.equal(run(x), twin(x))
@@ -94,7 +94,7 @@ def test_a_failed_copy_is_an_error_and_the_next_step_is_right(no_grad: None) -> 
 
     runner.executor.device.copy_bytes = fail_once
     with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
-        for _ in range(2):  # the wrap-around copies of a step are first waited for in the next
+        for _ in range(2):  # nothing waits for a copy for the next step before that step
             run(torch.randn(4, 8))
     for _ in range(2):
         x = torch.randn(4, 8)
@@ -160,11 +160,11 @@ def test_values_are_released_at_their_last_use(no_grad: None) -> None:
     runner.executor._priming.clear()
     runner.executor._instructions = list(runner.executor._prepare(runner.program.module))
     run(torch.randn(4, 8))
-    assert max(alive) <= 2, "a region's input and output, no older activation"
+    assert max(alive) <= 2, "a region's input and output, and no older activation"
 
 
 def test_what_inductor_returns_of_a_slot_is_copied_out_of_it(no_grad: None) -> None:
-    """Inductor hands out an input where an op does nothing to it; the next window would overwrite the activation."""
+    """Inductor returns its input if an op does not change it: the next window would overwrite the activation."""
 
     class Reads(nn.Module):
         def __init__(self) -> None:
@@ -210,7 +210,7 @@ def test_an_event_waits_for_the_mark_that_was_newest_when_wait_was_called() -> N
     gate = threading.Event()
     engine = Engine(("test",))
     copy, event, compute = ThreadStream(engine, "test"), HostEvent(engine.bell), CallingStream()
-    compute.wait(event)  # no mark yet: nothing to wait for, as on CUDA
+    compute.wait(event)  # never recorded: nothing to wait for, as on CUDA
     copy.run(lambda: gate.wait() and None)
     copy.run(lambda: log.append("copied"))
     copy.record(event)

@@ -1,4 +1,4 @@
-"""The emulated link: what passes it takes as long as on a link of that bandwidth, alone and shared."""
+"""The emulated link: transfers take as long as on a real link of its bandwidth, alone and shared."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_two_transfers_share_a_fair_link_and_follow_each_other_on_a_fifo() -> No
         assert finish(found, 1) == pytest.approx(second, abs=0.01)
 
 
-def test_a_transfer_that_comes_later_has_half_from_then_on() -> None:
+def test_a_later_transfer_gets_half_of_the_link_from_then_on() -> None:
     found = wire(quantum=1000)
     found.add(0, 1e6, 0.0)
     found.advance(0.5)
@@ -53,7 +53,7 @@ def test_a_transfer_that_comes_later_has_half_from_then_on() -> None:
 
 @pytest.mark.parametrize("begun", [0.1, 0.4, 0.9, 1.0, 7.4])
 def test_a_newcomer_waits_for_the_rest_of_a_quantum(begun: float) -> None:
-    """``begun``: quanta that the other lane has carried alone."""
+    """``begun``: quanta that the other lane has carried before the newcomer."""
     found = wire(quantum=1000)
     found.add(0, 1e6, 0.0)
     found.advance(begun / 1e3)
@@ -62,11 +62,11 @@ def test_a_newcomer_waits_for_the_rest_of_a_quantum(begun: float) -> None:
     assert finish(found, 0) == pytest.approx(1.001)
 
 
-def test_a_sender_that_wakes_up_late_is_given_idle_time_but_not_twice() -> None:
+def test_a_sender_that_wakes_up_late_gets_idle_time_but_not_twice() -> None:
     found = wire()
     found.advance(1.0)
     found.add(0, 1e6, 0.5)
-    found.add(1, 1e6, 0.5)  # the same half second is gone; it has its share of what lane 0 is carrying
+    found.add(1, 1e6, 0.5)  # the idle half second is used up; it shares with lane 0
     assert finish(found, 1) == pytest.approx(2.5, abs=0.3)
     finish(found, 0)
     assert max(lane.over for lane in found.lanes) == pytest.approx(2.5, abs=0.01), "two megabytes from 0.5 on"
@@ -141,7 +141,7 @@ def test_copies_of_a_program_take_as_long_as_the_link_says(debug: tuple[str, ...
         assert statistics.mean(took) == pytest.approx(due, rel=0.1), "nothing else takes long here"
 
 
-def test_a_link_that_makes_no_sense_is_refused() -> None:
+def test_an_invalid_link_is_refused() -> None:
     text = replace(load_profile("cpu"), link_emulation=LinkEmulation(bandwidth=1e8)).to_json()
     assert Hardware.from_json(text).link_emulation == LinkEmulation(bandwidth=1e8)
     for old, new, said in (

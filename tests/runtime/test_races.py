@@ -1,7 +1,7 @@
-"""Races found without a GPU: every stream a thread, the host steps ahead, slots poisoned, adversarial schedules.
+"""Races, found without a GPU: each stream is a thread, the host runs steps ahead, slots are poisoned, schedules adversarial.
 
-A legal program gives the model's own numbers, bit for bit, on every schedule.  A mutated one is rejected by ``verify``;
-and whatever ``verify`` accepts is right on every schedule that was tried.
+A legal program computes the model's own numbers, bit for bit, on every schedule.  ``verify`` rejects mutated programs, and
+every program that it accepts is right on all schedules tried.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.executor import Executor
 
 STEPS = 3
-# Of each kind of mutation that is a race or a wrong byte whatever the schedule; the others are rejected before they are.
+# Mutations that some schedule must turn into wrong numbers.  verify rejects the others before a schedule shows anything.
 SHOWN = {
     "remove_a_wait",
-    "wait_behind_the_reader",
+    "wait_after_the_reader",
     "remove_a_prefetch",
     "forget_a_chunk",
-    "prefetch_behind_the_reader",
+    "prefetch_after_the_reader",
     "prefetch_before_its_window",
     "evict_before_the_reader",
     "another_slot",
@@ -50,7 +50,7 @@ SHOWN = {
 
 @pytest.fixture(autouse=True)
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A real process group of one rank: its collectives are real, and give back what they take."""
+    """A real process group of one rank: its collectives are real, and return their input."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
@@ -64,7 +64,7 @@ def one_rank(tmp_path: Path) -> Iterator[None]:
 def test_random_programs_give_the_model_s_numbers_on_every_schedule(
     part: int, record_property: Callable[[str, object], None]
 ) -> None:
-    """Each part has models of another width, so that no program is counted twice."""
+    """Each part has models of its own width: no program counts twice."""
     count: Counter[str] = Counter()
     seen: set[object] = set()
 
@@ -131,33 +131,35 @@ def test_what_verify_accepts_is_right_and_what_is_wrong_it_rejects(
     check_all()
     assert count["tried"] >= 3 and count["rejected"] > 0
     assert count["shown"] > 0 or mutation.__name__ not in SHOWN
-    said = f"{count['tried']} programs, {count['rejected']} rejected, on a schedule {count['shown']} with wrong numbers"
-    record_property("counts", f"{mutation.__name__}: {said}, {count['failed']} with an error")
+    counts = (
+        f"{count['tried']} programs, {count['rejected']} rejected, on a schedule {count['shown']} with wrong numbers"
+    )
+    record_property("counts", f"{mutation.__name__}: {counts}, {count['failed']} with an error")
 
 
 def without_openings(executor: Executor) -> None:
     kept = executor.device.copy.wait
-    executor.device.copy.wait = lambda event, *told: None if event is executor._opening else kept(event, *told)
+    executor.device.copy.wait = lambda event, *rest: None if event is executor._opening else kept(event, *rest)
 
 
 def without_arrivals(executor: Executor) -> None:
     kept = executor.device.compute.wait
     arrivals = set(map(id, executor._arrival.values()))
-    executor.device.compute.wait = lambda event, *told: None if id(event) in arrivals else kept(event, *told)
+    executor.device.compute.wait = lambda event, *rest: None if id(event) in arrivals else kept(event, *rest)
 
 
 def without_starts_of_collectives(executor: Executor) -> None:
-    executor.device.collective.wait = lambda event, *told: None
+    executor.device.collective.wait = lambda event, *rest: None
 
 
 def without_ends_of_collectives(executor: Executor) -> None:
     kept = executor.device.compute.wait
-    executor.device.compute.wait = lambda event, *told: None if event is executor._ended else kept(event, *told)
+    executor.device.compute.wait = lambda event, *rest: None if event is executor._ended else kept(event, *rest)
 
 
 def without_handovers(executor: Executor) -> None:
     kept = executor.device.copy.wait
-    executor.device.copy.wait = lambda event, *told: None if event is executor._handover else kept(event, *told)
+    executor.device.copy.wait = lambda event, *rest: None if event is executor._handover else kept(event, *rest)
 
 
 EVENTS = (
@@ -173,7 +175,7 @@ EVENTS = (
 def test_each_event_of_the_executor_is_needed(
     remove: Callable[[Executor], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The race tests can fail: without any one kind of event a schedule shows a wrong number, or an error."""
+    """The race tests can fail: without any one kind of event, a schedule shows a wrong number or an error."""
     prepare = Executor._prepare
 
     def broken(self: Executor, module: Any) -> Any:
@@ -196,7 +198,7 @@ def test_each_event_of_the_executor_is_needed(
 
 
 def test_verify_names_the_conflict_of_two_programs_without_a_handover() -> None:
-    """The verifier can fail: with the event taken out of what orders them, two programs in one arena conflict."""
+    """The verifier can fail: without the handover event, two programs in one arena conflict."""
     shown: list[str] = []
 
     @examples(3, 6)
@@ -249,7 +251,7 @@ def test_an_error_on_a_stream_reaches_the_caller_and_the_next_step_is_right() ->
 
     device.copy_bytes = fail_once  # type: ignore[method-assign]
     with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
-        for x in inputs:  # a copy for the next step is first waited for there
+        for x in inputs:  # nothing waits for a copy for the next step before that step
             executor.run(found.arguments(program, x))
     for x, right in zip(inputs, found.expected(inputs), strict=True):
         assert torch.equal(executor.run(found.arguments(program, x))[0], right)

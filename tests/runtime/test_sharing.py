@@ -1,4 +1,4 @@
-"""Programs that share: one arena, the same weights, several threads."""
+"""Programs that share an arena, weights and threads."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_two_resolutions_take_turns_in_one_arena(debug: tuple[str, ...], no_grad
     for session in sessions:
         cold = [m for m in session.measurements if m.primed_bytes]
         assert session.plan.moved_bytes == session.measurements[-1].moved_bytes > 0
-        assert 0 < len(cold) < len(session.measurements), "cold after another program, warm after itself"
+        assert 0 < len(cold) < len(session.measurements), "cold after another program, warm after its own step"
     assert f"{len(cold)} calls began cold" in str(explain(run))
     restore(model)
     assert arena.nbytes == 0 and not arena.tenants
@@ -108,7 +108,7 @@ def test_several_models_share_the_arena_that_they_are_given(no_grad: None) -> No
     for model in models[1:]:
         restore(model)
     assert arena.nbytes == 0 and not arena.tenants
-    assert torch.equal(runs[2](x), twins[2](x)), "and is there again when it is needed"
+    assert torch.equal(runs[2](x), twins[2](x)), "the arena is allocated again when it is needed"
 
 
 def test_an_arena_grows_with_the_largest_of_its_programs(no_grad: None) -> None:
@@ -154,7 +154,7 @@ def test_programs_are_verified_together_once_where_they_meet(no_grad: None, monk
     run = compiled(model)
     for shape in (*SHAPES, *SHAPES):
         run(torch.randn(*shape))
-    assert len(seen) == 3, "every two of three"
+    assert len(seen) == 3, "each pair of the three"
     model.load_state_dict(twin.state_dict())
     for shape in SHAPES:
         run(torch.randn(*shape))
@@ -184,7 +184,7 @@ def test_an_arena_whose_models_are_dropped_is_emptied(no_grad: None) -> None:
 
 
 @pytest.mark.parametrize("policy", ["resident", "none"])
-def test_a_copy_of_a_model_whose_weights_are_where_they_were_is_a_model_like_any(policy: str, no_grad: None) -> None:
+def test_a_copy_of_a_model_without_moved_weights_is_an_ordinary_model(policy: str, no_grad: None) -> None:
     model, x = stack(), torch.randn(4, 8)
     if policy == "resident":
         torch.compile(model, backend="chunkflow", fullgraph=True, options={**RESIDENT, "lowering": "eager"})(x)
@@ -211,7 +211,7 @@ def test_streams_compute_in_the_caller_s_modes_of_autograd() -> None:
 
 
 def in_threads(*works: Callable[[], None]) -> None:
-    """Runs the works at once; raises what the first of them raised."""
+    """Runs the works at the same time, and raises the first error of any of them."""
     errors: list[BaseException] = []
     barrier = threading.Barrier(len(works))
 
@@ -237,7 +237,7 @@ def in_threads(*works: Callable[[], None]) -> None:
     TorchVersion(torch.__version__) < "2.12", reason="torch 2.11 crashes where threads compile at once, on any backend"
 )
 @pytest.mark.parametrize("placed_first", [False, True])
-def test_threads_that_call_one_model_first_at_once_take_turns(placed_first: bool, no_grad: None) -> None:
+def test_threads_whose_first_calls_meet_take_turns(placed_first: bool, no_grad: None) -> None:
     for seed in range(5):
         torch._dynamo.reset()
         model, twin = stack(seed=seed), stack(seed=seed)
@@ -251,13 +251,13 @@ def test_threads_that_call_one_model_first_at_once_take_turns(placed_first: bool
                 assert torch.equal(run(x), twin(x))
 
         in_threads(*(lambda s=s: work(s) for s in (*SHAPES, SHAPES[0])))
-        assert len(programs(model)) >= len(SHAPES), "two threads may have compiled the same shape"
+        assert len(programs(model)) >= len(SHAPES), "two threads may compile the same shape"
         restore(model)
         assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_calls_that_share_an_arena_wait_for_each_other(no_grad: None) -> None:
-    """Two models, copies so slow that their steps would meet."""
+    """Two models, with copies so slow that their steps would overlap."""
     arena = Arena()
     models, twins = [stack(3, 0), stack(4, 1)], [stack(3, 0), stack(4, 1)]
     runs = [compiled(model, arena=arena, debug="poison") for model in models]

@@ -1,4 +1,4 @@
-"""Ctrl-C at any line of a step, of a handover, of a move: nothing hangs, and no number is wrong behind it."""
+"""Ctrl-C at any line of a step, of a handover or of a move: nothing hangs, and no later number is wrong."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from chunkflow_compile.weights.host_store import home_of
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    """Dynamo takes any error in a guard for one that does not hold, a Ctrl-C too, and compiles anew: that one comes again."""
+    """To Dynamo, any error in a guard is a guard that does not hold, and it compiles again: repeat such a Ctrl-C later."""
     codes = [inside.f_code for inside, _ in traceback.walk_stack(frame)]
     in_guard = any(c.co_filename.endswith("torch/_dynamo/guards.py") for c in codes)
     if in_guard or ("<string>", "guard") in [(c.co_filename, c.co_name) for c in codes]:
@@ -32,8 +32,8 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 @pytest.fixture
 def ctrl_c() -> Iterator[None]:
-    """Interrupts arrive: a job that a shell starts in the background is born with them ignored, and what comes while the
-    collector calls back (hypothesis lets it) Python drops."""
+    """Makes interrupts arrive: shells start background jobs with them ignored, and Python drops those that come during a
+    callback of the collector, such as hypothesis has."""
     before = signal.signal(signal.SIGINT, _interrupt)
     gc.collect()
     gc.disable()
@@ -72,7 +72,7 @@ def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
         cold += programs(model)[-1].measurements[-2].primed_bytes > 0
-    assert interrupted == 10 and cold >= 5, "the others came between two steps"
+    assert interrupted == 10 and cold >= 5, "the others came between steps"
     assert_survives(model, twin)
 
 

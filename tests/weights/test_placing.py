@@ -1,4 +1,4 @@
-"""Placing a model: parameters that look as before, bytes in the host store, nothing lost on the way."""
+"""Placing a model: parameters look as before, their bytes are in the host store, and nothing is lost."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Root(nn.Module):
         return x @ self.a @ self.b @ self.c
 
 
-def test_large_parameters_keep_their_looks_with_0_bytes_of_storage() -> None:
+def test_large_parameters_keep_their_shape_with_0_bytes_of_storage() -> None:
     model, twin = placed(), stack()
     moved = [n for n, p in model.named_parameters() if home_of(p) is not None]
     assert moved == [n for n, p in twin.named_parameters() if p.numel() * 4 >= MIN_BYTES] != []
@@ -63,7 +63,7 @@ def test_large_parameters_keep_their_looks_with_0_bytes_of_storage() -> None:
         assert p.untyped_storage().nbytes() == (0 if name in moved else q.untyped_storage().nbytes())
 
 
-def test_packing_takes_the_bytes_over_and_copies_none() -> None:
+def test_packing_takes_over_the_bytes_without_a_copy() -> None:
     model = stack()
     before = {n: p.data_ptr() for n, p in model.named_parameters()}
     offload(model, min_bytes=MIN_BYTES)
@@ -105,7 +105,7 @@ def test_load_state_dict_writes_the_host_copy_and_the_next_step_uses_it(assign: 
     torch.manual_seed(1)
     other = Stack().eval()
     model.load_state_dict(other.state_dict(), assign=assign)
-    if not assign:  # assign gives the small parameters new identities, for which Dynamo may compile again
+    if not assign:  # assign replaces the small parameters, and Dynamo may compile again
         assert len(programs(model)) == 1
     for _ in range(3):
         torch.testing.assert_close(run(x), other(x))
@@ -146,7 +146,7 @@ def test_what_would_read_an_empty_parameter_is_refused_with_a_sentence() -> None
     for attempt in (lambda: model.to(torch.float16), lambda: model.blocks.half(), lambda: model.to("meta")):
         with pytest.raises(ChunkflowError, match=r"cannot become .*restore\(model\), convert, and offload again"):
             attempt()
-    assert {p.dtype for p in model.parameters()} == {torch.float32}, "the refusal came before the first change"
+    assert {p.dtype for p in model.parameters()} == {torch.float32}, "refused before anything changed"
     model.to("cpu")
     model.to(torch.float32)
     restore(model)
@@ -219,7 +219,7 @@ def test_tied_and_overlapping_parameters_stay_together(no_grad: None) -> None:
 
 
 def test_two_arms_on_one_model_agree(no_grad: None) -> None:
-    """The resident program used the parameters in place; the streaming one then empties them."""
+    """The resident program reads the parameters in place; then the streaming program empties them."""
     model, size = small_model("wan", WIDE), {"chunk_bytes": 1 << 18}
     resident = torch.compile(model, backend="chunkflow", fullgraph=True, options={**RESIDENT, **size})
     inputs = small_inputs("wan", WIDE, 0)
@@ -227,11 +227,11 @@ def test_two_arms_on_one_model_agree(no_grad: None) -> None:
     streamed = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **size})
     assert torch.equal(streamed(**inputs)[0], first)
     assert torch.equal(resident(**inputs)[0], first)
-    assert [p.plan.policy for p in programs(model)] == ["chunkflow", "resident"], "the resident one was bound again"
+    assert [p.plan.policy for p in programs(model)] == ["chunkflow", "resident"], "the resident program was bound again"
 
 
 class Corners(nn.Module):
-    """What a graph may hold besides Linear layers: a convolution in channels_last, a buffer that changes, constants."""
+    """More than Linear layers: a convolution in channels_last, a buffer that changes, constants."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Timings: what was measured takes the place of what rates say, and a plan bears copies that come later than foreseen."""
+"""Timings: measurements replace the rates of the profile, and a plan tolerates copies that are slower than predicted."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def timings(compute: list[float], collectives: dict[int, float | None], rate: fl
     st.lists(st.floats(1e-6, 1.0), min_size=COUNT, max_size=COUNT),
     st.lists(st.floats(1e-6, 1.0), min_size=len(AWAITED), max_size=len(AWAITED)),
 )
-def test_sums_stay_what_was_measured(compute: list[float], collectives: list[float]) -> None:
+def test_sums_equal_the_measured_sums(compute: list[float], collectives: list[float]) -> None:
     seen = timings(compute, dict(zip(AWAITED, collectives, strict=True)))
     simulator = Simulator(PROBLEM, MACHINE, CHUNK, seen)
     assert sum(simulator.compute_s) == pytest.approx(sum(compute))
@@ -51,7 +51,7 @@ def test_sums_stay_what_was_measured(compute: list[float], collectives: list[flo
     assert all(len(found) == 1 for found in by_key.values()), "equal regions take equal time"
 
 
-def test_a_collective_never_seen_alone_takes_after_its_like_or_after_the_profile() -> None:
+def test_a_collective_never_measured_alone_takes_the_time_of_its_like_or_of_the_profile() -> None:
     plain = Simulator(PROBLEM, MACHINE, CHUNK).collective_s
     one = Simulator(PROBLEM, MACHINE, CHUNK, timings([1.0] * COUNT, {**dict.fromkeys(AWAITED), AWAITED[0]: 3.0}))
     assert one.collective_s == pytest.approx([1.0] * len(PROBLEM.collectives)), "three together took 3 s"
@@ -59,7 +59,7 @@ def test_a_collective_never_seen_alone_takes_after_its_like_or_after_the_profile
     assert none.collective_s == pytest.approx(plain)
 
 
-def test_the_rate_of_copies_takes_the_place_of_the_link() -> None:
+def test_the_measured_rate_of_copies_replaces_the_link_s() -> None:
     simulator = Simulator(PROBLEM, MACHINE, CHUNK, timings([1.0] * COUNT, {}, rate=1e6))
     weight = PROBLEM.weights[0].name
     assert simulator.copy_seconds(weight, 0, 1) == pytest.approx(PROBLEM.weights[0].nbytes / 1e6)
@@ -70,8 +70,8 @@ def test_the_rate_of_copies_takes_the_place_of_the_link() -> None:
 
 
 @pytest.mark.parametrize("rate, factor", [(None, 1.0), (0.5, 2.0), (2.0, 0.5)])
-def test_what_a_collective_took_beyond_its_bytes_holds_no_link(rate: float | None, factor: float) -> None:
-    """Its bytes cross at the profile's rate, or at one as far off as that of copies; never longer than it took."""
+def test_a_collective_holds_the_link_for_its_bytes_only(rate: float | None, factor: float) -> None:
+    """Its bytes cross at the profile's rate, corrected as that of copies, and in no more time than it took."""
     seen = timings([1.0] * COUNT, dict.fromkeys(AWAITED, 1.0), None if rate is None else rate * MACHINE.copy_rate)
     bytes_s = [factor * c.nbytes / MACHINE.collective_bandwidth for c in PROBLEM.collectives]
     simulator = Simulator(PROBLEM, MACHINE, CHUNK, seen)
@@ -81,10 +81,8 @@ def test_what_a_collective_took_beyond_its_bytes_holds_no_link(rate: float | Non
 
 
 @given(st.floats(0, 1), st.floats(1, 3), st.booleans())
-def test_compute_that_was_timed_beside_copies_is_taken_for_so_much_less(
-    copying: float, factor: float, told: bool
-) -> None:
-    """``told``: the factor was measured with it, and takes the place of the profile's."""
+def test_compute_timed_beside_copies_is_corrected_by_the_slowdown(copying: float, factor: float, told: bool) -> None:
+    """``told``: the factor was measured too, and replaces the profile's."""
     seen = replace(timings([1.0] * COUNT, {}), copying=copying, compute_slowdown=factor if told else None)
     simulator = Simulator(PROBLEM, replace(MACHINE, compute_slowdown=1.2 if told else factor), CHUNK, seen)
     assert simulator.hardware.compute_slowdown == factor
@@ -96,8 +94,8 @@ def test_timings_of_another_problem_are_refused() -> None:
         place(blocks_problem(4), MACHINE, chunk_bytes=CHUNK, timings=timings([1.0] * COUNT, {}))
 
 
-def test_of_equal_plans_the_one_is_taken_that_slower_copies_hurt_least() -> None:
-    """A link that is just fast enough: without strain the smallest plan would do."""
+def test_of_equal_plans_place_returns_the_one_that_slower_copies_hurt_least() -> None:
+    """A link that is just fast enough: without strain, the smallest plan would be chosen."""
     found = blocks_problem(6)
     for share in (0.45, 0.6, 0.8):
         memory = int(share * found.total_bytes)
@@ -132,7 +130,7 @@ def step(
     )
 
 
-def test_what_had_company_on_the_link_is_not_taken_for_its_speed() -> None:
+def test_transfers_that_shared_the_link_do_not_count_for_its_speed() -> None:
     plan = place(PROBLEM, MACHINE, chunk_bytes=CHUNK)
     steps = [step([0.2, 0.9], [0.0, 0.9], alone=(2.0, 100)), step([0.5, 0.7], [0.5, 0.7], alone=(3.0, 200))]
     took = measured(plan, steps)
@@ -140,18 +138,18 @@ def test_what_had_company_on_the_link_is_not_taken_for_its_speed() -> None:
     assert Measured.from_json(took.to_json()) == took
     found = took.timings()
     assert found.copying == pytest.approx(2.5 / took.step_s) == copying_share(10.0, 0.0, 10 * 2.5 / took.step_s)
-    assert copying_share(100.0, 40.0, 60.0) == pytest.approx(1 / 3), "while compute waits, a copy is beside nothing"
+    assert copying_share(100.0, 40.0, 60.0) == pytest.approx(1 / 3), "a copy during a wait slows no compute"
     assert copying_share(1.0, 1.0, 1.0) == 0 and copying_share(1.0, 0.5, 2.0) == 1
-    assert sum(found.compute_s) == pytest.approx(took.step_s - took.collective_s), "the host's share is in it"
+    assert sum(found.compute_s) == pytest.approx(took.step_s - took.collective_s), "it includes the host's share"
     assert replace(took, copy_rate=None).timings().copy_rate is None
 
 
-def test_timings_add_up_to_the_step_where_now_and_then_something_is_long() -> None:
+def test_timings_add_up_to_the_step_even_with_outliers() -> None:
     plan = place(PROBLEM, MACHINE, chunk_bytes=CHUNK)
     bursts = [((2.0, 2.0), [0.2, 0.5]), ((1.0, 3.0), [0.4, 0.3]), ((1.0, 2.0), [0.2, 0.3])]
     took = measured(plan, [step(collective, [0.0, 0.0], compute=compute) for compute, collective in bursts])
     assert (list(took.windows.compute_s), list(took.windows.collective_s)) == ([1.0, 2.0], [0.2, 0.3]), (
-        "no burst is seen"
+        "medians, without the bursts"
     )
     found = took.timings()
     assert (
@@ -164,7 +162,7 @@ def test_timings_add_up_to_the_step_where_now_and_then_something_is_long() -> No
     )
 
 
-def test_traffic_tells_who_was_alone() -> None:
+def test_traffic_finds_the_copies_that_were_alone() -> None:
     traffic, windows = Traffic(), WindowSeconds(*(array("d", [0.0, 0.0]) for _ in range(4)))
 
     def run(transfer: Transfer, begin: float, end: float) -> None:
@@ -182,7 +180,7 @@ def test_traffic_tells_who_was_alone() -> None:
     assert (list(windows.collective_s), list(windows.beside_s)) == ([2.0, 1.0], [2.0, 1.0])
     under_way.ends(7.0)
     run(traffic.copy(1), 8.0, 9.0)
-    assert traffic.settle(9.0) == Copied(2.5, 8, 1.0, 1), "it began beside the collective of the step before"
+    assert traffic.settle(9.0) == Copied(2.5, 8, 1.0, 1), "it overlapped the collective of the step before"
     assert traffic.copied_bytes == 23
 
 

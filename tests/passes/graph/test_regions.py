@@ -1,4 +1,4 @@
-"""Discovery and cutting: what is a weight, where it is read, where the graph is cut, which pieces are the same."""
+"""Discovery and cutting: weights, their readers, the cuts of the graph, and regions of equal structure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_no_view_of_a_weight_crosses_a_region() -> None:
 
 
 class Collectives(nn.Module):
-    """One of each collective, and its autograd twin where there is one."""
+    """One of each collective, and its autograd variant if there is one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_regions_with_nested_graphs_are_not_shared() -> None:
     assert len(keys) == len(set(keys)) == 2
 
 
-def test_a_region_past_group_bytes_is_cut_in_front_of_the_weight_that_is_too_much() -> None:
+def test_a_region_above_group_bytes_is_cut_before_the_weight_that_exceeds_it() -> None:
     whole = cut_of(Stack(), torch.randn(4, 8)).problem
     torch._dynamo.reset()
     finer = cut_of(Stack(), torch.randn(4, 8), group_bytes=64 * 32 * 4).problem

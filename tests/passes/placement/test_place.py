@@ -1,4 +1,4 @@
-"""Placement: against the optimum of small problems, against bounds of large ones; limits, reasons, determinism."""
+"""Placement: against the optimum of small problems and the bounds of large ones; limits, reasons, determinism."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def planned(found: Problem, machine: Hardware = MACHINE, **goal: object) -> Plan
 
 
 def ratio(plan: Plan) -> float:
-    """Predicted step over that with all weights resident."""
+    """The predicted step over the step with all weights resident."""
     assert plan.predicted is not None
     return plan.predicted.step_s / plan.predicted.resident_step_s
 
@@ -42,7 +42,7 @@ def floor(found: Problem, machine: Hardware = MACHINE) -> int:
 
 
 def best_of_all(found: Problem, machine: Hardware, memory: int) -> float:
-    """The fastest step of every way to place the chunks within ``memory``."""
+    """The fastest step of all placements of the chunks that fit ``memory``."""
     planner = Planner(found, Simulator(found, machine, CHUNK))
     builder = Builder(planner, machine, "chunkflow")
     choices = [(None, *range(c.first, c.last - planner.count, -1)) for c in planner.chunks]
@@ -131,7 +131,7 @@ def test_the_memory_curve_never_rises_in_steps_of_a_chunk() -> None:
 
 
 def test_residents_are_spread_over_the_blocks() -> None:
-    found = blocks_problem(12, 9.0)  # copies of 13 a block, and compute of 9
+    found = blocks_problem(12, 9.0)  # per block, copies take 13 and compute takes 9
     plan = planned(found, memory=found.total_bytes // 2)
     by_block = dict.fromkeys(range(12), 0)
     for w in plan.weights:
@@ -146,7 +146,7 @@ def test_copies_keep_clear_of_collectives_only_where_they_share_the_link() -> No
     assert planned(found, slowdown=1.0).predicted.inflation_s == 0  # type: ignore[union-attr]
     apart = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0)
     assert planned(found, apart, slowdown=1.0).device_bytes <= planned(found, slowdown=1.0).device_bytes
-    tight = blocks_problem(8, 12.0)  # copies of 13 a block, compute of 12 and collectives of 16
+    tight = blocks_problem(8, 12.0)  # per block, copies take 13, compute 12 and collectives 16
     free, bound = planned(tight, apart, slowdown=1.0), planned(tight, slowdown=1.0)
     assert free.moved_bytes == tight.total_bytes > bound.moved_bytes > 0
 
@@ -206,7 +206,7 @@ def test_a_plan_survives_json_and_tells_its_problem(policy: str) -> None:
 
 
 def test_a_budget_of_the_whole_model_keeps_the_whole_model() -> None:
-    """Slots are rounded up to 256 bytes, which resident weights are not."""
+    """Slots are rounded up to 256 bytes; resident weights are not."""
     found = problem([6], [weight(i, 100, (0,)) for i in range(10)])
     plan = planned(found, memory=1000)
     assert plan.device_bytes == 1000 and not plan.streamed
@@ -259,11 +259,11 @@ def test_sixty_blocks_are_planned_in_three_seconds_and_twice_as_many_in_proporti
 
     once, twice = blocks_problem(60, 20.0), blocks_problem(120, 20.0)
     gc.collect()
-    gc.freeze()  # what the collector does with the rest of this process is not planning
+    gc.freeze()  # the collector's time for other objects of this process is not planning
     for goal in ({}, {"memory": 200 * CHUNK}):
         rounds = [(seconds(once, goal), seconds(twice, goal)) for _ in range(5)]
         assert min(t for t, _ in rounds) < 3
-        # Side by side, because the machine is not always equally fast; of a quadratic planner all would be 4.
+        # Timed in pairs, because the machine's speed varies.  For a quadratic planner every ratio would be 4.
         assert min(u / t for t, u in rounds) <= 2.5
 
 

@@ -1,4 +1,4 @@
-"""Slots never overlap while their chunks are alive, and the arena is not much larger than what is alive."""
+"""Slots never overlap while their chunks are alive, and the arena is not much larger than the chunks alive."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def alive(piece: Piece, windows: int) -> set[int]:
 
 
 def peak_bytes(lifetimes: list[Lifetime], windows: int) -> int:
-    """The most bytes alive in one window: no packing is smaller."""
+    """The most bytes alive in one window, which is a lower bound of any packing."""
     pieces = [p for life in lifetimes for p in life.pieces]
     return max(sum(align(p.end) - p.begin for p in pieces if k in alive(p, windows)) for k in range(windows))
 

@@ -1,4 +1,4 @@
-"""The simulator: small cases by hand, and a program plays as its plan says."""
+"""The simulator: small cases computed by hand, and a program plays as its plan predicts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def play(found: Problem, windows: dict[str, Windows], **change: object) -> Timel
     return Simulator(found, machine, CHUNK).play(schedule(found, transfers(found, windows)))
 
 
-def test_a_copy_behind_compute_costs_nothing() -> None:
+def test_a_copy_that_compute_hides_costs_nothing() -> None:
     found = problem([5, 5], [weight(0, 4 * CHUNK, (1,))])
     played = play(found, {"w0": (0,) * 4})
     assert played.step_s == pytest.approx(10 * US)
@@ -36,7 +36,7 @@ def test_a_copy_behind_compute_costs_nothing() -> None:
     assert played.peak_bytes == 4 * CHUNK
 
 
-def test_what_does_not_fit_behind_compute_is_waited_for() -> None:
+def test_a_copy_that_compute_does_not_hide_is_waited_for() -> None:
     found = problem([5, 5], [weight(0, 8 * CHUNK, (1,))])
     played = play(found, {"w0": (0,) * 8})
     assert played.step_s == pytest.approx(13 * US)
@@ -44,10 +44,10 @@ def test_what_does_not_fit_behind_compute_is_waited_for() -> None:
 
 
 def test_a_copy_beside_a_collective_slows_both_by_their_factors() -> None:
-    """Four of copies start with region 0, which takes 1; then a collective of 2 runs beside the 3 that are left."""
+    """Copies of 4 start with region 0, which takes 1; then a collective of 2 runs beside the 3 that remain."""
     found = problem([1, 9], [weight(0, 4 * CHUNK, (1,))], [(1, 2)])
     fair = play(found, {"w0": (0,) * 4})
-    # 1 alone, then 4 together: the collective's 2 and as much of the copy; the last 1 of the copy alone.
+    # 1 alone, then 4 together, in which the collective's 2 and 2 of the copy cross; the last 1 of the copy alone.
     assert fair.collective_s == pytest.approx(4 * US) and fair.inflation_s == pytest.approx(2 * US)
     assert fair.exposed_s == pytest.approx(1 * US)
     assert fair.step_s == pytest.approx((1 + 4 + 1 + 9) * US)
@@ -60,7 +60,7 @@ def test_a_copy_beside_a_collective_slows_both_by_their_factors() -> None:
 
 @pytest.mark.parametrize("latency, inflation", [(0, 2), (1, 2), (2, 1), (3, 0), (5, 0)])
 def test_a_copy_beside_the_latency_of_a_collective_slows_neither(latency: int, inflation: int) -> None:
-    """As above: what is left of the copies when the latency is over shares the link with the collective's bytes."""
+    """As above: the copies that remain after the latency share the link with the collective's bytes."""
     found = problem([1, 9], [weight(0, 4 * CHUNK, (1,))], [(1, 2)])
     played = play(found, {"w0": (0,) * 4}, collective_latency_s=latency * US)
     assert played.collective_s == pytest.approx((latency + 2 + inflation) * US)
@@ -70,7 +70,7 @@ def test_a_copy_beside_the_latency_of_a_collective_slows_neither(latency: int, i
 
 
 def test_a_copy_beside_compute_slows_compute_alone() -> None:
-    """Four of copies beside a region of 10: it advances 2 while they run, then the 8 that are left."""
+    """Copies of 4 beside a region of 10: it advances by 2 while they run, then by the 8 that remain."""
     found = problem([10, 5], [weight(0, 4 * CHUNK, (1,))])
     played = play(found, {"w0": (0,) * 4}, compute_slowdown=2.0)
     assert played.step_s == pytest.approx(17 * US) and played.compute_s == pytest.approx(17 * US)
@@ -82,7 +82,7 @@ def test_a_copy_beside_compute_slows_compute_alone() -> None:
 
 
 def test_steps_are_played_until_they_repeat() -> None:
-    """The first step is cold; later ones find what their predecessor has fetched."""
+    """The first step is cold; later steps find what the step before has fetched."""
     found = problem([5, 5], [weight(0, 3 * CHUNK, (0,))])
     assert play(found, {"w0": (1, 1, 1)}).step_s == pytest.approx(10 * US)
     assert play(found, {"w0": (0, 0, 0)}).step_s == pytest.approx(13 * US)

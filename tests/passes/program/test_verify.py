@@ -1,4 +1,4 @@
-"""The verifier accepts what the passes make, and names what is wrong with everything else."""
+"""The verifier accepts every program of the passes, and names what is wrong with any other."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from chunkflow_compile.tracing import trace
 WEIGHT = "blocks.1.up.weight"
 
 
-@cache  # the tests change copies
+@cache  # tests change copies of it
 def stack_program() -> Program:
     cut = cut_of(Stack(4), torch.randn(4, 8))
     return rewrite(cut, plan_of(cut.problem))
@@ -73,7 +73,7 @@ def remove_wait(program: Program) -> None:
     program.module.graph.erase_node(find(program, WAIT, WEIGHT))
 
 
-def move_wait_behind_its_use(program: Program) -> None:
+def move_wait_after_its_use(program: Program) -> None:
     reader(program, WEIGHT).append(find(program, WAIT, WEIGHT))
 
 
@@ -105,7 +105,7 @@ def prefetch_twice(program: Program) -> None:
 
 
 def prefetch_over_a_live_weight(program: Program) -> None:
-    """Starts the copy of block 3's weight while block 1, whose slot it takes, still computes."""
+    """Starts the copy of a weight of block 3 while block 1, which owns the slot, still computes."""
     early = find(program, PREFETCH, "blocks.3.up.weight")
     reader(program, WEIGHT).prepend(early)
     early.args = (*early.args[:3], 1)
@@ -116,7 +116,7 @@ def prefetch_for_the_wrong_step(program: Program) -> None:
     node.args = (*node.args[:4], True)
 
 
-def prefetch_chunks_that_are_not_there(program: Program) -> None:
+def prefetch_chunks_that_do_not_exist(program: Program) -> None:
     node = [n for n in program.module.graph.nodes if n.target is PREFETCH and n.args[0] == WEIGHT][-1]
     node.args = (*node.args[:2], node.args[2] + 2, *node.args[3:])
 
@@ -129,13 +129,13 @@ def return_a_weight(program: Program) -> None:
 
 MUTATIONS: dict[Callable[[Program], None], str] = {
     remove_wait: rf"{WEIGHT}: region_2 .* may read .* missing edge: prefetch\('{WEIGHT}', chunk 0, window=\d\) -> wait",
-    move_wait_behind_its_use: rf"{WEIGHT}: region_2 .* may read before prefetch",
+    move_wait_after_its_use: rf"{WEIGHT}: region_2 .* may read before prefetch",
     move_wait_before_its_prefetch: rf"{WEIGHT}: region_2 .* may read before prefetch",
     move_evict_before_the_last_use: rf"{WEIGHT}: evict\('{WEIGHT}'\) .* comes before its reader region_2",
     remove_evict: rf"{WEIGHT}: evicted 0 times in step 0",
     never_prefetch_a_chunk: rf"{WEIGHT}: chunk 0 is prefetched 0 times for step 0",
     never_prefetch_a_weight: rf"{WEIGHT}: chunk 0 is prefetched 0 times",
-    prefetch_chunks_that_are_not_there: rf"{WEIGHT}: chunks \[2, 3\] are prefetched, but it has 2",
+    prefetch_chunks_that_do_not_exist: rf"{WEIGHT}: chunks \[2, 3\] are prefetched, but it has 2",
     return_a_weight: rf"{WEIGHT}: output reads it outside a region",
     prefetch_twice: rf"{WEIGHT}: chunk 0 is prefetched 2 times",
     prefetch_over_a_live_weight: r"blocks.3.up.weight: .* overwrites .* blocks.1.* while region_2 .* missing edge",
@@ -173,7 +173,7 @@ def test_rejects_a_slot_outside_the_arena_and_one_off_alignment() -> None:
 
 
 def partly_resident_program() -> Program:
-    """On a machine whose link has room for a part of the weights, so that chunks of one weight stay."""
+    """The link has time for a part of the weights only: some chunks of a weight stay resident."""
     machine = replace(load_profile("h100-pcie-x2"), h2d_bandwidth=1e6, launch_s=1e-3, eta_pref=1.0)
     cut = cut_of(Stack(4), torch.randn(4, 8))
     for room in range(20000, 80000, 256):
@@ -210,7 +210,7 @@ def test_rejects_a_swapped_pair_of_collectives() -> None:
     verify(program)
 
     def swap(copied: Program) -> None:
-        """v's all-to-all in front of k's: on another rank they would exchange each other's bytes."""
+        """v's all-to-all before k's: another rank would exchange k for v."""
         first, second = (n for n in copied.module.graph.nodes if n.name in ("all_to_all_single", "all_to_all_single_4"))
         first.meta, second.meta = second.meta, first.meta
 
@@ -218,7 +218,7 @@ def test_rejects_a_swapped_pair_of_collectives() -> None:
     assert violation.startswith("collective 0 is all_to_all_single_4, but the traced graph has all_to_all_single there")
 
 
-def test_rejects_a_collective_moved_in_front_of_another() -> None:
+def test_rejects_a_collective_moved_before_another() -> None:
     program = ulysses_program()
 
     def move(copied: Program) -> None:
@@ -271,12 +271,12 @@ def swap_lowered_code(copied: Program) -> None:
     copied.module.lowered_0, copied.module.lowered_1 = second, first
 
 
-def move_a_weight_that_is_not_there(copied: Program) -> None:
+def move_an_unknown_weight(copied: Program) -> None:
     node = next(n for n in copied.module.graph.nodes if n.target is WAIT)
     node.args = ("nothing",)
 
 
-def complete_behind_the_reader(copied: Program) -> None:
+def complete_after_the_reader(copied: Program) -> None:
     nodes = {n.name: n for n in copied.module.graph.nodes}
     nodes["region_1"].append(nodes["wait_tensor"])
 
@@ -291,8 +291,8 @@ def hand_a_region_a_number(copied: Program) -> None:
     [
         (return_another_value, r"^output is return .*, but the traced graph has return"),
         (swap_lowered_code, r"^lowered_0 holds other code"),
-        (move_a_weight_that_is_not_there, r"^nothing: wait\w* moves it, but it is not streamed"),
-        (complete_behind_the_reader, r"^region_1 takes wait_tensor, which comes only after it"),
+        (move_an_unknown_weight, r"^nothing: wait\w* moves it, but it is not streamed"),
+        (complete_after_the_reader, r"^region_1 takes wait_tensor, which comes only after it"),
         (hand_a_region_a_number, r"^region_1 is .*the value 3"),
         (swap_operands_of_a_collective, r"^all_to_all_single is .*clone_1.*traced graph has .*clone'"),
         (change_the_group_of_a_collective, r"^all_to_all_single is .*'1'.* traced graph has .*'0'"),
