@@ -75,7 +75,10 @@ def _enter(rank: int, world: int, folder: str, work: Callable[..., None], args: 
 
 
 def forking() -> Any:
-    """Starts processes by a fork of one that has imported ``warm`` and has no threads."""
+    """Starts processes by a fork of one that has imported ``warm`` and has no threads; by spawn where there is a GPU, which
+    torch cannot use after a fork."""
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["warm"])
     with pytest.MonkeyPatch.context() as patch:
@@ -85,7 +88,7 @@ def forking() -> Any:
 
 
 def fork(work: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
-    """As torch.multiprocessing.spawn, sooner."""
+    """As torch.multiprocessing.spawn, but without its imports."""
     method = forking().get_start_method()
     torch.multiprocessing.start_processes(work, args, nprocs=nprocs, start_method=method)
 
@@ -102,7 +105,7 @@ def on_ranks(tmp_path: Path) -> Callable[..., None]:
 
 @pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks of the package start as those of the tests do.  Those of the demo's test start as they do for a user."""
+    """Ranks of the package start as ranks of the tests do, by ``fork``; those of the demo test by spawn, as for a user."""
     from chunkflow_compile.bench import ranks
     from chunkflow_compile.hardware import calibrate
 

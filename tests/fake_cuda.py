@@ -12,7 +12,7 @@ import torch
 
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda import CudaDevice
-from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
+from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream, end_with
 from chunkflow_compile.weights.bytes import copy_host_bytes
 
 
@@ -59,6 +59,7 @@ class FakeCuda:
     def __init__(self, copy_s: float = 0.0) -> None:
         self.copy_s = copy_s
         self.engine = Engine(("copy",))
+        end_with(self, self.engine)
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.names: list[str] = []

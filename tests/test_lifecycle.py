@@ -235,7 +235,8 @@ print("over", flush=True)
 
 @pytest.mark.parametrize("debug", ["()", "'threads'"])
 def test_a_process_that_ends_with_copies_under_way_ends_well(debug: str) -> None:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), os.environ.get("PYTHONPATH", "")])}
+    path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # torch cannot use a GPU after a fork
     command = [sys.executable, "-c", ENDING % debug]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout) == (0, 3 * "over\n"), done.stderr
