@@ -122,7 +122,7 @@ def test_lowered_regions_do_not_grow_with_the_number_of_blocks(name: str, no_gra
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
 def test_a_new_resolution_gets_a_program_of_its_own(lowering: str, no_grad: None) -> None:
-    model, eager = small_model("wan", Size()), small_model("wan", Size())
+    model, eager = small_model("wan", Size(layers=1)), small_model("wan", Size(layers=1))
     options = {**OPTIONS, "lowering": lowering}
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     for height in (8, 12, 8, 16, 12):
