@@ -1,0 +1,157 @@
+// Device memory and pinned memory.
+#include "stand_in.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <map>
+
+namespace stand_in {
+namespace {
+
+struct Range {
+  size_t bytes;
+  int device;
+};
+using Ranges = std::map<const char*, Range>;
+
+std::mutex& lock_of_memory() {
+  static auto* lock = new std::mutex;
+  return *lock;
+}
+Ranges& device_ranges() {
+  static auto* ranges = new Ranges;
+  return *ranges;
+}
+Ranges& pinned_ranges() {
+  static auto* ranges = new Ranges;
+  return *ranges;
+}
+
+const Range* within(const Ranges& ranges, const void* address) {
+  auto after = ranges.upper_bound(static_cast<const char*>(address));
+  if (after == ranges.begin()) return nullptr;
+  --after;
+  return static_cast<const char*>(address) < after->first + after->second.bytes ? &after->second : nullptr;
+}
+
+long held(const Ranges& ranges, int device) {
+  long sum = 0;
+  for (auto& [_, range] : ranges) sum += device < 0 || range.device == device ? range.bytes : 0;
+  return sum;
+}
+
+bool spend(std::atomic<long>& limit) { return limit < 0 || limit-- > 0 || (limit = 0, false); }
+
+void* mapped(size_t bytes) {
+  void* found = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  return found == MAP_FAILED ? nullptr : found;
+}
+
+}  // namespace
+
+bool on_device(const void* address) {
+  Lock lock(lock_of_memory());
+  return within(device_ranges(), address);
+}
+
+bool pinned(const void* address) {
+  Lock lock(lock_of_memory());
+  return within(pinned_ranges(), address);
+}
+
+}  // namespace stand_in
+
+using namespace stand_in;
+
+EXPORTED long stand_in_pinned_bytes() {
+  Lock lock(lock_of_memory());
+  return held(pinned_ranges(), -1);
+}
+
+EXPORTED cudaError_t cudaMalloc(void** address, size_t bytes) {
+  ENTER;
+  use_device(current_device());
+  Lock lock(lock_of_memory());
+  *address = nullptr;
+  long room = settings().total - settings().taken - held(device_ranges(), current_device());
+  if (static_cast<long>(bytes) > room || !spend(settings().allocations)) return fail(cudaErrorMemoryAllocation);
+  if (!(*address = mapped(bytes))) return fail(cudaErrorMemoryAllocation);
+  // Fresh device memory holds anything: all bits set is NaN in every floating type.
+  if (bytes <= size_t{64} << 20) std::memset(*address, 0xff, bytes);
+  device_ranges()[static_cast<char*>(*address)] = {bytes, current_device()};
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaFree(void* address) {
+  ENTER;
+  if (!address) return cudaSuccess;
+  synchronize_all();
+  Lock lock(lock_of_memory());
+  auto found = device_ranges().find(static_cast<char*>(address));
+  if (found == device_ranges().end()) return fail(cudaErrorInvalidValue);
+  munmap(address, found->second.bytes);
+  device_ranges().erase(found);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaMallocAsync(void** address, size_t bytes, cudaStream_t) { return cudaMalloc(address, bytes); }
+EXPORTED cudaError_t cudaFreeAsync(void* address, cudaStream_t) { return cudaFree(address); }
+EXPORTED cudaError_t cudaMemGetInfo(size_t* free, size_t* total) {
+  ENTER;
+  use_device(current_device());
+  Lock lock(lock_of_memory());
+  *total = settings().total;
+  *free = settings().total - settings().taken - held(device_ranges(), current_device());
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
+  ENTER;
+  use_device(current_device());
+  Lock lock(lock_of_memory());
+  if (settings().pins == 0 || !(*address = mapped(bytes))) return fail(cudaErrorMemoryAllocation);
+  pinned_ranges()[static_cast<char*>(*address)] = {bytes, current_device()};
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaFreeHost(void* address) {
+  ENTER;
+  synchronize_all();
+  Lock lock(lock_of_memory());
+  auto found = pinned_ranges().find(static_cast<char*>(address));
+  if (found == pinned_ranges().end()) return fail(cudaErrorInvalidValue);
+  munmap(address, found->second.bytes);
+  pinned_ranges().erase(found);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
+  ENTER;
+  use_device(current_device());
+  Lock lock(lock_of_memory());
+  auto* begin = static_cast<char*>(address);
+  if (within(pinned_ranges(), begin) || within(pinned_ranges(), begin + bytes - 1))
+    return fail(cudaErrorHostMemoryAlreadyRegistered);
+  long refused = settings().refused_address, at = reinterpret_cast<long>(address);
+  bool named = refused >= at && refused < at + static_cast<long>(bytes);
+  long most = settings().pin_bytes;
+  bool full = most >= 0 && held(pinned_ranges(), -1) + static_cast<long>(bytes) > most;
+  if (named || full || !spend(settings().pins)) return fail(cudaErrorMemoryAllocation);
+  pinned_ranges()[begin] = {bytes, current_device()};
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaHostUnregister(void* address) {
+  ENTER;
+  Lock lock(lock_of_memory());
+  if (!pinned_ranges().erase(static_cast<char*>(address))) return fail(cudaErrorHostMemoryNotRegistered);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* found, const void* address) {
+  ENTER;
+  Lock lock(lock_of_memory());
+  std::memset(found, 0, sizeof *found);
+  const Range* device = within(device_ranges(), address);
+  const Range* host = within(pinned_ranges(), address);
+  found->type = device ? cudaMemoryTypeDevice : host ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
+  found->device = device ? device->device : host ? host->device : -1;
+  if (device || host) found->devicePointer = const_cast<void*>(address);
+  if (!device) found->hostPointer = const_cast<void*>(address);
+  return cudaSuccess;
+}

@@ -1,0 +1,84 @@
+// A CUDA runtime without a GPU: device memory is host memory, streams are threads, events are real.
+//
+// torch links its CUDA runtime dynamically.  With this one in its place, everything of torch above the runtime runs as
+// on a card: torch.cuda, the caching allocator, the pool of streams, record_stream, Dynamo, AOTAutograd, Inductor,
+// Triton down to cubins, and the generated wrappers with their asserts.
+//
+//   memory.cpp   device and pinned memory; allocations and pins that a test makes fail
+//   streams.cpp  streams, events, capture
+//   copies.cpp   copies and fills, with a rate for those to the device
+//   kernels.cpp  launches, which do nothing, and aten's kernels, which Python computes (aten_on_host.py)
+//   device.cpp   devices, their properties, errors
+//   driver.cpp   libcuda.so.1, what Triton needs of it
+//
+// Limits.  What runs here proves the order of operations, not their speed and not all of their results:
+//   * Triton's kernels are compiled and launched, but not executed: with Inductor, numbers mean nothing.
+//   * aten's CUDA kernels are computed by the CPU's on the same bytes: no number of cuBLAS, cuDNN or SDPA on CUDA.
+//   * No time means anything.  One engine per stream: copies do not share a link, kernels do not share an SM.
+//   * No NCCL, IPC, graphs (a capture is noticed, not recorded), peer access, managed memory or profiler.
+//   * A copy from pageable memory always waits for its stream; CUDA stages small ones at once.
+#pragma once
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <functional>
+#include <mutex>
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+// Every entry point counts its calls, and fails once the device is broken, as after an illegal access.
+#define COUNTED                                                                    \
+  static std::atomic<long>& calls_of_this = stand_in::counter(__func__);           \
+  calls_of_this++
+#define ENTER                                                                      \
+  COUNTED;                                                                         \
+  if (stand_in::broken()) return stand_in::fail(cudaErrorLaunchFailure)
+
+namespace stand_in {
+
+using Lock = std::unique_lock<std::mutex>;
+
+double now();                                  // seconds of a steady clock
+std::atomic<long>& counter(const char* name);  // calls of an entry point
+cudaError_t fail(cudaError_t error);           // make it the calling thread's last error; returns it
+bool broken();                                 // whether an error stuck
+void break_device(const char* why);            // let an error stick, and say why on stderr
+int current_device();
+void use_device(int device);                   // the device gets a context, as at the first call that needs one
+
+// Settings: from the environment (STAND_IN_RATE for "rate"), or set by a test at any time.  -1 stands for no limit.
+struct Settings {
+  std::atomic<long> devices{1};
+  std::atomic<long> total{8l << 30};         // bytes of each device
+  std::atomic<long> taken{0};                // bytes of each device that other processes hold
+  std::atomic<long> rate{0};                 // bytes/s of a copy to the device; 0: at once
+  std::atomic<long> kernel_us{0};            // least time of an aten kernel
+  std::atomic<long> allocations{-1};         // device allocations that still succeed
+  std::atomic<long> pins{-1};                // registrations that still succeed
+  std::atomic<long> pin_bytes{-1};           // bytes that may be registered at a time
+  std::atomic<long> refused_address{0};      // a registration of these bytes fails
+  std::atomic<long> driver{13000};           // version of the driver
+};
+Settings& settings();
+
+// Releases Python's GIL, if the calling thread holds it, for as long as the thread waits: kernels need it.
+class Waiting {
+ public:
+  Waiting();
+  ~Waiting();
+
+ private:
+  void* state_ = nullptr;
+};
+
+class Stream;
+Stream* stream_of(cudaStream_t stream);        // of the current device for the default stream
+void push(Stream* stream, std::function<void()> work);
+void synchronize(Stream* stream);
+void synchronize_all();
+
+bool on_device(const void* address);
+bool pinned(const void* address);
+
+}  // namespace stand_in

@@ -1,0 +1,250 @@
+// Streams are threads with a queue; events mark a point of one and make another wait for it.
+#include "stand_in.h"
+
+#include <unistd.h>
+
+#include <chrono>
+#include <deque>
+#include <map>
+#include <thread>
+#include <vector>
+
+namespace stand_in {
+
+class Stream {
+ public:
+  Stream() {
+    std::thread([this] { run(); }).detach();
+  }
+  void push(std::function<void()> work) {
+    {
+      Lock lock(lock_);
+      queue_.push_back(std::move(work));
+    }
+    filled_.notify_one();
+  }
+  void synchronize() {
+    Waiting without_gil;
+    Lock lock(lock_);
+    idle_.wait(lock, [this] { return queue_.empty() && !busy_; });
+  }
+  bool empty() {
+    Lock lock(lock_);
+    return queue_.empty() && !busy_;
+  }
+  int priority = 0;
+  std::atomic<bool> capturing{false};
+
+ private:
+  void run() {
+    for (;;) {
+      std::function<void()> work;
+      {
+        Lock lock(lock_);
+        filled_.wait(lock, [this] { return !queue_.empty(); });
+        work = std::move(queue_.front());
+        queue_.pop_front();
+        busy_ = true;
+      }
+      if (!broken()) work();
+      work = nullptr;
+      {
+        Lock lock(lock_);
+        busy_ = false;
+      }
+      idle_.notify_all();
+    }
+  }
+  std::mutex lock_;
+  std::condition_variable filled_, idle_;
+  std::deque<std::function<void()>> queue_;
+  bool busy_ = false;
+};
+
+namespace {
+
+std::mutex& lock_of_streams() {
+  static auto* lock = new std::mutex;
+  return *lock;
+}
+std::vector<Stream*>& all_streams() {
+  static auto* all = new std::vector<Stream*>;
+  return *all;
+}
+std::map<int, Stream*>& default_streams() {
+  static auto* all = new std::map<int, Stream*>;
+  return *all;
+}
+
+// An event counts the marks made by the host and reached by streams.
+struct Event {
+  explicit Event(bool is_timed) : timed(is_timed) {}
+  std::mutex lock;
+  std::condition_variable changed;
+  unsigned long made = 0, reached = 0;
+  double at = 0;
+  const bool timed;
+  bool over() { return reached >= made; }
+};
+
+Event* event_of(cudaEvent_t event) { return reinterpret_cast<Event*>(event); }
+
+void wait_for(Event* event, unsigned long mark) {
+  Lock lock(event->lock);
+  while (event->reached < mark && !broken()) event->changed.wait_for(lock, std::chrono::milliseconds(100));
+}
+
+}  // namespace
+
+Stream* stream_of(cudaStream_t stream) {
+  if (stream && stream != cudaStreamLegacy && stream != cudaStreamPerThread) return reinterpret_cast<Stream*>(stream);
+  Lock lock(lock_of_streams());
+  Stream*& found = default_streams()[current_device()];
+  if (!found) all_streams().push_back(found = new Stream);
+  return found;
+}
+
+void push(Stream* stream, std::function<void()> work) { stream->push(std::move(work)); }
+void synchronize(Stream* stream) { stream->synchronize(); }
+void synchronize_all() {
+  std::vector<Stream*> all;
+  {
+    Lock lock(lock_of_streams());
+    all = all_streams();
+  }
+  for (Stream* stream : all) stream->synchronize();
+}
+
+}  // namespace stand_in
+
+using namespace stand_in;
+
+EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned, int priority) {
+  ENTER;
+  use_device(current_device());
+  auto* made = new Stream;
+  made->priority = priority;
+  Lock lock(lock_of_streams());
+  all_streams().push_back(made);
+  *stream = reinterpret_cast<cudaStream_t>(made);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t) { ENTER; return cudaSuccess; }
+EXPORTED cudaError_t cudaStreamQuery(cudaStream_t stream) {
+  ENTER;
+  return stream_of(stream)->empty() ? cudaSuccess : fail(cudaErrorNotReady);
+}
+EXPORTED cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+  ENTER;
+  stream_of(stream)->synchronize();
+  return broken() ? fail(cudaErrorLaunchFailure) : cudaSuccess;
+}
+EXPORTED cudaError_t cudaStreamGetPriority(cudaStream_t stream, int* priority) {
+  ENTER;
+  *priority = stream_of(stream)->priority;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+  ENTER;
+  Event* awaited = event_of(event);
+  unsigned long mark;
+  {
+    Lock lock(awaited->lock);
+    mark = awaited->made;  // the newest mark when the host calls; none: nothing to wait for
+  }
+  stream_of(stream)->push([=] { wait_for(awaited, mark); });
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void* data) {
+  ENTER;
+  stream_of(stream)->push([=] { function(data); });
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaStreamAddCallback(cudaStream_t stream, cudaStreamCallback_t function, void* data, unsigned) {
+  ENTER;
+  stream_of(stream)->push([=] { function(stream, cudaSuccess, data); });
+  return cudaSuccess;
+}
+
+EXPORTED cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
+  ENTER;
+  use_device(current_device());
+  *event = reinterpret_cast<cudaEvent_t>(new Event(!(flags & cudaEventDisableTiming)));
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaEventCreate(cudaEvent_t* event) { return cudaEventCreateWithFlags(event, 0); }
+EXPORTED cudaError_t cudaEventDestroy(cudaEvent_t) { ENTER; return cudaSuccess; }  // a stream may still hold it
+EXPORTED cudaError_t cudaEventRecordWithFlags(cudaEvent_t event, cudaStream_t stream, unsigned) {
+  ENTER;
+  Event* marked = event_of(event);
+  unsigned long mark;
+  {
+    Lock lock(marked->lock);
+    mark = ++marked->made;
+  }
+  stream_of(stream)->push([=] {
+    {
+      Lock lock(marked->lock);
+      marked->reached = mark;
+      marked->at = now();
+    }
+    marked->changed.notify_all();
+  });
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+  return cudaEventRecordWithFlags(event, stream, 0);
+}
+EXPORTED cudaError_t cudaEventQuery(cudaEvent_t event) {
+  ENTER;
+  Event* asked = event_of(event);
+  Lock lock(asked->lock);
+  return asked->over() ? cudaSuccess : fail(cudaErrorNotReady);
+}
+EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+  ENTER;
+  Waiting without_gil;
+  Event* awaited = event_of(event);
+  unsigned long mark;
+  {
+    Lock lock(awaited->lock);
+    mark = awaited->made;
+  }
+  wait_for(awaited, mark);
+  return broken() ? fail(cudaErrorLaunchFailure) : cudaSuccess;
+}
+EXPORTED cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {
+  ENTER;
+  Event *begin = event_of(from), *end = event_of(to);
+  if (!begin->timed || !end->timed) return fail(cudaErrorInvalidResourceHandle);
+  if (!begin->over() || !end->over()) return fail(cudaErrorNotReady);
+  *ms = static_cast<float>(1e3 * (end->at - begin->at));
+  return cudaSuccess;
+}
+
+// A capture is noticed, and nothing is recorded.
+EXPORTED cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+  ENTER;
+  stream_of(stream)->capturing = true;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t* graph) {
+  ENTER;
+  stream_of(stream)->capturing = false;
+  *graph = reinterpret_cast<cudaGraph_t>(0x40);
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  COUNTED;
+  bool on = stream_of(stream)->capturing;
+  *status = on ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+EXPORTED cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status,
+                                              unsigned long long* id, cudaGraph_t*, const cudaGraphNode_t**,
+                                              const cudaGraphEdgeData**, size_t*) {
+  if (id) *id = 1;
+  return cudaStreamIsCapturing(stream, status);
+}
+EXPORTED cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode*) { COUNTED; return cudaSuccess; }
