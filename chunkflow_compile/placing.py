@@ -19,8 +19,10 @@ from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.guards import Guards
-from chunkflow_compile.weights.host_store import Home, HostStore, brought, home_of
+from chunkflow_compile.weights.host_store import Home, HostStore, home_of, no_room_for
 from chunkflow_compile.weights.modules import ModelIndex
+from chunkflow_compile.weights.progress import moving
+from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.runner import Session
@@ -38,7 +40,7 @@ class Placement:
         self.guards = Guards(root, device)
         self.sessions: list[Session] = []
         self.lock = ProcessLock()
-        self._carried: list[tuple[torch.Tensor, torch.device]] = []
+        self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
 
     @staticmethod
@@ -72,18 +74,25 @@ class Placement:
             for arena in sorted({s.arena for s in self.sessions}, key=id):
                 steps.enter_context(arena.lock())
             try:
-                moved.extend(self.store.add(names, p) for names, p in weights if home_of(p) is None)
+                todo = [(names, p) for names, p in weights if home_of(p) is None]
+                stagings = GpuStagings()
+                with moving("moving weights to the host", sum(_bytes(p) for _, p in todo)) as told:
+                    for names, parameter in todo:
+                        moved.append(self.store.add(names, parameter, stagings))
+                        told(moved[-1].nbytes)
                 self.guards.add(moved)
             except BaseException:
                 self.undo()
                 raise
+            if any(home.origin.type == "cuda" for home in moved):
+                torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
 
     def carry(self, tensors: Iterable[torch.Tensor]) -> None:
         """Move the tensors that are not in the store to the store's device."""
         with torch.no_grad():
             for tensor in tensors:
                 if home_of(tensor) is None and tensor.device != self.store.device:
-                    self._carried.append((tensor, tensor.device))
+                    self._carried.append((tensor, tensor.data))
                     tensor.data = tensor.data.to(self.store.device)
 
     def undo(self, device: torch.device | None = None) -> None:
@@ -93,11 +102,12 @@ class Placement:
                 session.close()
             self.sessions.clear()
             self.store.release(device)
+            before = {id(tensor): values for tensor, values in self._carried}
             everything = [(t, device) for t in (*self.root.parameters(), *self.root.buffers()) if device is not None]
             with torch.no_grad():
-                for tensor, origin in everything or self._carried:
-                    if tensor.device != origin:
-                        tensor.data = brought(tensor.data, origin, "a small weight or a buffer")
+                for tensor, target in everything or [(t, values.device) for t, values in self._carried]:
+                    if tensor.device != target:
+                        tensor.data = _values(tensor, target, before.get(id(tensor)))
             self._carried.clear()
             self.guards.remove()  # last: an interrupt must leave no empty weight without guards
             self.root.__dict__.pop(_PLACEMENT, None)
@@ -200,6 +210,17 @@ def why_not(parameter: torch.Tensor) -> str | None:
 
 def _unwrap(model: nn.Module) -> nn.Module:
     return model._orig_mod if isinstance(model, OptimizedModule) else model
+
+
+def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | None) -> torch.Tensor:
+    """The values of a small weight or a buffer on ``device``; those from ``before`` it was moved, if its GPU failed."""
+    try:
+        with no_room_for("a small weight or a buffer", _bytes(tensor), device):
+            return tensor.data.to(device)
+    except RuntimeError:
+        if before is None or device.type != "cpu":
+            raise
+        return before.to(device)
 
 
 def _bytes(parameter: torch.Tensor) -> int:

@@ -96,6 +96,12 @@ class FakeCuda:
     def keep(self, memory: torch.Tensor, stream: FakeStream) -> None:
         self.calls["keep"] += 1
 
+    def abandon(self, memory: torch.Tensor) -> None:
+        self.calls["abandon"] += 1
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         def work() -> None:
             time.sleep(self.copy_s)

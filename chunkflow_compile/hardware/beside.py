@@ -50,7 +50,7 @@ def copier(device: torch.device, size: int, port: Port | None = None, walk: int 
 
         return copy
     pinned = own_pages(source, near_cpus(device))
-    unpin = register(pinned)
+    unpin = register(pinned, device)
     turns = cycle(zip(targets, pinned.split(size), strict=True))
 
     def copy_pinned() -> None:

@@ -7,7 +7,10 @@ the same code runs in tests without a GPU.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+import ctypes
+import weakref
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +18,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .cuda_time import Clock, Frame
+from .staged import StagedCopies
 from .streams import Over, Waited, Watch
 
 
@@ -26,7 +30,7 @@ class Cuda(Protocol):
     """
 
     def stream(self) -> Any:
-        """A new stream."""
+        """The stream for copies: one for each GPU, for the life of the process."""
 
     def current(self) -> Any:
         """The caller's current stream."""
@@ -45,6 +49,12 @@ class Cuda(Protocol):
 
     def keep(self, memory: torch.Tensor, stream: Any) -> None:
         """Let the allocator reuse ``memory``, once freed, only after the work that ``stream`` holds by then."""
+
+    def abandon(self, memory: torch.Tensor) -> None:
+        """Never free ``memory``.  On a GPU that has failed, torch would end the process when it frees it."""
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory, uint8.  Raises RuntimeError if there is none."""
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Enqueue a copy from the host on the current stream."""
@@ -82,7 +92,9 @@ class CudaStream:
         event.record(self.stream)
 
     def wait(self, event: Any, waited: Waited | None = None) -> None:
-        frame = self._device.frame
+        frame, copies = self._device.frame, self._device.copy
+        if isinstance(copies, StagedCopies) and not self._side:
+            copies.await_record(event)
         if waited is None or frame is None:
             self.stream.wait_event(event)
             return
@@ -109,11 +121,12 @@ class CudaDevice:
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
         self.compute = self.collective = CudaStream(self)
-        self.copy = CudaStream(self, cuda.stream())
+        self.copy: CudaStream | StagedCopies = CudaStream(self, cuda.stream())
         self.frame: Frame | None = None
         self._clock = Clock(lambda: cuda.event(True))
         self._handover = self.event()
         self._memory: torch.Tensor | None = None
+        self._held: list[weakref.ref[torch.Tensor]] = []
         self.closed = False
 
     def event(self) -> Any:
@@ -125,8 +138,20 @@ class CudaDevice:
         self.cuda.keep(memory, self.copy.stream)  # a model may be dropped while copies are in flight
         return memory
 
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Memory that steps read besides the arena: it may be dropped while they are in flight, on any stream."""
+        self._held = [ref for ref in self._held if ref() is not None] + [weakref.ref(t) for t in tensors]
+
+    def stage(self) -> None:
+        """From now on, some copies come from pageable memory."""
+        if isinstance(self.copy, CudaStream):
+            self.copy = StagedCopies(self, self.copy)
+
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        self.cuda.copy(target, source)
+        if isinstance(self.copy, StagedCopies):
+            self.copy.copy_bytes(target, source)
+        else:
+            self.cuda.copy(target, source)
 
     def received(self, nbytes: int) -> None:
         """Nothing to emulate: the link is real."""
@@ -136,21 +161,23 @@ class CudaDevice:
 
     def start(self, step: int) -> Frame | None:
         """Adopt the caller's current stream; its work starts after that of the caller's previous stream."""
-        self.collect()
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
             self._handover.record(before)
             current.wait_event(self._handover)
-            if self._memory is not None:
-                self.cuda.keep(self._memory, current)
+            for memory in self._all_memory():
+                self.cuda.keep(memory, current)
         self.compute.stream = current
         self.frame = self._clock.frame(step, current)
         return self.frame
 
     def finish(self, begun: Frame | None, over: Over) -> None:
+        if isinstance(self.copy, StagedCopies):
+            self.copy.issued()
         self.frame = None
         if begun is not None:
             self._clock.close(begun, self.compute.stream, self.copy.stream, over)
+        self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
 
     def collect(self, wait: bool = False) -> None:
         try:
@@ -167,10 +194,19 @@ class CudaDevice:
     def close(self) -> None:
         """Wait for work in flight: destroying the stream objects does not stop it."""
         self.closed = True
-        self._memory = None
+        memory, self._memory = self._all_memory(), None
         for stream in (self.compute, self.copy):
-            with contextlib.suppress(ChunkflowError):
+            try:
                 stream.synchronize()
+            except ChunkflowError:
+                for kept in memory:
+                    self.cuda.abandon(kept)
+        if isinstance(self.copy, StagedCopies):
+            self.copy.close()
+
+    def _all_memory(self) -> list[torch.Tensor]:
+        held = [tensor for ref in self._held if (tensor := ref()) is not None]
+        return held if self._memory is None else [self._memory, *held]
 
 
 class TorchCuda:
@@ -180,7 +216,7 @@ class TorchCuda:
         self._device = device
 
     def stream(self) -> Any:
-        return torch.cuda.Stream(self._device)
+        return _copy_stream(self._device)
 
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)
@@ -201,11 +237,29 @@ class TorchCuda:
     def keep(self, memory: torch.Tensor, stream: Any) -> None:
         memory.record_stream(stream)
 
+    def abandon(self, memory: torch.Tensor) -> None:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        with torch.cuda.device(self._device):
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
 
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        return register(host)
+        return register(host, self._device)
+
+
+# torch hands out the 32 streams of a pool in turn.  A new one for each session would in time be the caller's own, or
+# NCCL's, and copies would queue before compute without a word.  Streams of another priority come from another pool, of
+# which nothing else takes; a priority has no effect on copies.
+_PRIORITY = -3
+
+
+@cache
+def _copy_stream(device: torch.device) -> Any:
+    return torch.cuda.Stream(device, priority=_PRIORITY)
 
 
 # Flag of cudaHostRegister: pinned for every device.  Not combined with the read-only flag, because load_state_dict
@@ -213,19 +267,26 @@ class TorchCuda:
 _PORTABLE = 1
 
 
-def register(host: torch.Tensor) -> Callable[[], None]:
-    """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails."""
+def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails.
+
+    The runtime that torch itself has loaded does it: bindings of another package may be newer than the driver.
+    """
     address, nbytes = host.data_ptr(), host.numel() * host.element_size()
-    try:
-        from cuda.bindings import runtime
-    except ImportError:  # ROCm, and builds of torch without cuda.bindings
-        plain = torch.cuda.cudart()
-        _check(plain.cudaHostRegister(address, nbytes, _PORTABLE))
-        return lambda: _check(plain.cudaHostUnregister(address))
-    _check(*runtime.cudaHostRegister(address, nbytes, _PORTABLE))
-    return lambda: _check(*runtime.cudaHostUnregister(address))
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):  # a thread that has used no GPU yet would start GPU 0
+        _check(runtime.cudaHostRegister(address, nbytes, _PORTABLE), device)
+
+    def undo() -> None:
+        with torch.cuda.device(device):
+            _check(runtime.cudaHostUnregister(address), device)
+
+    return undo
 
 
-def _check(error: Any) -> None:
-    if int(error) != 0:
-        raise OSError(f"CUDA error {int(error)}, {getattr(error, 'name', error)}")
+def _check(error: Any, device: torch.device) -> None:
+    if int(error) == 0:
+        return
+    with contextlib.suppress(RuntimeError):  # the runtime keeps the error for the next launch: let it be ours
+        torch.zeros(1, device=device)
+    raise OSError(f"CUDA error {int(error)}, {torch.cuda.cudart().cudaGetErrorString(error)}")

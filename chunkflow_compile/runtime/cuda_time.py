@@ -1,7 +1,7 @@
 """Time on a GPU: marks between the work on its streams, read after the GPU has passed them.
 
 A mark is a timed event.  Events are created in the first steps and reused: each step takes a frame of events from a
-small ring, and a later step reads the frame before it starts.  The host never waits: if no frame is free, a step is not
+small ring, and a later step, once issued, reads the frame.  The host never waits: if no frame is free, a step is not
 measured.
 """
 
@@ -15,9 +15,10 @@ from typing import Any
 
 from .streams import Over, Waited, Watch
 
-# A mark costs the host 1 to 2 us, and a step of 60 blocks has two thousand.  So after the first FIRST_STEPS steps, only
-# two consecutive steps in every EVERY are marked.  The second one counts; the first tells which copies run into it.
-FIRST_STEPS = 32
+# A mark costs the host 1 to 2 us to record and 3 to 5 us to read, and a step of 60 blocks has two thousand.  So after the
+# first FIRST_STEPS steps, only two consecutive steps in every EVERY are marked.  The second one
+# counts; the first tells which copies run into it.
+FIRST_STEPS = 16
 EVERY = 16
 # The host is seldom more than a step ahead, because the queue of a GPU holds about a thousand kernels.
 FRAMES = 4
@@ -31,6 +32,7 @@ class Frame:
         self._events: list[Any] = []
         self._used = 0
         self._told: list[Callable[[Callable[[int], float]], None]] = []
+        self._lock = threading.Lock()  # a second thread marks copies from pageable memory
         self._ends: tuple[int, ...] = ()
         self.whole = True
 
@@ -42,11 +44,13 @@ class Frame:
 
     def mark(self, stream: Any) -> int:
         """Record a mark at this point of ``stream``; return its number."""
-        if self._used == len(self._events):
-            self._events.append(self._event())
-        self._events[self._used].record(stream)
-        self._used += 1
-        return self._used - 1
+        with self._lock:
+            number, self._used = self._used, self._used + 1
+            if number == len(self._events):
+                self._events.append(self._event())
+            event = self._events[number]
+        event.record(stream)
+        return number
 
     def between(self, begin: int, end: int, watch: Watch) -> None:
         def tell(at: Callable[[int], float]) -> None:

@@ -8,7 +8,7 @@ the copy engine.  ``threads`` has a thread for every stream, compute included, s
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -61,6 +61,12 @@ class Device(HostReader, Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
 
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Name memory outside the arena that steps read: it must not be reused under a step in flight."""
+
+    def stage(self) -> None:
+        """From now on, some copies come from memory that could not be pinned."""
+
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
 
@@ -103,6 +109,12 @@ class _HostDevice:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Nothing to do: host memory lives as long as work refers to it."""
+
+    def stage(self) -> None:
+        """Nothing to do: threads read any host memory."""
 
     def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
         copy_host_bytes(target, source)
@@ -177,7 +189,8 @@ def check_device(device: torch.device) -> torch.device:
     if device.type != "cuda":
         raise ChunkflowError(f"ChunkFlow does not run on {device.type}: place the model on cuda, or on the cpu.")
     if not torch.cuda.is_available():
-        build = "is built for the CPU only" if torch.version.cuda is None else "finds no GPU or no driver"
+        built = torch.version.cuda is not None or torch.version.hip is not None
+        build = "finds no GPU or no driver" if built else "is built for the CPU only"
         raise ChunkflowError(
             f"There is no {device}: this torch ({torch.__version__}) {build}. Run chunkflow doctor, or stay on the cpu."
         )
@@ -185,6 +198,16 @@ def check_device(device: torch.device) -> torch.device:
     if index >= torch.cuda.device_count():
         raise ChunkflowError(f"There is no cuda:{index}: this process sees {torch.cuda.device_count()} GPUs.")
     return torch.device("cuda", index)
+
+
+def refuse_capture(device: torch.device) -> None:
+    """Raise ChunkflowError while the caller records a CUDA graph."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise ChunkflowError(
+            "The caller records a CUDA graph, and a step cannot be part of one: its copies run on a stream of their own, "
+            "ordered by events from before the capture. Call the compiled model outside torch.cuda.graph, and compile "
+            'what is around it without mode="reduce-overhead".'
+        )
 
 
 @dataclass(frozen=True)

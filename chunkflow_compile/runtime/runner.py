@@ -26,10 +26,12 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 from chunkflow_compile.weights.host_store import Home, home_of
+from chunkflow_compile.weights.progress import moving
+from chunkflow_compile.weights.staging import GpuStagings
 
 from .arena import Arena
 from .binding import Binding
-from .device import DeviceKind, check_kind
+from .device import DeviceKind, check_kind, refuse_capture
 from .executor import Executor
 from .locks import ProcessLock
 from .measurement import MEASURED_FILE, StepMeasurement, measured
@@ -89,6 +91,7 @@ class Session:
         self.program = code.program
         self.arena = arena
         check_kind(arena.device, code.kind, code.program.plan.policy)
+        refuse_capture(arena.device)
         self._folder = code.folder
         self._steps = 0
         self.started = time.monotonic()
@@ -137,6 +140,7 @@ class Session:
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run one step.  The caller holds the lock of the arena."""
+        refuse_capture(self.arena.device)
         outputs = self.executor.run(inputs)
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
@@ -185,24 +189,31 @@ class Session:
     def _bind(self, memory: torch.Tensor) -> Binding:
         values: dict[str, torch.Tensor] = {}
         slots: dict[str, torch.Tensor] = {}
-        for weight in self.plan.weights:
-            home = self._homes.get(weight.name)
-            if home is None:
-                continue
-            home.check(home.parameter)
-            if weight.offset is None:
-                try:
-                    values[weight.name] = home.resident()
-                except torch.OutOfMemoryError as error:
-                    raise ChunkflowError(
-                        f"The device {self.arena.device} has no room for {weight.name} ({weight.nbytes} bytes), which "
-                        f"is resident. {self.code.advice()}Free memory on the device, or lower the option memory."
-                    ) from error
-                continue
-            home.pin(self.arena.streams, self.code.pin_bytes)
-            slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
-            values[weight.name] = as_weight(slots[weight.name], home.host)
+        found = [(weight, home) for weight in self.plan.weights if (home := self._homes.get(weight.name)) is not None]
+        stagings = GpuStagings()
+        with moving("placing weights", sum(weight.nbytes for weight, _ in found)) as placed:
+            for weight, home in found:
+                home.check(home.parameter)
+                if weight.offset is None:
+                    values[weight.name] = self._resident(home, stagings)
+                else:
+                    home.pin(self.arena.streams, self.code.pin_bytes)
+                    slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
+                    values[weight.name] = as_weight(slots[weight.name], home.host)
+                placed(weight.nbytes)
+        if not all(self._homes[name].pinned for name in slots):
+            self.arena.streams.stage()
+        self.arena.streams.hold(value for name, value in values.items() if name not in slots)
         return Binding(self.arena, values, slots, {name: flat_bytes(self._homes[name].host) for name in slots})
+
+    def _resident(self, home: Home, stagings: GpuStagings) -> torch.Tensor:
+        try:
+            return home.resident(stagings)
+        except torch.OutOfMemoryError as error:
+            raise ChunkflowError(
+                f"The device {self.arena.device} has no room for {home.name} ({home.nbytes} bytes), which is resident. "
+                f"{self.code.advice()}Free memory on the device, or lower the option memory."
+            ) from error
 
 
 # Called with the parameters by name, the names of the weights to offload, and ``start``.  Moves those weights into the

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -14,10 +14,14 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .host_memory import near_cpus, own_pages
+from .progress import moving
 from .reader import HostReader
+from .staging import GpuStagings
 
 # Attribute of an offloaded parameter that holds its Home.  It identifies the parameter, where a name could be wrong.
 HOME = "_chunkflow_home"
+# Makes a CUDA tensor around a storage, which may be smaller than the tensor.  torch's graph trees use it.
+_CONSTRUCT = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
 
 
 @dataclass(eq=False)
@@ -44,7 +48,7 @@ class Home:
     def nbytes(self) -> int:
         return self.host.numel() * self.host.element_size()
 
-    def resident(self) -> torch.Tensor:
+    def resident(self, stagings: GpuStagings) -> torch.Tensor:
         """A copy of the values on the store's device, shared by all programs that use it at the same time."""
         if self._resident is not None:
             version, ref = self._resident
@@ -52,7 +56,7 @@ class Home:
             if found is not None and version == self.host._version:
                 return found
         version = self.host._version  # before the copy: newer values need another
-        made = self.host.to(self.store.device, copy=True)
+        made = stagings.brought(self.host, self.store.device, copy=True)
         self._resident = version, weakref.ref(made)
         return made
 
@@ -122,7 +126,7 @@ class HostStore:
     def pinned_bytes(self) -> int:
         return sum(h.nbytes for h in self.homes if h.pinned)
 
-    def add(self, names: tuple[str, ...], parameter: nn.Parameter) -> Home:
+    def add(self, names: tuple[str, ...], parameter: nn.Parameter, stagings: GpuStagings) -> Home:
         """Move one parameter's bytes into the store; the parameter keeps 0 bytes of storage on the store's device.
 
         On the CPU the store takes over the parameter's memory and copies nothing.  For a GPU the bytes are copied, and
@@ -132,10 +136,11 @@ class HostStore:
             values = parameter.detach()
             if values.is_inference():  # has no version counter, by which a session notices new values
                 values = values.clone()
-            host = own_pages(values, self._near()) if self.pages or values.device.type != "cpu" else values
+            host = values
+            if self.pages or values.device.type != "cpu":
+                host = own_pages(values, self._near(), stagings.of(values.device))
             home = Home(names, parameter, host, self, values.device)
-            empty = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=self.device)
-            empty.untyped_storage().resize_(0)
+            empty = _empty(values, self.device)
             self.homes.append(home)  # before the parameter is emptied: an interrupt here loses nothing
             setattr(parameter, HOME, home)
             parameter.data = empty
@@ -146,14 +151,18 @@ class HostStore:
 
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
-        with torch.inference_mode(False), torch.no_grad():
+        moving_back = moving("bringing weights back", sum(h.nbytes for h in self.homes))
+        stagings = GpuStagings()
+        with torch.inference_mode(False), torch.no_grad(), moving_back as moved:
             while self.homes:  # each is removed only after its bytes are returned: an interrupt loses none
                 home = self.homes[-1]
                 if home_of(home.parameter) is home:
-                    home.unpin()
-                    home.parameter.data = brought(home.host, device or home.origin, home.name)
+                    with no_room_for(home.name, home.nbytes, device or home.origin):
+                        home.parameter.data = stagings.brought(home.host, device or home.origin)
+                    home.unpin()  # not sooner: pinned memory is copied faster
                     home.parameter.__dict__.pop(HOME, None)
                 self.homes.pop()
+                moved(home.nbytes)
 
     def _near(self) -> frozenset[int]:
         if self._cpus is None:
@@ -166,7 +175,8 @@ class HostStore:
         warnings.warn(
             f"The host memory of {home.name} ({home.nbytes} bytes) could not be pinned after {self.pinned_bytes} bytes "
             f"of other weights ({error}). It and the weights after it are copied from pageable memory, which is "
-            "slower. Raise the limit of locked memory (ulimit -l), or give the process more memory.",
+            "slower: a thread of its own sends them through a small pinned ring. Lower the option pin_memory, or free or add "
+            "host memory; in a container, raise its memory limit.",
             stacklevel=2,
         )
 
@@ -185,15 +195,28 @@ def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
             warnings.warn(f"Host memory could not be unpinned and stays pinned: {error}.", stacklevel=2)
 
 
-def brought(values: torch.Tensor, device: torch.device, name: str) -> torch.Tensor:
-    """Bring values to a device.  Raises ChunkflowError naming ``name`` if there is no room."""
+@contextlib.contextmanager
+def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error into a ChunkflowError that names what was being restored."""
     try:
-        return values.to(device)
+        yield
     except torch.OutOfMemoryError as error:
         raise ChunkflowError(
-            f"There is no room on {device} for {name} ({values.nbytes} bytes): it and the weights not restored yet "
+            f"There is no room on {device} for {name} ({nbytes} bytes): it and the weights not restored yet "
             "stay where they are. Free memory on the device and call restore again, or call restore(model, 'cpu')."
         ) from error
+
+
+def _empty(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like ``values`` with no bytes of storage."""
+    if device.type == "cuda" and (construct := getattr(torch._C, _CONSTRUCT, None)) is not None:
+        # empty_strided would allocate the weight before it can be freed: room that a card may not have
+        shape = {"size": tuple(values.shape), "stride": values.stride(), "storage_offset": 0, "dtype": values.dtype}
+        made: torch.Tensor = construct(shape, torch.UntypedStorage(0, device=device))
+        return made
+    empty = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
+    empty.untyped_storage().resize_(0)
+    return empty
 
 
 def home_of(parameter: object) -> Home | None:

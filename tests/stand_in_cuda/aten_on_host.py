@@ -22,11 +22,14 @@ from torch.utils._pytree import tree_flatten, tree_map
 from . import control
 
 # These run as they are: they allocate, make views, or copy through the runtime.
-_REAL = frozenset(
-    "empty empty_strided as_strided view _reshape_alias unfold set_ resize_ record_stream is_pinned _pin_memory "
-    "_efficientzerotensor is_set_to _fused_sdp_choice _to_copy _local_scalar_dense view_as_real view_as_complex alias "
-    "_cudnn_init_dropout_state _copy_from _copy_from_and_resize".split()
-)
+# fmt: off
+_REAL = frozenset([
+    "empty", "empty_strided", "as_strided", "view", "_reshape_alias", "unfold", "set_", "resize_", "record_stream",
+    "is_pinned", "_pin_memory", "_efficientzerotensor", "is_set_to", "_fused_sdp_choice", "_to_copy",
+    "_local_scalar_dense", "view_as_real", "view_as_complex", "alias", "_cudnn_init_dropout_state", "_copy_from",
+    "_copy_from_and_resize",
+])
+# fmt: on
 _JOB = ctypes.CFUNCTYPE(None, ctypes.c_long)
 
 
@@ -51,6 +54,8 @@ class _Queue:
         self._jobs[number] = job
         with torch.cuda.device(device):
             self._enqueue(torch.cuda.current_stream(device).cuda_stream, self._function, number)
+            if error := control.runtime().cudaGetLastError():  # as torch does after each launch
+                raise RuntimeError(f"CUDA error: {error}, found by the launch of a kernel")
 
     def _run(self, number: int) -> None:
         job = self._jobs.pop(number)
@@ -187,7 +192,9 @@ class _Kernel:
             return self._attention(args, kwargs)
         if name == "aten::cudnn_convolution":
             x, weight, padding, stride, dilation, groups = args[:6]
-            return torch.ops.aten.convolution(x, weight, None, stride, padding, dilation, False, [0] * len(padding), groups)
+            return torch.ops.aten.convolution(
+                x, weight, None, stride, padding, dilation, False, [0] * len(padding), groups
+            )
         try:
             return self._op(*args, **kwargs)
         except NotImplementedError:
@@ -239,7 +246,7 @@ def install() -> None:
     if not control.active() or _KEPT:
         return
     torch.set_num_threads(1)  # equal numbers, whichever thread computes
-    queue, library = _Queue(), torch.library.Library("aten", "IMPL")  # noqa: TOR901
+    queue, library = _Queue(), torch.library.Library("aten", "IMPL")
     _KEPT.extend((queue, library))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

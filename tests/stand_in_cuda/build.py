@@ -45,7 +45,9 @@ def headers(site: Path) -> list[str]:
     folders = [p.parent for p in sorted(site.glob("nvidia/*/include/cuda_runtime_api.h"))]
     crt = [p.parent.parent for p in sorted(site.glob("**/crt/host_defines.h"))]
     if not folders or not crt:
-        raise CannotBuildError(f"There are no headers of CUDA in {site}: the wheels of torch 2.11 and later bring them.")
+        raise CannotBuildError(
+            f"There are no headers of CUDA in {site}: the wheels of torch 2.11 and later bring them."
+        )
     return [f"-I{folder}" for folder in dict.fromkeys([*folders, *crt])]
 
 
@@ -73,7 +75,9 @@ def build(out: Path) -> Path:
         *(str(absent), "-o", str(done), f"-Wl,-soname,{name}", f"-Wl,--version-script={versions}", "-lpthread", "-ldl"),
     )
     driver = out / "libcuda.so.1"
-    _compile("g++", "-std=c++17", "-shared", *FLAGS, str(HERE / "driver.cpp"), "-o", str(driver), "-Wl,-soname,libcuda.so.1")
+    _compile(
+        "g++", "-std=c++17", "-shared", *FLAGS, str(HERE / "driver.cpp"), "-o", str(driver), "-Wl,-soname,libcuda.so.1"
+    )
     link = out / "libcuda.so"
     link.unlink(missing_ok=True)
     link.symlink_to(driver.name)
@@ -107,6 +111,7 @@ def environment(out: Path) -> dict[str, str]:
         "TORCHINDUCTOR_COMPILE_THREADS": "1",  # its workers would start streams of their own
         "PYTHONPATH": os.pathsep.join(paths),
         "STAND_IN": str(out),
+        "STAND_IN_DEVICES": os.environ.get("STAND_IN_DEVICES", "2"),
         "CHUNKFLOW_GPU_LOWERING": "eager",
     }
 

@@ -1,0 +1,120 @@
+"""Bytes between pageable host memory and a GPU, through two pinned pieces: the host fills one, the GPU reads the other."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from .bytes import copy_host_bytes, flat_bytes
+
+# Large enough that a copy of one piece hides the start of the next, small enough to be pinned where nothing else can be.
+PIECE = 16 << 20
+PIECES = 2
+
+Copy = Callable[[torch.Tensor, torch.Tensor], None]
+Record = Callable[[Any], None]
+
+
+class Staging:
+    """``pinned``: whether the pieces could be pinned; if not, :meth:`to_device` and :meth:`to_host` must not be called."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], piece: int = PIECE) -> None:
+        """``allocate``: pinned memory of so many bytes, uint8; raises RuntimeError if there is none."""
+        self._piece = piece
+        self._pieces: list[tuple[torch.Tensor, Any]] = []
+        with contextlib.suppress(RuntimeError):
+            self._pieces = [(allocate(piece), event()) for _ in range(PIECES)]
+
+    @property
+    def pinned(self) -> bool:
+        return bool(self._pieces)
+
+    def to_device(self, target: torch.Tensor, source: torch.Tensor, copy: Copy, record: Record) -> None:
+        """Copy host bytes to the device (uint8, equal sizes).
+
+        ``copy``, ``record``: enqueue a copy, and a mark after it, on the stream to use.  The host returns when the last
+        piece is enqueued.
+        """
+        for (piece, free), span in self._spans(source.numel()):
+            free.synchronize()
+            part = piece[: span.stop - span.start]
+            copy_host_bytes(part, source[span])
+            copy(target[span], part)
+            record(free)
+
+    def to_host(self, target: torch.Tensor, source: torch.Tensor, copy: Copy, record: Record) -> None:
+        """Copy device bytes to the host (uint8, equal sizes); they are there when it returns."""
+        under_way: list[tuple[torch.Tensor, Any, slice]] = []
+
+        def take() -> None:
+            part, over, span = under_way.pop(0)
+            over.synchronize()
+            copy_host_bytes(target[span], part)
+
+        for (piece, over), span in self._spans(source.numel()):
+            if len(under_way) == PIECES:
+                take()
+            part = piece[: span.stop - span.start]
+            copy(part, source[span])
+            record(over)
+            under_way.append((part, over, span))
+        while under_way:
+            take()
+
+    def _spans(self, nbytes: int) -> Iterator[tuple[tuple[torch.Tensor, Any], slice]]:
+        for number, begin in enumerate(range(0, nbytes, self._piece)):
+            yield self._pieces[number % PIECES], slice(begin, min(begin + self._piece, nbytes))
+
+
+class GpuStaging:
+    """Tensors between pageable host memory and one GPU, on the caller's current stream."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(device):
+            self._staging = Staging(lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True), torch.cuda.Event)
+
+    def brought(self, host: torch.Tensor) -> torch.Tensor:
+        """A copy of a dense host tensor on the GPU.  Raises torch.OutOfMemoryError if there is no room."""
+        if host.is_pinned() or not self._staging.pinned:
+            return host.to(self._device, copy=True)
+        made = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
+        with torch.cuda.device(self._device):
+            self._staging.to_device(flat_bytes(made), flat_bytes(host), _copy, torch.cuda.Event.record)
+        return made
+
+    def fetch(self, target: torch.Tensor, values: torch.Tensor) -> None:
+        """Copy a dense tensor of the GPU to host bytes (uint8)."""
+        source = flat_bytes(values)
+        if not self._staging.pinned:
+            target.copy_(source)
+            return
+        with torch.cuda.device(self._device):
+            self._staging.to_host(target, source, _copy, torch.cuda.Event.record)
+
+
+class GpuStagings:
+    """The stagings of one operation, such as restoring a model; their pinned memory is given back with it."""
+
+    def __init__(self) -> None:
+        self._made: dict[torch.device, GpuStaging] = {}
+
+    def of(self, device: torch.device) -> GpuStaging | None:
+        """The staging for a GPU; None for the CPU."""
+        if device.type != "cuda":
+            return None
+        if device not in self._made:
+            self._made[device] = GpuStaging(device)
+        return self._made[device]
+
+    def brought(self, host: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
+        """The values of a host tensor on a device; on the CPU the tensor itself, unless a ``copy`` is wanted."""
+        staging = self.of(device)
+        return host.to(device, copy=copy) if staging is None else staging.brought(host)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)

@@ -1,0 +1,236 @@
+"""What goes wrong on a card without the mends: each test failed on the commit before its mend."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from conftest import fork
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import offload, programs, restore
+from chunkflow_compile.runtime.cuda import CudaDevice, StagedCopies, TorchCuda
+
+from . import control
+
+OPTIONS: dict[str, Any] = {
+    "min_bytes": 4096,
+    "chunk_bytes": 1 << 16,
+    "hardware": "rtx-4090-pcie",
+    "policy": "layerwise",
+    "lowering": "eager",
+}
+MIB = 1 << 20
+
+
+def compiled(model: nn.Module, **options: Any) -> Any:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+
+
+def placed(blocks: int = 4, width: int = 256, device: str = "cuda", **options: Any) -> tuple[nn.Module, Any, nn.Module]:
+    """An offloaded model, the compiled function, and a twin on the device that computes eagerly."""
+    torch.manual_seed(0)
+    model, twin = Stack(blocks, width=width).eval(), Stack(blocks, width=width).eval().to(device)
+    twin.load_state_dict(model.state_dict())
+    offload(model, device, min_bytes=4096)
+    return model, compiled(model, **options), twin
+
+
+def steps(run: Any, twin: nn.Module, n: int = 4, device: str = "cuda") -> None:
+    for step in range(n):
+        x = torch.randn(16, 8, device=device)
+        assert torch.equal(run(x), twin(x)), step
+
+
+def test_a_failed_pin_leaves_no_error_pending() -> None:
+    control.settings(pins=2)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _, run, twin = placed()
+        steps(run, twin)
+    assert sum("could not be pinned" in str(w.message) for w in told) == 1
+
+
+def test_copies_have_one_stream_for_the_life_of_the_process() -> None:
+    mine = {torch.cuda.Stream().cuda_stream for _ in range(32)}
+    found = set()
+    for _ in range(36):
+        device = CudaDevice(TorchCuda(torch.device("cuda", 0)))
+        found.add(device.copy.stream.cuda_stream)
+        device.close()
+    assert len(found) == 1 and not found & mine
+
+
+@pytest.mark.parametrize("origin", ["cpu", "cuda"])
+def test_placing_allocates_no_weight_on_the_card_and_gives_memory_back(origin: str) -> None:
+    model = Stack(6, width=1024).to(origin)
+    most = max(p.nbytes for p in model.parameters())
+    weights = sum(p.nbytes for p in model.parameters())
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    offload(model, "cuda", min_bytes=4096)
+    assert torch.cuda.max_memory_allocated() - before < most / 4
+    assert torch.cuda.memory_reserved() < weights / 4
+    restore(model)
+
+
+@pytest.mark.parametrize("limit", [{"pins": 3}, {"pins": 0}, {"pin_bytes": 3 * MIB}])
+def test_pageable_weights_do_not_hold_the_issuing_thread(limit: dict[str, int]) -> None:
+    control.settings(rate=400 * MIB)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        control.settings(**limit)
+        model, run, twin = placed(8, width=512)
+        steps(run, twin)
+    session = programs(model)[0]
+    assert isinstance(session.executor.device.copy, StagedCopies)
+    assert len(session.measurements) == 4
+    assert session.executor.traffic.copied_bytes >= 4 * session.plan.moved_bytes > 0
+    restore(model)
+
+
+def test_pinning_refused_by_address() -> None:
+    model, run, twin = placed()
+    found = next(p for n, p in model.named_parameters() if "blocks.2" in n and p.dim() > 1)
+    home: Any = found._chunkflow_home  # type: ignore[attr-defined]
+    control.settings(refused_address=home.host.data_ptr())
+    with pytest.warns(UserWarning, match=f"The host memory of {home.name}"):
+        steps(run, twin)
+
+
+def test_a_fresh_thread_starts_no_other_gpu() -> None:
+    used = control.contexts()
+    failed: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                _, run, _ = placed(2, device="cuda:1")
+                run(torch.randn(4, 8, device="cuda:1"))
+        except BaseException as error:  # noqa: BLE001  (shown below)
+            failed.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    assert not failed and 1 in control.contexts() and control.contexts() - used <= {1}
+
+
+def test_measuring_is_read_after_the_step_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, run, _ = placed()
+    run(torch.randn(4, 8, device="cuda"))
+    order: list[str] = []
+    device = programs(model)[0].executor.device
+    read, finish = device._clock._read, device.finish
+    monkeypatch.setattr(device._clock, "_read", lambda frame: (order.append("read"), read(frame)))
+    monkeypatch.setattr(device, "finish", lambda *given: (order.append("issued"), finish(*given)))
+    for _ in range(3):
+        torch.cuda.synchronize()
+        run(torch.randn(4, 8, device="cuda"))
+    assert order[0] == "issued" and "read" in order
+
+
+def test_resident_weights_are_copied_from_pinned_memory() -> None:
+    _, run, twin = placed(policy="resident")
+    x = torch.randn(4, 8, device="cuda")
+    with control.counted() as made:
+        run(x)
+    assert made["copies to the device, pinned"] >= sum(p.nbytes >= 4096 for p in twin.parameters())
+    assert "copies to the device, pageable" not in made
+
+
+def test_restoring_to_the_card_copies_before_it_unpins() -> None:
+    model, run, twin = placed()
+    with control.counted() as made:
+        steps(run, twin, 1)
+    registered = made["cudaHostRegister"]
+    with control.counted() as made:
+        restore(model, "cuda")
+    assert not made.get("copies to the device, pageable") and registered > 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert made["cudaHostUnregister"] == registered
+
+
+def test_a_capture_is_refused() -> None:
+    model, run, twin = placed()
+    steps(run, twin, 1)
+    x = torch.randn(4, 8, device="cuda")
+    with pytest.raises(Exception, match="records a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run(x)
+    steps(run, twin, 2)
+    restore(model)
+
+
+def an_error_sticks(_: int) -> None:
+    with torch.no_grad():
+        model, run, twin = placed(12, width=128)
+        values = {k: v.cpu() for k, v in twin.state_dict().items()}
+        steps(run, twin, 2)
+        x = torch.randn(16, 8, device="cuda")
+        torch.cuda.synchronize()
+        control.set_device_broken(True)
+        with pytest.raises(Exception, match=r"GPU failed|launch failure|CUDA error"):
+            run(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            restore(model, "cpu")
+        assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
+        del model, run
+        torch._dynamo.reset()
+
+
+def test_an_error_that_sticks_loses_no_weight() -> None:
+    fork(an_error_sticks, (), 1)
+
+
+def test_residents_dropped_with_their_model_are_not_reused_under_a_step() -> None:
+    model, run, _ = placed(policy="resident")
+    run(torch.randn(4, 8, device="cuda"))
+    device = programs(model)[0].executor.device
+    kept: list[torch.Tensor] = []
+    device.cuda.keep = lambda memory, stream: kept.append(memory)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        run(torch.randn(4, 8, device="cuda"))
+    assert len(kept) > sum(p.nbytes >= 4096 for p in model.parameters()) - 1
+
+
+@pytest.mark.parametrize("left", range(3))
+def test_out_of_memory_leaves_the_model_intact(left: int) -> None:
+    """At each allocation in turn: the arena, the residents, the activations."""
+    model, run, twin = placed(8, width=1024, policy="chunkflow", memory=40 * MIB)
+    values = {k: v.cpu() for k, v in twin.state_dict().items()}
+    x = torch.randn(16, 8, device="cuda")
+    torch.cuda.empty_cache()
+    control.settings(allocations=left)
+    try:
+        with pytest.raises(Exception, match=r"no room|out of memory"):
+            run(torch.randn(1 << 15, 8, device="cuda") if left > 1 else x)
+    finally:
+        control.settings(allocations=-1)
+    assert torch.equal(run(x), twin(x))
+    restore(model)
+    assert all(torch.equal(v.cpu(), values[k]) for k, v in model.state_dict().items())
+
+
+def test_a_stream_is_reused() -> None:
+    """Streams of torch's pool come round: the caller may be on one that another caller had."""
+    _, run, twin = placed()
+    results = []
+    for _ in range(40):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x = torch.randn(16, 8, device="cuda")
+            results.append((x, run(x)))
+    torch.cuda.synchronize()
+    assert all(torch.equal(got, twin(x)) for x, got in results)
+
+
+def test_the_empty_storage_of_a_weight_is_not_read() -> None:
+    model, _, _ = placed()
+    weight = next(p for p in model.parameters() if p.numel() > 4096)
+    assert weight.is_cuda and not weight.untyped_storage().nbytes()
+    with pytest.raises(RuntimeError, match="empty storage"):
+        weight.detach() + 1
