@@ -17,6 +17,11 @@ Lowering = Literal["inductor", "eager"]
 Region = Callable[..., Sequence[Any]]
 
 
+# standalone_compile would tune kernels while it compiles, on random tensors of full size: memory that a card may not have
+# before the model is placed.  They are tuned in the first step instead, which it would do once more in any case.
+_TUNING = {"triton.autotune_at_compile_time": False}
+
+
 def warm_up(lowering: Lowering, device: torch.device) -> None:
     """Start what Inductor does first, detecting the CPU's vector instructions, in a thread beside the tracing.
 
@@ -48,5 +53,5 @@ def _through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Regio
     # standalone_compile gives each region a TracingContext of its own.  Weights stay inputs, so Inductor never takes
     # memory of a slot for a buffer of its own.
     return torch._inductor.standalone_compile(
-        module, inputs, dynamic_shapes="from_tracing_context", options={"config_patches": dict(inductor)}
+        module, inputs, dynamic_shapes="from_tracing_context", options={"config_patches": {**_TUNING, **inductor}}
     )

@@ -13,7 +13,7 @@ from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.runtime.cuda import CudaDevice, StagedCopies, TorchCuda
+from chunkflow_compile.runtime.cuda import CudaDevice, TorchCuda
 
 from . import control
 
@@ -87,7 +87,7 @@ def test_pageable_weights_do_not_hold_the_issuing_thread(limit: dict[str, int]) 
         model, run, twin = placed(8, width=512)
         steps(run, twin)
     session = programs(model)[0]
-    assert isinstance(session.executor.device.copy, StagedCopies)
+    assert type(session.executor.device.copy).__name__ == "StagedCopies"
     assert len(session.measurements) == 4
     assert session.executor.traffic.copied_bytes >= 4 * session.plan.moved_bytes > 0
     restore(model)

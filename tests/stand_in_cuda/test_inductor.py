@@ -1,0 +1,90 @@
+"""Families end to end through Inductor and Triton to cubins.  No kernel of Triton is executed: numbers mean nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+
+from chunkflow_compile import offload, programs, restore
+from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+
+from . import control
+
+SIZE = Size(layers=2, singles=2, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)
+OPTIONS = {"min_bytes": 4096, "chunk_bytes": 1 << 16, "hardware": "h200", "policy": "layerwise"}
+MIB = 1 << 20
+
+
+class Kernels:
+    """Kernels of Triton, watched: their runs, tunings, and pointers that are not aligned as they were compiled for."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.runs: Counter[int] = Counter()
+        self.tuned: Counter[int] = Counter()
+        self.misaligned: list[int] = []
+        self.launched_in_lowering = self.allocated_in_lowering = -1
+        run, tune = CachingAutotuner.run, CachingAutotuner.benchmark_all_configs
+        kernels = self
+
+        def watched_run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            kernels.runs[id(self)] += 1
+            kernels.misaligned += [a.data_ptr() for a in args if isinstance(a, torch.Tensor) and a.data_ptr() % 16]
+            return run(self, *args, **kwargs)
+
+        def watched_tune(self: Any, *args: Any, **kwargs: Any) -> Any:
+            kernels.tuned[id(self)] += 1
+            return tune(self, *args, **kwargs)
+
+        def watched_lowering(*args: Any) -> Any:
+            torch.cuda.reset_peak_memory_stats()
+            held = torch.cuda.memory_allocated()
+            with control.counted() as made:
+                found = lower_regions(*args)
+            kernels.launched_in_lowering = made.get("launches of Triton", 0)
+            kernels.allocated_in_lowering = torch.cuda.max_memory_allocated() - held
+            return found
+
+        patch.setattr("chunkflow_compile.backend.lower_regions", watched_lowering)
+        patch.setattr(CachingAutotuner, "run", watched_run)
+        patch.setattr(CachingAutotuner, "benchmark_all_configs", watched_tune)
+
+
+def on_the_card(family: str, step: int) -> dict[str, Any]:
+    return {k: v.cuda() if torch.is_tensor(v) else v for k, v in small_inputs(family, SIZE, step).items()}
+
+
+@pytest.mark.parametrize("family", ["wan", "flux", "hunyuanvideo", "qwen-image"])
+def test_a_family_through_inductor(
+    family: str, monkeypatch: pytest.MonkeyPatch, record_property: pytest.RecordProperty
+) -> None:
+    torch.manual_seed(0)
+    model = small_model(family, SIZE).eval()
+    offload(model, "cuda", min_bytes=4096)
+    kernels = Kernels(monkeypatch)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    launches = []
+    for step in range(4):
+        with control.counted() as made:
+            out = run(**on_the_card(family, step))[0]
+            torch.cuda.synchronize()
+        launches.append(made["launches of Triton"])
+    session = programs(model)[0]
+    assert out.is_cuda and len(session.measurements) == 4
+    assert session.executor.traffic.copied_bytes >= 4 * session.plan.moved_bytes > 0
+    assert kernels.runs and launches[1] == launches[2] == launches[3] > 0
+    assert not kernels.misaligned
+    assert kernels.launched_in_lowering == 0 and kernels.allocated_in_lowering < MIB, "kernels are tuned in the first step"
+    assert set(kernels.tuned.values()) == {1}
+    assert control.counts()["modules of Triton"] > 0
+    regions, lowered = len(session.plan.regions), len(session.code.regions)
+    record_property(
+        "counts",
+        f"{family}: {regions} regions, {lowered} compiled, {len(kernels.runs)} kernels of Triton, {len(kernels.tuned)} of "
+        f"them tuned, {launches[-1]} launches a step",
+    )
+    restore(model)
