@@ -34,7 +34,8 @@ from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.runner import Code, Runner, Session
-from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten
+from chunkflow_compile.runtime.tables import Tables
+from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten, move_tables
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.modules import ModelIndex
 
@@ -74,6 +75,7 @@ def chunkflow(
     parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
+        tables = move_tables(aten, device)
         make = partial(run_passes, describe_graph(aten, parameters, index.blocks), chosen.settings(), chosen.dump)
         program, folder = make()
         code = Code(
@@ -88,7 +90,8 @@ def chunkflow(
             pin_bytes=chosen.pin_bytes(),
             advice=partial(_advice, program, chosen, memory=chosen.memory_bytes()),
         )
-        return Runner(code, partial(_place, device, code.kind, seen), chosen.arena)
+        place = partial(_place, device, code.kind, seen)
+        return Runner(code, place, chosen.arena, Tables(device, tables))
 
     return lower_to_aten(graph, example_inputs, compile_inference)
 

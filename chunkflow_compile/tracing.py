@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
 
@@ -20,6 +21,9 @@ from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.placing import why_not
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.modules import ModelIndex
+
+# ATen's ops for Tensor.to and Tensor.cuda.
+_MOVES = (torch.ops.aten._to_copy.default,)
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
@@ -97,3 +101,21 @@ class _TracedError(Exception):
 
 def _stop(*_: Any) -> Any:
     raise _TracedError
+
+
+def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
+    """Let the graph take inputs on ``device`` that it only moves there itself; return their positions.
+
+    Qwen-Image keeps its rotary tables on the CPU and moves them in every forward: a copy from pageable memory, for which
+    the host would meet the GPU once a step.  The caller moves them once, see ``runtime/tables.py``.
+    """
+    moved = []
+    for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):
+        value = node.meta.get("val")
+        if not isinstance(value, FakeTensor) or not value.dim() or value.device == device:
+            continue
+        if node.users and all(u.target in _MOVES and u.kwargs.get("device") == device for u in node.users):
+            with value.fake_mode:
+                node.meta["val"] = value.to(device)
+            moved.append(position)
+    return tuple(moved)

@@ -35,6 +35,7 @@ from .device import DeviceKind, check_kind, refuse_capture
 from .executor import Executor
 from .locks import ProcessLock
 from .measurement import MEASURED_FILE, StepMeasurement, measured
+from .tables import Tables
 
 _log = logging.getLogger(__name__)
 
@@ -226,9 +227,10 @@ class Runner:
 
     _boxed_call = True
 
-    def __init__(self, code: Code, place: Place, arena: Arena | None = None) -> None:
+    def __init__(self, code: Code, place: Place, arena: Arena | None, tables: Tables) -> None:
         """``arena``: the one that the user passed; None for each model's own."""
         self.code = code
+        self._tables = tables
         self._place = place
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
@@ -246,6 +248,7 @@ class Runner:
         args.clear()
         parameters = {name: inputs[position] for name, position in self._position.items()}
         first = next(iter(parameters.values()))  # identifies the model
+        self._tables.move(inputs)
         key = id(first)
         while True:
             session = self._sessions.get(key)

@@ -13,6 +13,7 @@ from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.cuda import CudaDevice, TorchCuda
 
 from . import control
@@ -234,3 +235,21 @@ def test_the_empty_storage_of_a_weight_is_not_read() -> None:
     assert weight.is_cuda and not weight.untyped_storage().nbytes()
     with pytest.raises(RuntimeError, match="empty storage"):
         weight.detach() + 1
+
+
+def test_tables_are_moved_once() -> None:
+    """Qwen-Image moves its rotary tables from the CPU in forward: no step may wait for that."""
+    size = Size(layers=2, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)
+    torch.manual_seed(0)
+    model, twin = small_model("qwen-image", size).eval(), small_model("qwen-image", size).eval().cuda()
+    twin.load_state_dict(model.state_dict())
+    offload(model, "cuda", min_bytes=4096)
+    run = compiled(model)
+    for step in range(4):
+        given = small_inputs("qwen-image", size, step)
+        inputs = {k: v.cuda() if torch.is_tensor(v) else v for k, v in given.items()}
+        with control.counted() as made:
+            got = run(**inputs)[0]
+        if step:
+            assert "copies to the device, pageable" not in made and "cudaStreamSynchronize" not in made
+        assert torch.equal(got, twin(**inputs)[0])

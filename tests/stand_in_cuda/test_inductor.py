@@ -78,7 +78,9 @@ def test_a_family_through_inductor(
     assert session.executor.traffic.copied_bytes >= 4 * session.plan.moved_bytes > 0
     assert kernels.runs and launches[1] == launches[2] == launches[3] > 0
     assert not kernels.misaligned
-    assert kernels.launched_in_lowering == 0 and kernels.allocated_in_lowering < MIB, "kernels are tuned in the first step"
+    assert kernels.launched_in_lowering == 0 and kernels.allocated_in_lowering < MIB, (
+        "kernels are tuned in the first step"
+    )
     assert set(kernels.tuned.values()) == {1}
     assert control.counts()["modules of Triton"] > 0
     regions, lowered = len(session.plan.regions), len(session.code.regions)
