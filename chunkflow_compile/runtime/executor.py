@@ -4,7 +4,8 @@ Only these events order the streams:
 
 * the opening of a window, recorded on the compute stream after the last reader of the bytes that its chunks overwrite
   (``verify`` proves that); the chunks wait for it;
-* the arrival of a weight, recorded on the copy stream after the newest chunk issued for it; its readers wait for it;
+* the arrival of a region's weights, recorded on the copy stream after the newest chunk issued for any of them; the
+  region waits for it;
 * the handover of the arena, recorded on the compute stream after whatever ran in the arena before; the first copies of
   a cold start wait for it;
 * the start and the end of a collective, if collectives have a stream of their own: the collective waits for its start,
@@ -30,6 +31,7 @@ from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 
+from .arrivals import arrivals
 from .binding import Binding, Cost, Step
 from .host_flag import HostFlag
 from .measurement import RegionWatch, StepMeasurement, no_seconds
@@ -66,7 +68,6 @@ class Executor:
         self._regions = regions
         self._handover, self._opening = device.event(), device.event()
         self._started, self._ended = device.event(), device.event()
-        self._arrival = {w.name: device.event() for w in program.plan.streamed}
         self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
         self._writes: dict[Prefetch, None] = {}  # in the order of their newest issue
         self._windows = len(program.problem.regions)
@@ -75,6 +76,8 @@ class Executor:
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
         self._keeping = list(self._kept())
+        self._arrivals = arrivals(list(self._number), list(dict.fromkeys(weight for weight, _, _ in self._keeping)))
+        self._arrived = [device.event() for _ in self._arrivals.marked]
         self._priming: list[_Issue] = []
         self._instructions = list(self._prepare(program.module))
 
@@ -188,7 +191,7 @@ class Executor:
         copy.wait(self._handover)
         for weight, target, source in self._keeping:
             self._copy(target, source, f"keep {weight}")
-            copy.record(self._arrival[weight])
+            self._mark(weight)
             step.cost.moved += source.numel()
         for issue in self._priming:
             issue(step)
@@ -237,9 +240,10 @@ class Executor:
     def _issue(self, module: GraphModule, node: Node, window: int) -> _Issue:
         function: Any = node.target
         if (prefetch := prefetch_of(node)) is not None:
-            return self._prefetch(prefetch)
+            return self._prefetch(prefetch, node)
         if node.target is WAIT:
-            return partial(self._wait, self._arrival[str(node.args[0])], window)
+            awaited = self._arrivals.awaited.get(node)
+            return _nothing if awaited is None else partial(self._wait, self._arrived[awaited], window)
         if node.target is EVICT:
             return self._evict(str(node.args[0]))
         if node.op == "get_attr":
@@ -255,7 +259,12 @@ class Executor:
             return self._collective(node, window)
         return self._call(node, function)
 
-    def _prefetch(self, prefetch: Prefetch) -> _Issue:
+    def _mark(self, copied: Node | str) -> None:
+        """Record the arrival after a copy, if a region waits for it."""
+        if (number := self._arrivals.marked.get(copied)) is not None:
+            self.device.copy.record(self._arrived[number])
+
+    def _prefetch(self, prefetch: Prefetch, node: Node) -> _Issue:
         weight = prefetch.weight
         slot, host, size = self.binding.slots[weight], self.binding.hosts[weight], self.program.plan.chunk_bytes
         first, end = prefetch.first * size, prefetch.end * size
@@ -264,7 +273,7 @@ class Executor:
         length = size if self._flag is not None else end - first
         parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
         copies = [(slot[part], host[part]) for part in parts]
-        arrival, stream, flag = self._arrival[weight], self.device.copy, self._flag
+        stream, flag = self.device.copy, self._flag
         name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"
 
         def issue(step: Step) -> None:
@@ -272,7 +281,7 @@ class Executor:
                 if flag is not None:
                     stream.run(flag.hold)
                 self._copy(target, source, name)
-            stream.record(arrival)
+            self._mark(node)
             step.cost.moved += nbytes
             self._writes.pop(prefetch, None)
             self._writes[prefetch] = None
@@ -393,12 +402,16 @@ class Executor:
         It needs no event: the opening of the next window over these bytes comes after it on the compute stream.
         """
         if not self._poison:
-            return lambda step: None
+            return _nothing
         plan = self.program.plan
         found = next(w for w in plan.streamed if w.name == weight)
         spans = [plan.span(found, r.first, r.end) for r in runs(found.windows) if r.window is not None]
         pieces = [self.binding.slots[weight][begin:end] for begin, end in spans]
         return lambda step: self.device.compute.run(partial(_poison, pieces))
+
+
+def _nothing(step: Step) -> None:
+    """Issue nothing: another event, or the order of a stream, does the work of this node."""
 
 
 def _poison(pieces: Sequence[torch.Tensor]) -> None:

@@ -246,6 +246,7 @@ PLACING = """
 import resource, torch
 from torch import nn
 from chunkflow_compile.weights.host_store import HostStore
+from chunkflow_compile.weights.staging import GpuStagings
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -256,7 +257,7 @@ del weights
 before, total = peak(), 32 * 16 << 20
 store = HostStore(model, torch.device("cpu"), pages=True)
 for i, p in enumerate(list(model)):
-    store.add((str(i),), p)
+    store.add((str(i),), p, GpuStagings())
 assert all(h.host[-1] == i and h.host.data_ptr() % 4096 == 0 for i, h in enumerate(store.homes))
 assert not any(p.untyped_storage().nbytes() for p in model)
 print((total + peak() - before) / total)

@@ -81,7 +81,7 @@ def test_a_family_through_inductor(
     assert kernels.launched_in_lowering == 0 and kernels.allocated_in_lowering < MIB, (
         "kernels are tuned in the first step"
     )
-    assert set(kernels.tuned.values()) == {1}
+    assert set(kernels.tuned.values()) <= {1}  # none where the cache knows the best configuration
     assert control.counts()["modules of Triton"] > 0
     regions, lowered = len(session.plan.regions), len(session.code.regions)
     record_property(

@@ -1,0 +1,58 @@
+"""Arrivals: which copies are marked, and which mark each region waits for.
+
+Copies run in the order in which they are issued.  So a region that waits for several weights waits for one mark only,
+after the copy of theirs that is issued last, and no other copy of theirs needs a mark.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from chunkflow_compile.passes.ops import WAIT, prefetch_of
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """``marked``: prefetch, or the weight whose resident chunks are copied on a cold start -> number of its mark.
+
+    ``awaited``: wait -> number of the mark to wait for; a wait that is not in it follows one that covers it.
+    """
+
+    marked: Mapping[Node | str, int]
+    awaited: Mapping[Node, int]
+
+
+def arrivals(nodes: Sequence[Node], kept: Sequence[str]) -> Arrivals:
+    """The marks of a program.  ``kept``: weights with resident chunks, in the order in which these are copied."""
+    issued: dict[str, list[tuple[int, int, Node | str]]] = {}  # weight -> its copies: step, position, what
+    for position, name in enumerate(kept):
+        issued.setdefault(name, []).append((-2, position, name))
+    for position, node in enumerate(nodes):
+        if (prefetch := prefetch_of(node)) is not None:
+            issued.setdefault(prefetch.weight, []).append((-1 if prefetch.next_step else 0, position, node))
+    marked: dict[Node | str, int] = {}
+    awaited: dict[Node, int] = {}
+    for position, group in _groups(nodes):
+        copies = [c for node in group for c in issued.get(str(node.args[0]), ()) if c[0] < 0 or c[1] < position]
+        if copies:
+            newest = max(copies, key=lambda c: c[:2])[2]
+            awaited[group[0]] = marked.setdefault(newest, len(marked))
+    return Arrivals(marked, awaited)
+
+
+def _groups(nodes: Iterable[Node]) -> Iterator[tuple[int, list[Node]]]:
+    """The position of a group's first wait, and its waits: those with no call and no prefetch between them."""
+    group: list[Node] = []
+    begin = 0
+    for position, node in enumerate(nodes):
+        if node.target is WAIT:
+            begin = begin if group else position
+            group.append(node)
+        elif group:
+            yield begin, group
+            group = []
+    if group:
+        yield begin, group
