@@ -6,10 +6,13 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
 from torch.fx import Node
 
+from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
 from chunkflow_compile.passes.plan import ALIGNMENT, align
+from chunkflow_compile.passes.program.lifetimes import releases
 from chunkflow_compile.passes.program.rewrite import Program
 
 Mutation = Callable[[Program, random.Random], Program | None]
@@ -24,6 +27,21 @@ def _reader(program: Program, weight: str) -> Node:
     """The first region that reads a weight."""
     placeholder = program.weight_inputs[weight]
     return next(n for n in program.module.graph.nodes if n.op == "call_module" and placeholder in map(str, n.args))
+
+
+def _completions(program: Program) -> list[Node]:
+    return [n for n in program.module.graph.nodes if is_wait_tensor(n)]
+
+
+def _with_releases(program: Program) -> Program:
+    """The program with the releases that rewrite would give its graph."""
+    return replace(program, releases=releases(program.module.graph))
+
+
+def released(program: Program, value: str, after: str) -> Program:
+    """The program with ``value`` released after the node ``after``, and nowhere else."""
+    others = {node: tuple(v for v in values if v != value) for node, values in program.releases.items()}
+    return replace(program, releases={**others, after: (*others.get(after, ()), value)})
 
 
 def remove_a_wait(program: Program, rng: random.Random) -> Program | None:
@@ -56,8 +74,11 @@ def remove_a_prefetch(program: Program, rng: random.Random) -> Program | None:
 
 
 def forget_a_chunk(program: Program, rng: random.Random) -> Program | None:
-    if (node := _pick(program, rng, PREFETCH)) is None or node.args[2] - node.args[1] < 2:  # type: ignore[operator]
+    nodes = program.module.graph.find_nodes(op="call_function", target=PREFETCH)
+    found = [n for n in nodes if n.args[2] - n.args[1] > 1]  # type: ignore[operator]
+    if not found:
         return None
+    node = rng.choice(found)
     node.args = (*node.args[:2], node.args[2] - 1, *node.args[3:])  # type: ignore[operator]
     return program
 
@@ -144,7 +165,7 @@ def swap_weights_of_regions(program: Program, rng: random.Random) -> Program | N
     for call in program.module.graph.find_nodes(op="call_module"):
         turn = {nodes[one]: nodes[other], nodes[other]: nodes[one]}
         call.args = tuple(turn.get(a, a) for a in call.args)  # type: ignore[arg-type]
-    return program
+    return _with_releases(program)
 
 
 def keep_every_chunk(program: Program, rng: random.Random) -> Program | None:
@@ -169,6 +190,67 @@ def _with_offset(program: Program, name: str, offset: int) -> Program:
     return replace(program, plan=replace(program.plan, weights=weights))
 
 
+def remove_a_completion(program: Program, rng: random.Random) -> Program | None:
+    """What read the completed result reads the collective's own."""
+    if not (found := _completions(program)):
+        return None
+    node = rng.choice(found)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    program.module.graph.erase_node(node)
+    return _with_releases(program)
+
+
+def complete_after_the_reader(program: Program, rng: random.Random) -> Program | None:
+    found = [(n, u) for n in _completions(program) for u in list(n.users)[:1] if u.op == "call_module"]
+    if not found:
+        return None
+    node, reader = rng.choice(found)
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    reader.append(node)
+    return _with_releases(program)
+
+
+def complete_another_collective(program: Program, rng: random.Random) -> Program | None:
+    """A completion waits once more for a collective that was completed before."""
+    if len(found := _completions(program)) < 2:
+        return None
+    later = rng.randrange(1, len(found))
+    node, other = found[later], found[rng.randrange(later)]
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    node.args = (other.all_input_nodes[0],)
+    return _with_releases(program)
+
+
+def release_before_the_completion(program: Program, rng: random.Random) -> Program | None:
+    """Releases what a collective sends when the collective has started."""
+    found = [n for n in program.module.graph.nodes if collective_kind(n) is not None]
+    if not found:
+        return None
+    node = rng.choice(found)
+    return released(program, node.all_input_nodes[0].name, node.name)
+
+
+def release_before_the_reader(program: Program, rng: random.Random) -> Program | None:
+    """Releases what a region computes before another region reads it."""
+    calls = [n for n in program.module.graph.nodes if n.op == "call_module"]
+    found = [a for call in calls for a in call.all_input_nodes if a.op == "call_function"]
+    if not found:
+        return None
+    value = rng.choice(found).name
+    return released(program, value, value)
+
+
+def write_beside_a_collective(program: Program, rng: random.Random) -> Program | None:
+    """Sets to zero what a collective sends, before the collective is completed."""
+    found = [n for n in program.module.graph.nodes if collective_kind(n) is not None]
+    if not found:
+        return None
+    node = rng.choice(found)
+    with program.module.graph.inserting_after(node):
+        program.module.graph.call_function(torch.ops.aten.zero_.default, (node.all_input_nodes[0],))
+    return _with_releases(program)
+
+
 MUTATIONS: tuple[Mutation, ...] = (
     remove_a_wait,
     wait_after_the_reader,
@@ -185,4 +267,10 @@ MUTATIONS: tuple[Mutation, ...] = (
     slot_off_by_a_line,
     swap_weights_of_regions,
     keep_every_chunk,
+    remove_a_completion,
+    complete_after_the_reader,
+    complete_another_collective,
+    release_before_the_completion,
+    release_before_the_reader,
+    write_beside_a_collective,
 )

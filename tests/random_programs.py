@@ -11,6 +11,7 @@ from typing import Any
 
 import hypothesis
 import torch
+import torch.distributed as dist
 from helpers import gather_heads, scatter_heads
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -40,11 +41,12 @@ MACHINE = load_profile(Path(__file__).parent / "slow_compute.json")
 
 @dataclass(frozen=True)
 class Layer:
-    """``exchange``: whether an all-to-all follows."""
+    """``exchange``: whether two all-to-alls follow, or, if ``beside``, one runs while the layer computes."""
 
     hidden: int
     bias: bool
     exchange: bool
+    beside: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def examples(seed: int, count: int) -> Callable[[Any], Any]:
     return decorate
 
 
-layers = st.builds(Layer, st.sampled_from([8, 20, 36, 200]), st.booleans(), st.booleans())
+layers = st.builds(Layer, st.sampled_from([8, 20, 36, 200]), st.booleans(), st.booleans(), st.booleans())
 specs = st.builds(
     Spec,
     st.sampled_from([8, 16, 24]),
@@ -95,13 +97,28 @@ choices = st.builds(
 )
 
 
+def begin_exchange(x: torch.Tensor, group: str) -> torch.Tensor:
+    """Start an all-to-all of equal parts, and do not wait for it."""
+    ranks = dist.get_world_size()
+    rows = [x.shape[0] // ranks] * ranks
+    return torch.ops._c10d_functional.all_to_all_single(x, rows, rows, group)
+
+
+def end_exchange(sent: torch.Tensor) -> torch.Tensor:
+    return torch.ops._c10d_functional.wait_tensor(sent)
+
+
 class RandomModel(nn.Module):
-    """Layers of odd widths: some read twice, some with a collective, one tied to the first, one larger than the others."""
+    """Layers of odd widths: some read twice, some with a collective, one tied to the first, one larger than the others.
+
+    A layer that computes beside a collective reads what the collective sends.
+    """
 
     def __init__(self, spec: Spec) -> None:
         super().__init__()
         torch.manual_seed(spec.seed)
         self.spec = spec
+        self.group = dist.group.WORLD.group_name
         self.up = nn.ModuleList([nn.Linear(spec.width, layer.hidden, bias=layer.bias) for layer in spec.layers])
         self.down = nn.ModuleList([nn.Linear(layer.hidden, spec.width, bias=False) for layer in spec.layers])
         self.head = nn.Linear(spec.width, spec.layers[0].hidden if spec.tied else 12, bias=False)
@@ -110,9 +127,14 @@ class RandomModel(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for up, down, layer in zip(self.up, self.down, self.spec.layers, strict=True):
-            x = x + torch.tanh(down(torch.nn.functional.gelu(up(x))))
-            if layer.exchange:
-                x = x + gather_heads(scatter_heads(x, 4)).reshape(x.shape)
+            sent = begin_exchange(x, self.group) if layer.exchange and layer.beside else None
+            y = x + torch.tanh(down(torch.nn.functional.gelu(up(x))))
+            if sent is not None:
+                x = y + end_exchange(sent)
+            elif layer.exchange:
+                x = y + gather_heads(scatter_heads(y, 4)).reshape(y.shape)
+            else:
+                x = y
         if self.spec.twice:
             x = x + self.down[0](self.up[0](x))
         return self.head(x)

@@ -10,12 +10,14 @@ Only these events order the streams:
   a cold start wait for it;
 * the start and the end of a collective, if collectives have a stream of their own: the collective waits for its start,
   recorded on the compute stream, and compute waits for its end where the program awaits the collective.
+
+A value is dropped on the compute stream where the program says so (``Program.releases``).  ``verify`` proves that no
+later op reads it, and that compute has waited for every collective that uses it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -26,9 +28,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor
+from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
+from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 
 from .arrivals import arrivals
@@ -37,7 +40,6 @@ from .host_flag import HostFlag
 from .measurement import RegionWatch, StepMeasurement, no_seconds
 from .outputs import owning
 from .traffic import Traffic
-from .values import over, releases
 
 # An hour of steps of one second; older measurements are dropped.
 KEPT_MEASUREMENTS = 3600
@@ -210,7 +212,7 @@ class Executor:
 
     def _prepare(self, module: GraphModule) -> Iterator[_Issue]:
         """One function for each node, which issues it; after it, one that drops the values no longer needed."""
-        release = releases(self._number)
+        number = {node.name: i for node, i in self._number.items()}
         opened: int | None = None
         window = 0  # the region that runs next
         for node in module.graph.nodes:
@@ -225,8 +227,8 @@ class Executor:
                     issue = partial(self._open, issue)
                 opened = prefetch.window
             yield issue
-            if numbers := release.get(node):
-                yield partial(self._drop, tuple(numbers))
+            if values := self.program.releases.get(node.name):
+                yield partial(self._drop, tuple(number[value] for value in values))
 
     def _drop(self, numbers: tuple[int, ...], step: Step) -> None:
         env = step.env
@@ -254,8 +256,7 @@ class Executor:
         if node.op == "call_module":
             return self._call(node, owning(self._regions[str(node.target)], self.binding.slots), window)
         # an element of a collective's results is taken on the collective stream; of awaited results, on compute
-        of_results = node.target is operator.getitem and collective_kind(node.all_input_nodes[0]) is not None
-        if of_results or collective_kind(node) is not None or is_wait_tensor(node):
+        if list_of(node) is not None or collective_kind(node) is not None or is_wait_tensor(node):
             return self._collective(node, window)
         return self._call(node, function)
 

@@ -120,6 +120,26 @@ def collective_of(completion: Node) -> Node:
     return node if collective_kind(node) is not None else node.all_input_nodes[0]
 
 
+def awaited(completion: Node) -> tuple[Node, ...]:
+    """The collectives that a completion waits for; none if it reads no result of a collective."""
+    found = [list_of(operand) or operand for operand in completion.all_input_nodes]
+    return tuple(dict.fromkeys(node for node in found if collective_kind(node) is not None))
+
+
+def list_of(node: Node) -> Node | None:
+    """The coalesced collective whose results ``node`` takes an element of; None for any other node."""
+    if node.target is not operator.getitem:
+        return None
+    results = node.all_input_nodes[0]
+    return results if collective_kind(results) is not None else None
+
+
+def completes_itself(node: Node) -> bool:
+    """Whether a collective node returns only when compute has been made to wait for it, so that nothing completes it."""
+    target: Any = node.target
+    return bool(collective_kind(node) is not None and target._schema.name == _SHARD_DIM_ALLTOALL)
+
+
 def crossing_bytes(node: Node, ranks: int) -> int:
     """Bytes that a collective moves into this rank.
 

@@ -1,10 +1,15 @@
 """Happens-before: which operations of programs are ordered on the device, whatever the speed of its streams.
 
 Programs that share an arena are unrolled turn by turn, in the order in which the host issues their ops.  A turn is a
-cold start and some steps of one program.  There are two streams, each in order: *compute* (regions, collectives, waits,
-evicts, handovers, window openings) and *copy* (chunks).  Three kinds of events order one stream after the other: a
-handover lets the first copies of a turn start, the opening of a window lets its chunks start, and the arrival of a
-weight's newest issued chunk ends a wait.
+cold start and some steps of one program.  There are three streams.  Two are each in order: *compute* (regions, waits,
+evicts, handovers, window openings, completions and releases) and *copy* (chunks).  The third is *collective*.  A
+collective runs there from its start, which waits for the newest op of compute, to its end, for which a completion makes
+compute wait.  Nothing else orders collectives: every NCCL communicator has a stream of its own, and gloo runs several
+at a time.  So the order of two collectives counts only if compute completes the first before it issues the second.
+
+Five kinds of events order one stream after another: a handover lets the first copies of a turn start, the opening of a
+window lets its chunks start, the arrival of a weight's newest issued chunk ends a wait, the start of a collective waits
+for compute, and its end ends its completion.
 """
 
 from __future__ import annotations
@@ -16,11 +21,15 @@ from typing import Literal
 import networkx as nx
 from torch.fx import Node
 
+from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 
 from .rewrite import Program
 
-StreamName = Literal["compute", "copy"]
+StreamName = Literal["compute", "copy", "collective"]
+Kind = Literal[
+    "handover", "open", "chunk", "wait", "evict", "region", "collective", "element", "completion", "release", "other"
+]
 PRIMING = -1
 
 
@@ -29,19 +38,22 @@ class Op:
     """One operation of the unrolled programs.  ``step``: -1 for the priming.  ``label``: like a line of the listing.
 
     ``serves``: the step whose readers a chunk is copied for; None for a resident chunk, which serves all steps of its
-    turn.
+    turn.  ``collectives``: those that the op is, takes an element of the results of, or completes.  ``values``: those
+    that a release drops.
     """
 
     turn: int
     step: int
     position: int
     stream: StreamName
-    kind: Literal["handover", "open", "chunk", "wait", "evict", "region", "other"]
+    kind: Kind
     label: str
     weight: str = ""
     chunk: int = -1
     serves: int | None = PRIMING
     reads: tuple[str, ...] = ()
+    collectives: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         turn = f"turn {self.turn}, " if self.turn else ""
@@ -60,39 +72,65 @@ class HappensBefore:
         self.ops: list[Op] = [op for turn, program in enumerate(turns) for op in _unroll(program, turn, steps)]
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(range(len(self.ops)))
-        newest: dict[str, int] = {}
-        arrival: dict[tuple[int, str], int] = {}
-        awaited: int | None = None  # the newest event that the copy stream waits for
-        for i, op in enumerate(self.ops):
-            if op.stream in newest:
-                self.graph.add_edge(newest[op.stream], i)
-            newest[op.stream] = i
-            if op.kind in ("open", "handover"):
-                awaited = i
-            elif op.kind == "chunk":
-                if awaited is not None:
-                    self.graph.add_edge(awaited, i, event=self.ops[awaited].kind)
-                arrival[op.turn, op.weight] = i
-            elif op.kind == "wait" and (op.turn, op.weight) in arrival:
-                self.graph.add_edge(arrival[op.turn, op.weight], i, event="arrival")
+        self._link()
         self._clocks = self._count()
 
     def ordered(self, first: int, then: int) -> bool:
         """Whether op ``first`` has finished before op ``then`` begins, however long each op takes."""
+        if self.ops[first].stream == "collective":
+            return any(end == then or self.ordered(end, then) for end in self.graph.successors(first))
         return self._clocks[then][self.ops[first].stream == "copy"] >= first and first != then
 
+    def _link(self) -> None:
+        """Add the edges.  Each leads from an op to one that is issued after it."""
+        newest: dict[str, int] = {}
+        arrival: dict[tuple[int, str], int] = {}
+        running: dict[str, list[int]] = {}  # collective -> its ops that no completion has ended yet
+        gate: int | None = None  # the newest event that the copy stream waits for
+        for i, op in enumerate(self.ops):
+            if op.stream == "collective":
+                (name,) = op.collectives
+                if op.kind == "collective":
+                    self.graph.add_edge(newest["compute"], i, event="start")
+                    running[name] = []
+                running.setdefault(name, []).append(i)
+                continue
+            if op.stream in newest:
+                self.graph.add_edge(newest[op.stream], i)
+            newest[op.stream] = i
+            if op.kind in ("open", "handover"):
+                gate = i
+            elif op.kind == "chunk":
+                if gate is not None:
+                    self.graph.add_edge(gate, i, event=self.ops[gate].kind)
+                arrival[op.turn, op.weight] = i
+            elif op.kind == "wait" and (op.turn, op.weight) in arrival:
+                self.graph.add_edge(arrival[op.turn, op.weight], i, event="arrival")
+            for name in op.collectives:
+                self.graph.add_edges_from(((begun, i) for begun in running.pop(name, ())), event="end")
+
     def _count(self) -> list[tuple[int, int]]:
-        """Vector clocks: for each op the newest (compute, copy) ops that happen before it, itself included."""
-        clocks: list[tuple[int, int]] = [(-1, -1)] * len(self.ops)
-        for i in nx.topological_sort(self.graph):
-            compute, copy = (max((clocks[p][s] for p in self.graph.predecessors(i)), default=-1) for s in (0, 1))
-            clocks[i] = (compute, i) if self.ops[i].stream == "copy" else (i, copy)
+        """Vector clocks: for each op the newest (compute, copy) ops that happen before it, itself included.
+
+        A collective has no component: what happens after its end happens after a completion, which is on compute.
+        """
+        clocks: list[tuple[int, int]] = []
+        for i, op in enumerate(self.ops):  # the order of issue is topological
+            compute = copy = -1
+            for before in self.graph.predecessors(i):
+                compute, copy = max(compute, clocks[before][0]), max(copy, clocks[before][1])
+            if op.stream == "compute":
+                compute = i
+            elif op.stream == "copy":
+                copy = i
+            clocks.append((compute, copy))
         return clocks
 
 
 def _unroll(program: Program, turn: int, steps: int) -> Iterator[Op]:
     nodes = list(program.module.graph.nodes)
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
+    released = _released(program)
     yield Op(turn, PRIMING, 0, "compute", "handover", "handover")
     for weight in program.plan.streamed:
         for chunk in (i for i, window in enumerate(weight.windows) if window is None):
@@ -110,7 +148,20 @@ def _unroll(program: Program, turn: int, steps: int) -> Iterator[Op]:
                     yield Op(turn, step, position, "compute", "open", f"opening of window {opened}")
                 yield from _chunks(prefetch, position, turn, step)
             elif node.op not in ("placeholder", "get_attr", "output"):
-                yield _compute(weights, node, position, turn, step)
+                yield from _issued(weights, node, position, turn, step)
+            if (values := released.get(node.name)) and node.op != "placeholder":
+                label = f"release of {', '.join(values)}"
+                yield Op(turn, step, position, "compute", "release", label, values=values)
+
+
+def _released(program: Program) -> dict[str, tuple[str, ...]]:
+    """The releases of values that the collective stream reads or makes.  All others are in the order of compute."""
+    shared: set[str] = set()
+    for node in program.module.graph.nodes:
+        if collective_kind(node) is not None or list_of(node) is not None:
+            shared.update(n.name for n in (node, *node.all_input_nodes))
+    found = {node: tuple(v for v in values if v in shared) for node, values in program.releases.items()}
+    return {node: values for node, values in found.items() if values}
 
 
 def _chunks(prefetch: Prefetch, position: int, turn: int, step: int) -> Iterator[Op]:
@@ -121,11 +172,22 @@ def _chunks(prefetch: Prefetch, position: int, turn: int, step: int) -> Iterator
         yield Op(turn, step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
 
 
-def _compute(weights: Mapping[str, str], node: Node, position: int, turn: int, step: int) -> Op:
+def _issued(weights: Mapping[str, str], node: Node, position: int, turn: int, step: int) -> Iterator[Op]:
+    """The op of a node; for a collective that completes itself, its completion too."""
     if node.target is WAIT or node.target is EVICT:
-        kind: Literal["wait", "evict"] = "wait" if node.target is WAIT else "evict"
-        return Op(turn, step, position, "compute", kind, f"{kind}({node.args[0]!r})", weight=str(node.args[0]))
+        moves: Kind = "wait" if node.target is WAIT else "evict"
+        yield Op(turn, step, position, "compute", moves, f"{moves}({node.args[0]!r})", weight=str(node.args[0]))
+        return
     reads = tuple(weights[a.name] for a in node.all_input_nodes if a.op == "placeholder" and a.name in weights)
-    return Op(
-        turn, step, position, "compute", "region" if node.op == "call_module" else "other", node.name, reads=reads
-    )
+    kind: Kind = "region" if node.op == "call_module" else "other"
+    stream: StreamName = "compute"
+    collectives: tuple[str, ...] = ()
+    if collective_kind(node) is not None:
+        kind, stream, collectives = "collective", "collective", (node.name,)
+    elif (results := list_of(node)) is not None:
+        kind, stream, collectives = "element", "collective", (results.name,)
+    elif is_wait_tensor(node):
+        kind, collectives = "completion", tuple(c.name for c in awaited(node))
+    yield Op(turn, step, position, stream, kind, node.name, reads=reads, collectives=collectives)
+    if kind == "collective" and completes_itself(node):
+        yield Op(turn, step, position, "compute", "completion", f"completion of {node.name}", collectives=collectives)

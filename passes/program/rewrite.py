@@ -10,7 +10,7 @@ Contract
     Preserved: regions and collectives are those of the Cut, in its order and with its operands; collectives keep the
     names that they have in the source graph.  Only transfer ops are added, where placement/schedule.py places them:
     prefetches where their window opens, waits before the first reader and at barriers, evicts after the last reader.
-    Structurally equal regions share one submodule.
+    Structurally equal regions share one submodule.  Each value is released after its last reader (lifetimes.py).
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute,
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
+from .lifetimes import releases
+
 # Key in a node's meta: the name of its node in the source graph, by which verify identifies it.
 SOURCE = "chunkflow_source"
 
@@ -40,7 +42,8 @@ class Program:
     """A rewritten graph.  ``module``: its placeholders are the inputs of the traced graph, weights included, in order.
 
     ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> the region that
-    it holds; equal regions share a submodule.  ``data_flow``: that of the Cut, for verify.
+    it holds; equal regions share a submodule.  ``releases``: node -> the values that the executor drops after it, by
+    name.  ``data_flow``: that of the Cut, for verify.
     """
 
     module: GraphModule
@@ -48,6 +51,7 @@ class Program:
     plan: Plan
     weight_inputs: Mapping[str, str]
     regions: Mapping[str, CutRegion]
+    releases: Mapping[str, tuple[str, ...]]
     data_flow: Mapping[str, str]
 
     def __str__(self) -> str:
@@ -99,7 +103,8 @@ class _Writer:
         self.graph.lint()
         module = GraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
-        return Program(module, self.cut.problem, self.plan, names, self.regions, self.cut.data_flow())
+        flow = self.cut.data_flow()
+        return Program(module, self.cut.problem, self.plan, names, self.regions, releases(self.graph), flow)
 
     def _placeholder(self, node: Node) -> None:
         name = self.weight_names.get(node)

@@ -11,6 +11,8 @@ of neighbouring steps.
 * Two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
   other, wrap-around included.
 * Regions and collectives are those of the traced graph, in its order and on the same values.
+* Compute and collectives keep out of each other's memory, and values are released after their last use
+  (collectives.py).
 
 :func:`verify_together` checks programs that share an arena: the readers of each see their own bytes, whatever the other
 has left in the arena or still has in flight.
@@ -35,12 +37,15 @@ from chunkflow_compile.passes.graph.regions import flow_line, structural_key
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
 from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 
+from .collectives import check_collectives
 from .happens_before import HappensBefore
+from .memory import Memory, memory_of
 from .rewrite import SOURCE, Program
 
 STEPS = 2
-# Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs.
-VERSION = 2
+# Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
+# version 3 the stream of the collectives, writes and releases.
+VERSION = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,11 +84,14 @@ def _refuse(what: str, found: Iterable[str]) -> None:
 
 def check(program: Program, order: HappensBefore | None = None) -> Iterator[str]:
     """The violations of a program, as sentences.  ``order``: the program's own, if it has been computed already."""
+    order = order or HappensBefore((program,), STEPS)
+    memory = memory_of(program)
     yield from _check_slots(program)
     yield from _check_order(program)
-    yield from _check_readers(program)
+    yield from _check_readers(program, memory)
     yield from _check_data_flow(program)
-    yield from check_turns(order or HappensBefore((program,), STEPS))
+    yield from check_turns(order)
+    yield from check_collectives(program, order, memory)
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
@@ -155,8 +163,11 @@ def _check_order(program: Program) -> Iterator[str]:
         yield _first_difference("collective", expected, collectives)
 
 
-def _check_readers(program: Program) -> Iterator[str]:
-    """Check that only regions read streamed weights, as waits and evicts order no other reader; and only these move."""
+def _check_readers(program: Program, memory: Memory) -> Iterator[str]:
+    """Check that only regions read streamed weights, as waits and evicts order no other reader; and only these move.
+
+    No region writes one: its slot is filled from host memory only, and the next copy would undo the write.
+    """
     streamed = {program.weight_inputs.get(w.name): w.name for w in program.plan.streamed}
     for node in program.module.graph.nodes:
         if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in streamed.values():
@@ -166,6 +177,9 @@ def _check_readers(program: Program) -> Iterator[str]:
             for user in node.users:
                 if user.op != "call_module":
                     yield f"{streamed[node.name]}: {user.name} reads it outside a region"
+    for name, uses in memory.uses.items():
+        for place in sorted(place for place in uses.writes if place in streamed):
+            yield f"{streamed[place]}: {name} writes it, but its slot is filled from host memory only"
 
 
 def _check_data_flow(program: Program) -> Iterator[str]:

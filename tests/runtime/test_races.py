@@ -17,19 +17,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from hypothesis import given
 from hypothesis import strategies as st
-from mutations import MUTATIONS, Mutation
-from random_programs import Bench, Choices, Layer, Spec, choices, examples, specs
+from mutations import MUTATIONS, Mutation, released
+from random_programs import Bench, Choices, Layer, Spec, Tenant, choices, examples, specs
 from schedules import goes_wrong, matches
+from torch import nn
 
 from chunkflow_compile import programs, restore
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import collective_kind
+from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
+from chunkflow_compile.passes.program.memory import memory_of
 from chunkflow_compile.passes.program.verify import check, check_turns, verify, verify_together
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.executor import Executor
+from chunkflow_compile.tracing import trace
 
 STEPS = 3
 # Mutations that some schedule must turn into wrong numbers.  verify rejects the others before a schedule shows anything.
@@ -45,6 +52,7 @@ SHOWN = {
     "slot_off_by_a_line",
     "swap_weights_of_regions",
     "wait_for_another_weight",
+    "write_beside_a_collective",
 }
 
 
@@ -216,6 +224,78 @@ def test_verify_names_the_conflict_of_two_programs_without_a_handover() -> None:
     assert any(
         re.search(r"\(turn 1, priming\) overwrites the slot of .* missing edge: (region|evict)", v) for v in shown
     )
+
+
+@pytest.mark.parametrize(
+    ("event", "conflict"),
+    [
+        (
+            "start",
+            r"(\w+) \(step 0\) may read it before (region_\d+) \(step 0\) has written it; missing edge: \2 -> \1$",
+        ),
+        (
+            "end",
+            r"(region_\d+) \(step 0\) may read it before (\w+) \(step 0\) has written it; missing edge: \2 -> wait_",
+        ),
+        (
+            "end",
+            r"(release of .*) \(step 0\) comes before (\w+) \(step 0\) is over; missing edge: \2 -> wait_\w+ -> \1$",
+        ),
+    ],
+    ids=["start", "end before a region", "end before a release"],
+)
+def test_verify_names_the_conflict_of_a_collective_without_its_event(event: str, conflict: str) -> None:
+    """The verifier can fail: without its start or its end, a collective conflicts with compute."""
+    shown: list[str] = []
+
+    @examples(4, 6)
+    @given(specs, choices)
+    def look(spec: Spec, chosen: Choices) -> None:
+        program = Bench(replace(spec, layers=(*spec.layers, Layer(20, False, True, True)))).program(chosen)
+        order, memory = HappensBefore((program,), 1), memory_of(program)
+        assert not list(check_collectives(program, order, memory))
+        order.graph.remove_edges_from([(u, v) for u, v, kind in order.graph.edges(data="event") if kind == event])
+        order._clocks = order._count()
+        shown.extend(check_collectives(program, order, memory))
+
+    look()
+    assert any(re.search(conflict, v) for v in shown), shown[:5]
+
+
+def test_the_results_of_a_coalesced_collective_stay_until_its_completion() -> None:
+    """The collective stream takes the elements of the list, when compute may be far ahead."""
+    found = OneModel(Coalesced().eval(), torch.randn(4, 8))
+    program = found.program(Choices(0.0, 0, False, 1))
+    verify(program)
+    assert matches(found, [(program, x) for x in found.inputs(STEPS)], 0)
+    (collective,) = (n for n in program.module.graph.nodes if collective_kind(n) is not None)
+    early = released(program, collective.name, list(collective.users)[-1].name)
+    pattern = rf"{collective.name}: release .* comes before getitem\w* \(step 0\) is over"
+    assert any(re.search(pattern, v) for v in check(early))
+    turns = [(early, x) for x in found.inputs(STEPS)]
+    assert any(goes_wrong(found, turns, seed) for seed in range(50)), "compute drops it between the two elements"
+
+
+class Coalesced(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 20, bias=False)
+        self.down = nn.Linear(20, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        first, second = funcol.all_reduce_coalesced([hidden, hidden * 2], "sum", dist.group.WORLD)
+        return self.down(first - second)
+
+
+class OneModel(Bench):
+    """A bench of a model that is not drawn."""
+
+    def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
+        torch._dynamo.reset()
+        self.model, self.x, self.cut = model, x, make_cut(trace(model, {"x": x}, 0), 1)
+        self.tenants: list[Tenant] = []
+        self.weights = {name: p.detach() for name, p in model.named_parameters()}
 
 
 @pytest.mark.parametrize("debug", ["threads", ["poison", "threads"], "poison"])

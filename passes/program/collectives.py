@@ -1,0 +1,177 @@
+"""Collectives: prove that compute and the collectives, which run beside it, keep out of each other's memory.
+
+* Every collective is completed, unless it completes itself.
+* No op reads the result of a collective before its completion, and no two ops of which one writes use the same memory
+  at once: a collective uses its operands and its results from its start to its end.  In-place ops count by the schemas
+  of their ops (memory.py).  Of two ops on the same memory, the first is the one that is first in the traced graph.
+* No value is released while a collective may use it, and no op reads a value after its release.  The releases are those
+  that the executor carries out.
+
+Contract
+    Reads a program and its order only; it does not trust the passes that made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+from chunkflow_compile.passes.graph.discover import awaited, is_wait_tensor, list_of
+
+from .happens_before import HappensBefore
+from .memory import Memory
+from .rewrite import SOURCE, Program
+
+
+def check_collectives(program: Program, order: HappensBefore, memory: Memory) -> Iterator[str]:
+    """The violations of a program around its collectives, as sentences.  ``order``: of the program alone."""
+    yield from _check_last_readers(program)
+    completions: dict[str, str] = {}
+    for node in program.module.graph.nodes:
+        for collective in awaited(node) if is_wait_tensor(node) else ():
+            completions.setdefault(collective.name, node.name)
+    for step in range(order.steps):
+        ops = {op.label: i for i, op in enumerate(order.ops) if op.step == step and op.kind in _BY_NODE}
+        found = _Step(program, order, memory, completions, ops)
+        yield from found.check_completions()
+        yield from found.check_readers()
+        yield from found.check_memory()
+        yield from found.check_releases(step)
+
+
+# Kinds of ops whose label is the name of their node.
+_BY_NODE = frozenset(("region", "collective", "element", "completion", "other"))
+
+
+def _check_last_readers(program: Program) -> Iterator[str]:
+    """Check that every value is released after its last reader."""
+    nodes = {node.name: node for node in program.module.graph.nodes}
+    number = {name: i for i, name in enumerate(nodes)}
+    for after, values in program.releases.items():
+        for value in values:
+            if after not in nodes or value not in nodes:
+                yield f"{value}: its release comes after {after}, and one of these is not in the program"
+                continue
+            late = [user.name for user in nodes[value].users if number[user.name] > number[after]]
+            if late:
+                yield (
+                    f"{value}: {late[0]} reads it after its release, which comes after {after}; missing edge: "
+                    f"{late[0]} -> release of {value}"
+                )
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One step.  ``completions``: collective -> what completes it first.  ``ops``: node -> index of its op.
+
+    ``told``: pairs of nodes, in the order that is missing, that a sentence was already yielded for.
+    """
+
+    program: Program
+    order: HappensBefore
+    memory: Memory
+    completions: Mapping[str, str]
+    ops: Mapping[str, int]
+    told: set[tuple[str, str]] = field(default_factory=set)
+
+    def check_completions(self) -> Iterator[str]:
+        for op in (i for i in self.ops.values() if self.order.ops[i].kind == "collective"):
+            if not any(True for _ in self.order.graph.successors(op)):
+                name = self.order.ops[op].label
+                yield f"{name}: nothing completes {self.order.ops[op]}; missing edge: {name} -> wait_tensor"
+
+    def check_readers(self) -> Iterator[str]:
+        """Check that what reads a result of a collective comes after its completion.
+
+        Only the completion and what takes an element, which read no bytes, may come before.
+        """
+        order = self.order
+        for node in self.program.module.graph.nodes:
+            made = self.ops.get(node.name)
+            if made is None or order.ops[made].stream != "collective":
+                continue
+            for user in node.users:
+                read = self.ops.get(user.name)
+                if read is None or is_wait_tensor(user) or list_of(user) is not None:
+                    continue
+                if not order.ordered(made, read):
+                    self.told.add((order.ops[made].collectives[0], user.name))
+                    yield (
+                        f"{node.name}: {order.ops[read]} may read before {order.ops[made]} is over; missing edge: "
+                        f"{self._end(made)} -> {order.ops[read].label}"
+                    )
+
+    def check_memory(self) -> Iterator[str]:
+        """Check the order of each collective and every other op on the same memory, if one of the two writes there."""
+        users: dict[str, list[str]] = {}
+        for name in self.ops:
+            if uses := self.memory.uses.get(name):
+                for place in uses.reads | uses.writes:
+                    users.setdefault(place, []).append(name)
+        turns = _turns(self.program)
+        for name, uses in self.memory.uses.items():
+            if name not in self.ops or self.order.ops[self.ops[name]].kind != "collective":
+                continue
+            for place in sorted(uses.reads | uses.writes):
+                for other in users[place]:
+                    if place not in uses.writes and place not in self.memory.uses[other].writes:
+                        continue
+                    first, then = self._sorted(name, other, turns)
+                    if other != name and (first, then) not in self.told:
+                        self.told.add((first, then))
+                        yield from self._check_pair(first, then, place)
+
+    def _sorted(self, one: str, other: str, turns: Mapping[str, tuple[int, int, int]]) -> tuple[str, str]:
+        """Two nodes in the order of the traced graph; in the order of issue, if one of them is not in that graph."""
+        if one in turns and other in turns:
+            return (one, other) if turns[one] < turns[other] else (other, one)
+        return (one, other) if self.ops[one] < self.ops[other] else (other, one)
+
+    def _check_pair(self, first: str, then: str, place: str) -> Iterator[str]:
+        before, after = self.ops[first], self.ops[then]
+        if self.order.ordered(before, after):
+            return
+        ops, earlier, later = self.order.ops, self.memory.uses[first], self.memory.uses[then]
+        edge = f"missing edge: {self._end(before)} -> {ops[after].label}"
+        value = self._value(first if ops[before].kind == "collective" else then, place)
+        if place in later.writes:
+            doing = "writes" if place in earlier.writes else "reads"
+            yield f"{value}: {ops[after]} may write it while {ops[before]} still {doing} it; {edge}"
+        else:
+            yield f"{value}: {ops[after]} may read it before {ops[before]} has written it; {edge}"
+
+    def _value(self, collective: str, place: str) -> str:
+        """The operand or result of a collective that lies in some memory."""
+        node = next(n for n in self.program.module.graph.nodes if n.name == collective)
+        return next((n.name for n in (*node.all_input_nodes, node) if place in self.memory.of[n.name]), place)
+
+    def check_releases(self, step: int) -> Iterator[str]:
+        """Check that a value is released only when every collective that uses it is over."""
+        order = self.order
+        nodes = {node.name: node for node in self.program.module.graph.nodes}
+        for i, op in enumerate(order.ops):
+            if op.kind != "release" or op.step != step:
+                continue
+            for value in (v for v in op.values if v in nodes):
+                for user in (nodes[value], *nodes[value].users):
+                    used = self.ops.get(user.name, i)
+                    if order.ops[used].stream == "collective" and not order.ordered(used, i):
+                        yield (
+                            f"{value}: {op} comes before {order.ops[used]} is over; missing edge: "
+                            f"{self._end(used)} -> {op.label}"
+                        )
+
+    def _end(self, op: int) -> str:
+        """What must be over for ``op`` to be over: for an op on the collective stream, its completion."""
+        found = self.order.ops[op]
+        if found.stream != "collective":
+            return found.label
+        return f"{found.label} -> {self.completions.get(found.collectives[0], 'wait_tensor')}"
+
+
+def _turns(program: Program) -> dict[str, tuple[int, int, int]]:
+    """Regions and collectives of a program -> their places in the traced graph, to compare."""
+    known = {r.name: (r.index, 1, 0) for r in program.problem.regions}
+    known |= {c.name: (c.before, 0, i) for i, c in enumerate(program.problem.collectives)}
+    sources = {node.name: str(node.meta.get(SOURCE, node.name)) for node in program.module.graph.nodes}
+    return {name: known[source] for name, source in sources.items() if source in known}

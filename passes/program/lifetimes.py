@@ -1,0 +1,43 @@
+"""Lifetimes of the values of a step: after which node the executor drops each.
+
+The table is part of the program.  The executor drops by it, and verify checks it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch.fx import Graph, Node
+
+from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+
+
+def releases(graph: Graph) -> dict[str, tuple[str, ...]]:
+    """Node -> the values that are dropped after it, by name.
+
+    The compute stream drops a value after its last reader.  If the collective stream reads or makes the value, compute
+    does so after the collective's completion, for which it has waited.  Outputs are not dropped, because the caller
+    gets them.
+    """
+    number = {node: i for i, node in enumerate(graph.nodes)}
+    release: dict[str, list[str]] = {}
+    for node in number:
+        if node.op == "output" or node.target in (PREFETCH, WAIT, EVICT):
+            continue
+        last = max((over(user, number) for user in (node, *node.users)), key=number.__getitem__)
+        if last.op not in ("placeholder", "output"):
+            release.setdefault(last.name, []).append(node.name)
+    return {node: tuple(values) for node, values in release.items()}
+
+
+def over(node: Node, number: Mapping[Node, int]) -> Node:
+    """The node after which ``node`` has read its operands and made its result, by the order ``number``.
+
+    That is the last completion of its collective, if it is one or takes an element of its results; else ``node``.
+    """
+    collective = list_of(node) or node
+    if collective_kind(collective) is None:
+        return node
+    completions = [u for v in (collective, *collective.users) for u in v.users if is_wait_tensor(u)]
+    return max((node, *completions), key=number.__getitem__)

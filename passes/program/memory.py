@@ -1,0 +1,161 @@
+"""Memory: which memory each value of a program may lie in, and which nodes read or write it.
+
+Writes are those that the schemas of the ops declare.  An op without a schema, such as ``cond``, writes what its nested
+graphs write.  AOTAutograd makes inference graphs functional, so a graph that it traced holds no write; one that was
+built by hand may, as in a collective that writes the buffer it is given (``all_reduce_``).  Inductor adds none: it
+writes to an input of a region only where the region's graph does.
+
+Contract
+    Reads a program only.  Where a schema leaves open whether values share memory, they do.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from chunkflow_compile.passes.graph.discover import collective_kind, is_view, is_wait_tensor, list_of
+
+from .rewrite import Program
+
+
+@dataclass(frozen=True)
+class Uses:
+    """The memory that a node reads, and that which it writes or allocates for its results.
+
+    A collective uses all of it from its start to its end.
+    """
+
+    reads: frozenset[str]
+    writes: frozenset[str]
+
+
+@dataclass(frozen=True)
+class Memory:
+    """``of``: value -> the memory that it may lie in.  ``uses``: region, collective or other top-level op -> its uses.
+
+    Memory goes by the name of the node that allocates it; inside a region, by those of the region and the node.
+    """
+
+    of: Mapping[str, frozenset[str]]
+    uses: Mapping[str, Uses]
+
+
+@dataclass(frozen=True)
+class Effects:
+    """What a region does with memory: its inputs, by position, and what it allocates, by the name of a node.
+
+    ``outputs``: the memory of each output.  ``writes``: positions of the inputs that it writes to.
+    """
+
+    outputs: tuple[frozenset[int | str], ...]
+    writes: frozenset[int]
+
+
+def memory_of(program: Program) -> Memory:
+    """The memory of every value of a program, and its uses."""
+    slots = {program.weight_inputs[w.name] for w in program.plan.streamed if w.name in program.weight_inputs}
+    effects = {target: effects_of(region.module) for target, region in program.regions.items()}
+    of = {node.name: frozenset({node.name}) for node in program.module.graph.nodes}
+    uses: dict[str, Uses] = {}
+    for node in program.module.graph.nodes:
+        taken = _union(of[n.name] for n in node.all_input_nodes)
+        if node.op == "call_module" and (known := effects.get(str(node.target))):
+            written = [a for i, a in enumerate(node.args) if i in known.writes and isinstance(a, Node)]
+            made = frozenset(f"{node.name}.{n}" for places in known.outputs for n in places if isinstance(n, str))
+            uses[node.name] = Uses(taken, made | _union(of[n.name] for n in written))
+        elif node.op != "call_function":
+            continue
+        elif node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
+            # the executor copies an output that lies in a slot
+            of[node.name] = _output(node, effects, of) - slots or of[node.name]
+        elif is_wait_tensor(node) or list_of(node) is not None:
+            of[node.name] = taken  # the collective's own result
+        else:
+            of[node.name] = _made(node, of[node.name], {n: of[n.name] for n in node.all_input_nodes})
+            made = of[node.name] if collective_kind(node) is not None else frozenset()
+            uses[node.name] = Uses(taken, made | _union(of[n.name] for n in _written(node, program.module)))
+    return Memory(of, uses)
+
+
+def _output(node: Node, effects: Mapping[str, Effects], of: Mapping[str, frozenset[str]]) -> frozenset[str]:
+    """The memory of an output of a region."""
+    call, position = node.all_input_nodes[0], node.args[1]
+    outputs = effects[str(call.target)].outputs if str(call.target) in effects else ()
+    if not isinstance(position, int) or position >= len(outputs):
+        return of[node.name]
+    found: set[str] = set()
+    for place in outputs[position]:
+        operand = call.args[place] if isinstance(place, int) and place < len(call.args) else None
+        found |= of[operand.name] if isinstance(operand, Node) else {f"{call.name}.{place}"}
+    return frozenset(found)
+
+
+def effects_of(module: GraphModule) -> Effects:
+    """What a region, or a graph nested in one, does with memory."""
+    of: dict[Node, frozenset[int | str]] = {}
+    writes: set[int] = set()
+    results: Any = ()
+    inputs = 0
+    for node in module.graph.nodes:
+        of[node] = frozenset({node.name})
+        if node.op == "placeholder":
+            of[node] = frozenset({inputs})
+            inputs += 1
+        elif node.op == "output":
+            results = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
+        elif node.op != "get_attr":
+            of[node] = _made(node, of[node], of)
+            writes.update(i for n in _written(node, module) for i in of[n] if isinstance(i, int))
+    outputs = tuple(of[r] if isinstance(r, Node) else frozenset[int | str]() for r in results)
+    return Effects(outputs, frozenset(writes))
+
+
+def _made(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[Any]]) -> frozenset[Any]:
+    """The memory of an op's result.  ``own``: what it may allocate.  ``of``: the memory of its operands."""
+    target: Any = node.target
+    if is_view(node) or target is operator.getitem:
+        return _union(of[n] for n in _marked(node) or node.all_input_nodes)
+    if not isinstance(target, torch._ops.OpOverload):
+        return own | _union(of[n] for n in node.all_input_nodes)
+    if all(result.alias_info is None for result in target._schema.returns):
+        return own
+    return own | _union(of[n] for n in _marked(node))
+
+
+def _written(node: Node, module: GraphModule) -> list[Node]:
+    """The operands that an op writes to: those that its schema marks.
+
+    Without a schema, all of them if a nested graph writes to an input, else none.
+    """
+    if isinstance(node.target, torch._ops.OpOverload):
+        return _marked(node, write=True)
+    nested = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    if any(effects_of(graph).writes for graph in nested if isinstance(graph, GraphModule)):
+        return [n for n in node.all_input_nodes if n.op != "get_attr"]
+    return []
+
+
+def _marked(node: Node, write: bool = False) -> list[Node]:
+    """The operands that a result may share memory with, by the op's schema; with ``write``, those that it writes to."""
+    found: list[Node] = []
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return found
+    for position, argument in enumerate(target._schema.arguments):
+        alias = argument.alias_info
+        if alias is not None and (alias.is_write or not write):
+            value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
+            map_arg(value, found.append)
+    return found
+
+
+def _union(sets: Iterable[frozenset[Any]]) -> frozenset[Any]:
+    nothing: frozenset[Any] = frozenset()
+    return nothing.union(*sets)
