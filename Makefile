@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := chunkflow_compile passes tests examples docs
 
-.PHONY: demo test test-all test-gpu lint types unit soak docs bench bench-gpu contention paper clean
+.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu contention paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -26,14 +26,34 @@ unit: $(VENV)/ready
 test-all: lint types $(VENV)/ready
 	$(BIN)/python -m pytest -n 2
 
-# Needs a GPU and a build of torch for it: make test-gpu TORCH="torch==2.13.0".  Without a GPU, every test is skipped.
-test-gpu: $(VENV)/ready
-	$(BIN)/python -m pytest -m gpu -n 0 -rs tests/test_gpu.py
+# The next two need a GPU.  PY=python3 uses an environment that exists; without it, they make one with a build of torch for
+# the GPU: make test-gpu TORCH="torch==2.13.0".
+PY ?= $(BIN)/python
+EXISTS := $(if $(filter $(BIN)/python,$(PY)),$(VENV)/ready)
+
+# Without a GPU, every test is skipped.
+test-gpu: $(EXISTS)
+	$(PY) -m pytest -m gpu -rs tests/test_gpu.py
 
 # At most nine minutes, or SECONDS=...; all cases or CASES=1,3.  Writes docs/benchmarks/gpu.md and .json.
 SECONDS ?= 520
-bench-gpu: $(VENV)/ready
-	$(BIN)/python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md --seconds $(SECONDS) --cases "$(CASES)"
+bench-gpu: $(EXISTS)
+	$(PY) docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md --seconds $(SECONDS) --cases "$(CASES)"
+
+# The CUDA path without a GPU, on a stand-in for CUDA's runtime, in an environment of its own (5 GB); needs gcc and g++.
+# TESTS=tests/stand_in_cuda/test_events.py runs a part.
+CUDA_TORCH ?= torch==2.11.0
+CUDA_VENV ?= .venv-cuda
+TESTS ?= tests/test_gpu.py tests/stand_in_cuda
+test-stand-in: $(CUDA_VENV)/ready
+	$(CUDA_VENV)/bin/python tests/stand_in_cuda/build.py --out $(CUDA_VENV)/stand-in \
+		$(abspath $(CUDA_VENV))/bin/python -m pytest -n 2 $(TESTS)
+
+$(CUDA_VENV)/ready: pyproject.toml
+	$(PYTHON) -m venv $(CUDA_VENV)
+	$(CUDA_VENV)/bin/pip install --quiet $(CUDA_TORCH)
+	$(CUDA_VENV)/bin/pip install --quiet --editable '.[diffusers,dev]'
+	touch $@
 
 # The race tests on other random programs for ten minutes, or MINUTES=...
 MINUTES ?= 10

@@ -7,6 +7,7 @@ first step of a plan starts cold, and then the measured steps.
 from __future__ import annotations
 
 import gc
+import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -64,6 +65,8 @@ class Turns:
 
     def __init__(self, job: Job, rank: int, progress: Any) -> None:
         self.job = job
+        self._began = time.monotonic()
+        self._log = None if job.log is None or rank else Path(job.log)
         self.progress = progress
         self.device = torch.device("cuda" if job.device == "cuda" else "cpu")
         machine = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
@@ -96,8 +99,11 @@ class Turns:
             self._turn(REPLANNED, codes, range(-REHEARSAL, 0))
         arms = sorted(a.name for a in job.arms)
         for begin in range(0, job.steps, job.turn):
+            round_began = time.monotonic()
             for name in order.sample(arms, len(arms)):
                 self._turn(name, codes, range(begin, min(begin + job.turn, job.steps)))
+            if self._out_of_time(time.monotonic() - round_began):
+                break
         if resident is not None:  # timed in the same minutes as the arms: the machine's speed changes
             timings = self._timings(resident, self.measurements[RESIDENT])
             timings = replace(timings, compute_slowdown=self._slowdown())
@@ -112,6 +118,12 @@ class Turns:
         )
         restore(self.model, "cpu")
         return found
+
+    def _out_of_time(self, round_s: float) -> bool:
+        """Whether another round would pass the job's time, on any rank."""
+        if self.job.seconds is None:
+            return False
+        return max(self._gather(time.monotonic() - self._began + round_s)) > self.job.seconds
 
     @property
     def _session(self) -> Session:
@@ -239,6 +251,7 @@ class Turns:
             if step >= 0:
                 self.times[name].append(time.perf_counter() - start)
                 self.host[name].append(host)
+                self._tell(arm=name, step=step, seconds=self.times[name][-1], host=host)
             self.outputs[name][step] = first(output).cpu()
             self.progress.update()
         if self.device.type == "cuda":
@@ -249,6 +262,12 @@ class Turns:
             if steps[0] >= 0:
                 self.measurements[name] += session.measurements[-len(steps) :]
             codes[name] = session.choice.code
+
+    def _tell(self, **figures: Any) -> None:
+        """Add a line to the log."""
+        if self._log is not None:
+            with self._log.open("a") as file:
+                file.write(json.dumps(figures) + "\n")
 
     def _finish(self) -> None:
         """Wait for compute, but not for copies that the next step reads."""

@@ -112,6 +112,7 @@ EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
   pinned_ranges()[static_cast<char*>(*address)] = {bytes, current_device()};
   return cudaSuccess;
 }
+EXPORTED cudaError_t cudaMallocHost(void** address, size_t bytes) { return cudaHostAlloc(address, bytes, 0); }
 EXPORTED cudaError_t cudaFreeHost(void* address) {
   ENTER;
   synchronize_all();

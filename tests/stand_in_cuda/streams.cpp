@@ -130,6 +130,9 @@ EXPORTED cudaError_t cudaStreamCreateWithPriority(cudaStream_t* stream, unsigned
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaStreamCreate(cudaStream_t* stream) { return cudaStreamCreateWithPriority(stream, 0, 0); }
+EXPORTED cudaError_t cudaStreamCreateWithFlags(cudaStream_t* stream, unsigned flags) {
+  return cudaStreamCreateWithPriority(stream, flags, 0);
+}
 EXPORTED cudaError_t cudaStreamDestroy(cudaStream_t) { ENTER; return cudaSuccess; }
 EXPORTED cudaError_t cudaStreamQuery(cudaStream_t stream) {
   ENTER;

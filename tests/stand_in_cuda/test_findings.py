@@ -159,7 +159,7 @@ def test_restoring_to_the_card_copies_before_it_unpins() -> None:
 def test_a_capture_is_refused() -> None:
     model, run, twin = placed()
     steps(run, twin, 1)
-    x = torch.randn(4, 8, device="cuda")
+    x = torch.randn(16, 8, device="cuda")
     with pytest.raises(Exception, match="records a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         run(x)
     steps(run, twin, 2)
