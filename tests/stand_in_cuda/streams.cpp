@@ -17,25 +17,34 @@ class Stream {
     std::thread([this] { run(); }).detach();
   }
   void push(std::function<void()> work) {
-    {
-      Lock lock(lock_);
-      queue_.push_back(std::move(work));
+    Lock lock(lock_);
+    while (queue_.size() >= kDepth) {
+      lock.unlock();
+      {
+        Waiting without_gil;
+        Lock again(lock_);
+        done_.wait(again, [this] { return queue_.size() < kDepth; });
+      }
+      lock.lock();
     }
+    queue_.push_back(std::move(work));
+    pushed_++;
     filled_.notify_one();
   }
-  void synchronize() {
+  void synchronize() {  // with what is queued by now; other threads may go on
     Waiting without_gil;
     Lock lock(lock_);
-    idle_.wait(lock, [this] { return queue_.empty() && !busy_; });
+    done_.wait(lock, [this, mark = pushed_] { return over_ >= mark; });
   }
   bool empty() {
     Lock lock(lock_);
-    return queue_.empty() && !busy_;
+    return over_ == pushed_;
   }
   int priority = 0;
   std::atomic<bool> capturing{false};
 
  private:
+  static constexpr size_t kDepth = 1024;  // then the host waits, as about so many launches fill a queue of CUDA's
   void run() {
     for (;;) {
       std::function<void()> work;
@@ -44,21 +53,20 @@ class Stream {
         filled_.wait(lock, [this] { return !queue_.empty(); });
         work = std::move(queue_.front());
         queue_.pop_front();
-        busy_ = true;
       }
       if (!broken()) work();
       work = nullptr;
       {
         Lock lock(lock_);
-        busy_ = false;
+        over_++;
       }
-      idle_.notify_all();
+      done_.notify_all();
     }
   }
   std::mutex lock_;
-  std::condition_variable filled_, idle_;
+  std::condition_variable filled_, done_;
   std::deque<std::function<void()>> queue_;
-  bool busy_ = false;
+  unsigned long pushed_ = 0, over_ = 0;
 };
 
 namespace {
