@@ -63,48 +63,8 @@ def check_moved(model: nn.Module, steps: int) -> None:
     assert session.executor.traffic.copied_bytes == session.plan.moved_bytes * steps + primed
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("options", [{}, {"policy": "chunkflow", "memory": "4MiB"}, {"policy": "layerwise-barrier"}])
-def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: dict[str, Any]) -> None:
-    size = Size(layers=3, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)
-    model, twin = twins(lambda: small_model(family, size))
-    offload(model, "cuda", min_bytes=4096)
-    run, right = compiled(model, **options), resident(twin)
-    for step in range(5):
-        inputs = {k: v.cuda() if torch.is_tensor(v) else v for k, v in small_inputs(family, size, step).items()}
-        got, want = run(**inputs), right(**inputs)
-        assert torch.equal(got[0], want[0]), step
-    check_moved(model, 5)
-    restore(model)
-    assert {p.device.type for p in model.parameters()} == {"cpu"}
-
-
-@pytest.mark.parametrize("slow", ["compute", "copy"])
-def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
-    """A millisecond before regions, or before copies, is enough for a race that a missing event would allow."""
-    model, twin = twins(lambda: Stack(8, width=256))
-    offload(model, "cuda", min_bytes=4096)
-    run, right = compiled(model, debug="poison"), resident(twin)
-    run(torch.randn(64, 8, device="cuda"))
-    executor = programs(model)[0].executor
-    ballast = torch.randn(HEAVY, HEAVY, device="cuda")
-
-    def heavy() -> None:
-        ballast @ ballast
-
-    if slow == "compute":
-        issues = executor._instructions
-        executor._instructions = [i for issue in issues for i in (lambda step: heavy(), issue)]
-    else:
-        copy = executor.device.copy_bytes
-        executor.device.copy_bytes = lambda target, source: (heavy(), copy(target, source))
-    for _ in range(6):
-        x = torch.randn(64, 8, device="cuda")
-        assert torch.equal(run(x), right(x))
-
-
 def test_without_arrivals_numbers_are_wrong() -> None:
-    """The test above can fail."""
+    """The tests that compare numbers can fail."""
     model, twin = twins(lambda: Stack(8, width=1024))
     offload(model, "cuda", min_bytes=4096)
     run, right = compiled(model), resident(twin)
@@ -118,16 +78,6 @@ def test_without_arrivals_numbers_are_wrong() -> None:
     executor.device.copy_bytes = lambda target, source: (ballast @ ballast, copy(target, source))
     executor.device.compute.wait = lambda event, waited=None: None
     assert not torch.equal(run(x), right(x))
-
-
-def test_a_weight_larger_than_the_cache() -> None:
-    model, twin = twins(lambda: Stack(2, width=8192))  # 512 MiB a weight
-    offload(model, "cuda", min_bytes=MIB)
-    run, right = compiled(model, chunk_bytes=16 * MIB, min_bytes=MIB), resident(twin, min_bytes=MIB)
-    for _ in range(3):
-        x = torch.randn(16, 8, device="cuda")
-        assert torch.equal(run(x), right(x))
-    check_moved(model, 3)
 
 
 def test_pinned_bytes_are_those_of_the_weights_and_are_given_back() -> None:
@@ -272,6 +222,30 @@ def test_collectives_through_host_memory() -> None:
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("slow", ["compute", "copy"])
+def test_a_heavy_kernel_on_either_side_changes_nothing(slow: str) -> None:
+    """A millisecond before regions, or before copies, is enough for a race that a missing event would allow."""
+    model, twin = twins(lambda: Stack(8, width=256))
+    offload(model, "cuda", min_bytes=4096)
+    run, right = compiled(model, debug="poison"), resident(twin)
+    run(torch.randn(64, 8, device="cuda"))
+    executor = programs(model)[0].executor
+    ballast = torch.randn(HEAVY, HEAVY, device="cuda")
+
+    def heavy() -> None:
+        ballast @ ballast
+
+    if slow == "compute":
+        issues = executor._instructions
+        executor._instructions = [i for issue in issues for i in (lambda step: heavy(), issue)]
+    else:
+        copy = executor.device.copy_bytes
+        executor.device.copy_bytes = lambda target, source: (heavy(), copy(target, source))
+    for _ in range(6):
+        x = torch.randn(64, 8, device="cuda")
+        assert torch.equal(run(x), right(x))
+
+
 def two_on_one_card(rank: int) -> None:
     model, twin = twins(lambda: UlyssesStack(3, width=256))
     offload(model, "cuda", min_bytes=4096)
@@ -284,3 +258,30 @@ def two_on_one_card(rank: int) -> None:
 
 def test_two_processes_on_one_card(on_ranks: Callable[..., None]) -> None:
     on_ranks(two_on_one_card)
+
+
+def test_a_weight_larger_than_the_cache() -> None:
+    model, twin = twins(lambda: Stack(2, width=8192))  # 512 MiB a weight
+    offload(model, "cuda", min_bytes=MIB)
+    run, right = compiled(model, chunk_bytes=16 * MIB, min_bytes=MIB), resident(twin, min_bytes=MIB)
+    for _ in range(3):
+        x = torch.randn(16, 8, device="cuda")
+        assert torch.equal(run(x), right(x))
+    check_moved(model, 3)
+
+
+# The families take most of the time, so they come last.
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", [{}, {"policy": "chunkflow", "memory": "4MiB"}, {"policy": "layerwise-barrier"}])
+def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: dict[str, Any]) -> None:
+    size = Size(layers=3, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)
+    model, twin = twins(lambda: small_model(family, size))
+    offload(model, "cuda", min_bytes=4096)
+    run, right = compiled(model, **options), resident(twin)
+    for step in range(5):
+        inputs = {k: v.cuda() if torch.is_tensor(v) else v for k, v in small_inputs(family, size, step).items()}
+        got, want = run(**inputs), right(**inputs)
+        assert torch.equal(got[0], want[0]), step
+    check_moved(model, 5)
+    restore(model)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}

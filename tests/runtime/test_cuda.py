@@ -7,6 +7,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -342,3 +344,25 @@ def test_tensors_that_forward_moves_may_be_on_another_device() -> None:
     assert _device(weight, inputs, module) == torch.device("cpu")
     with pytest.raises(ChunkflowError, match="input 1 is on meta: move the input to cpu"):
         _device(weight, inputs[::-1], module)
+
+
+@pytest.mark.parametrize(("release", "forked"), [("5.4.0-150-generic", False), ("6.8.0-31-generic", True)])
+def test_pages_that_a_device_reads_are_not_forked_by_old_kernels(
+    release: str, forked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.release", lambda: release)
+    pages = own_pages(torch.ones(1 << 16), frozenset())
+    regions = Path("/proc/self/smaps").read_text().split("VmFlags:")
+    for before, after in pairwise(regions):
+        bounds = [line.split()[0].split("-") for line in before.splitlines() if "-" in line.split(" ")[0]]
+        if bounds and int(bounds[-1][0], 16) <= pages.data_ptr() < int(bounds[-1][1], 16):
+            assert ("dc" in after.splitlines()[0].split()) != forked
+            return
+    raise AssertionError("the pages are in no region")
+
+
+def test_rocm_without_a_driver_is_not_called_a_build_for_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ChunkflowError, match="finds no GPU or no driver"):
+        check_device(torch.device("cuda"))

@@ -217,6 +217,30 @@ def test_out_of_memory_leaves_the_model_intact(left: int) -> None:
     assert all(torch.equal(v.cpu(), values[k]) for k, v in model.state_dict().items())
 
 
+def test_a_card_that_another_process_fills_between_plan_and_run() -> None:
+    model, run, twin = placed(8, width=1024)
+    values = {k: v.cpu() for k, v in twin.state_dict().items()}
+    x = torch.randn(16, 8, device="cuda")
+    torch.cuda.empty_cache()
+    control.settings(taken=(8 << 30) - torch.cuda.memory_reserved() - MIB)
+    with pytest.raises(Exception, match=r"no room for an arena of .* the least that this model runs in is memory="):
+        run(x)
+    control.settings(taken=0)
+    assert torch.equal(run(x), twin(x))
+    restore(model)
+    assert all(torch.equal(v.cpu(), values[k]) for k, v in model.state_dict().items())
+
+
+def test_bindings_newer_than_the_driver_do_not_matter() -> None:
+    """The environment has cuda.bindings, whose runtime finds no driver that is new enough."""
+    pytest.importorskip("cuda.bindings")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, run, twin = placed()
+        steps(run, twin)
+    restore(model)
+
+
 def test_a_stream_is_reused() -> None:
     """Streams of torch's pool come round: the caller may be on one that another caller had."""
     _, run, twin = placed()
