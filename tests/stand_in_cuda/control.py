@@ -62,7 +62,16 @@ def contexts() -> set[int]:
     return {i for i in range(bits.bit_length()) if bits >> i & 1}
 
 
-DEFAULTS = {"taken": 0, "rate": 0, "kernel_us": 0, "allocations": -1, "pins": -1, "pin_bytes": -1, "refused_address": 0}
+DEFAULTS = {
+    "taken": 0,
+    "rate": 0,
+    "kernel_us": 0,
+    "allocations": -1,
+    "pins": -1,
+    "pinned_allocations": -1,
+    "pin_bytes": -1,
+    "refused_address": 0,
+}
 
 
 def settings(**values: int) -> None:

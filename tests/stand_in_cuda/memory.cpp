@@ -108,7 +108,7 @@ EXPORTED cudaError_t cudaHostAlloc(void** address, size_t bytes, unsigned) {
   ENTER;
   use_device(current_device());
   Lock lock(lock_of_memory());
-  if (settings().pins == 0 || !(*address = mapped(bytes))) return fail(cudaErrorMemoryAllocation);
+  if (!spend(settings().pinned_allocations) || !(*address = mapped(bytes))) return fail(cudaErrorMemoryAllocation);
   pinned_ranges()[static_cast<char*>(*address)] = {bytes, current_device()};
   return cudaSuccess;
 }

@@ -56,6 +56,7 @@ struct Settings {
   std::atomic<long> kernel_us{0};            // least time of an aten kernel
   std::atomic<long> allocations{-1};         // device allocations that still succeed
   std::atomic<long> pins{-1};                // registrations that still succeed
+  std::atomic<long> pinned_allocations{-1};  // allocations of pinned memory that still succeed
   std::atomic<long> pin_bytes{-1};           // bytes that may be registered at a time
   std::atomic<long> refused_address{0};      // a registration of these bytes fails
   std::atomic<long> driver{13000};           // version of the driver

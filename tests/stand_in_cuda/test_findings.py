@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import fork
-from helpers import Stack
+from helpers import Stack, UlyssesStack
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
@@ -79,19 +80,42 @@ def test_placing_allocates_no_weight_on_the_card_and_gives_memory_back(origin: s
     restore(model)
 
 
-@pytest.mark.parametrize("limit", [{"pins": 3}, {"pins": 0}, {"pin_bytes": 3 * MIB}])
+@pytest.mark.parametrize("limit", [{}, {"pins": 3}, {"pin_bytes": 8 * MIB}, {"pins": 0, "pinned_allocations": 0}])
 def test_pageable_weights_do_not_hold_the_issuing_thread(limit: dict[str, int]) -> None:
-    control.settings(rate=400 * MIB)
+    """Copies overlap compute as they do from pinned memory: a step takes less than both one after the other."""
+    control.settings(rate=100 * MIB, kernel_us=2000, **limit)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        control.settings(**limit)
         model, run, twin = placed(8, width=512)
-        steps(run, twin)
-    session = programs(model)[0]
-    assert type(session.executor.device.copy).__name__ == "StagedCopies"
-    assert len(session.measurements) == 4
-    assert session.executor.traffic.copied_bytes >= 4 * session.plan.moved_bytes > 0
+        xs = [torch.randn(16, 8, device="cuda") for _ in range(5)]
+        got = [run(x) for x in xs]
+        session = programs(model)[0]
+        step = session.measurements[-1]
+    assert (type(session.executor.device.copy).__name__ == "StagedCopies") == bool(limit)
+    assert all(torch.equal(g, twin(x)) for g, x in zip(got, xs, strict=True))
+    assert session.executor.traffic.copied_bytes >= 4 * session.plan.moved_bytes > 0  # of the steps that were measured
+    assert step.step_s < 0.8 * (step.copy_s + sum(step.windows.compute_s))
     restore(model)
+
+
+def one_rank_cannot_pin(rank: int) -> None:
+    if rank:
+        control.settings(pins=0)
+    torch.manual_seed(0)
+    model, twin = UlyssesStack(3, width=256).eval(), UlyssesStack(3, width=256).eval().cuda()
+    twin.load_state_dict(model.state_dict())
+    offload(model, "cuda", min_bytes=4096)
+    run = compiled(model)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            x = torch.randn(64, 256, device="cuda")
+            assert torch.equal(run(x), twin(x))
+    assert sum("could not be pinned" in str(w.message) for w in told) == rank
+
+
+def test_pinning_refused_on_one_rank(on_ranks: Callable[..., None]) -> None:
+    on_ranks(one_rank_cannot_pin)
 
 
 def test_pinning_refused_by_address() -> None:
