@@ -10,6 +10,7 @@ step when all its copies are issued: the host then runs less far ahead of the GP
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -31,6 +32,7 @@ class StagedCopies:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunkflow-copies")
         self._staging = Staging(device.cuda.staging, lambda: device.cuda.event(False))
         self._newest: Future[None] | None = None
+        self._worker = 0  # ident of the thread
         self._records: dict[int, Future[None]] = {}  # id of an event -> where its newest record is issued
         self._marks: list[Any] = []  # events to reuse, each at a point of the compute stream
 
@@ -74,8 +76,11 @@ class StagedCopies:
             _raise_from(record)
 
     def issued(self) -> None:
-        """Wait until everything put so far is issued; raise what failed."""
-        if self._newest is not None:
+        """Wait until everything put so far is issued; raise what failed.
+
+        Not on the thread itself, where the collector may run a finalizer that unpins another model's memory.
+        """
+        if self._newest is not None and threading.get_ident() != self._worker:
             _raise_from(self._newest)
 
     def synchronize(self) -> None:
@@ -92,6 +97,7 @@ class StagedCopies:
         before = self._newest
 
         def run() -> None:
+            self._worker = threading.get_ident()
             if before is not None and (error := before.exception()) is not None:
                 raise error  # after a failure nothing more is issued, until synchronize has told of it
             work()
