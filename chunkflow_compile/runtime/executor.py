@@ -31,10 +31,10 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
+from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 
-from .arrivals import arrivals
 from .binding import Binding, Cost, Step
 from .host_flag import HostFlag
 from .measurement import RegionWatch, StepMeasurement, no_seconds
@@ -78,7 +78,7 @@ class Executor:
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
         self._keeping = list(self._kept())
-        self._arrivals = arrivals(list(self._number), list(dict.fromkeys(weight for weight, _, _ in self._keeping)))
+        self._arrivals = arrivals(program)
         self._arrived = [device.event() for _ in self._arrivals.marked]
         self._priming: list[_Issue] = []
         self._instructions = list(self._prepare(program.module))

@@ -8,14 +8,14 @@ compute wait.  Nothing else orders collectives: every NCCL communicator has a st
 at a time.  So the order of two collectives counts only if compute completes the first before it issues the second.
 
 Five kinds of events order one stream after another: a handover lets the first copies of a turn start, the opening of a
-window lets its chunks start, the arrival of a weight's newest issued chunk ends a wait, the start of a collective waits
-for compute, and its end ends its completion.
+window lets its chunks start, the arrival of the newest issued chunk of a region's weights ends its waits (arrivals.py),
+the start of a collective waits for compute, and its end ends its completion.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import networkx as nx
@@ -24,6 +24,7 @@ from torch.fx import Node
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 
+from .arrivals import arrivals
 from .rewrite import Program
 
 StreamName = Literal["compute", "copy", "collective"]
@@ -39,7 +40,7 @@ class Op:
 
     ``serves``: the step whose readers a chunk is copied for; None for a resident chunk, which serves all steps of its
     turn.  ``collectives``: those that the op is, takes an element of the results of, or completes.  ``values``: those
-    that a release drops.
+    that a release drops.  ``mark``: the arrival recorded after a chunk, or awaited by a wait, see arrivals.py.
     """
 
     turn: int
@@ -54,6 +55,7 @@ class Op:
     reads: tuple[str, ...] = ()
     collectives: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
+    mark: int | None = None
 
     def __str__(self) -> str:
         turn = f"turn {self.turn}, " if self.turn else ""
@@ -84,7 +86,7 @@ class HappensBefore:
     def _link(self) -> None:
         """Add the edges.  Each leads from an op to one that is issued after it."""
         newest: dict[str, int] = {}
-        arrival: dict[tuple[int, str], int] = {}
+        arrival: dict[tuple[int, int], int] = {}
         running: dict[str, list[int]] = {}  # collective -> its ops that no completion has ended yet
         gate: int | None = None  # the newest event that the copy stream waits for
         for i, op in enumerate(self.ops):
@@ -103,9 +105,10 @@ class HappensBefore:
             elif op.kind == "chunk":
                 if gate is not None:
                     self.graph.add_edge(gate, i, event=self.ops[gate].kind)
-                arrival[op.turn, op.weight] = i
-            elif op.kind == "wait" and (op.turn, op.weight) in arrival:
-                self.graph.add_edge(arrival[op.turn, op.weight], i, event="arrival")
+                if op.mark is not None:
+                    arrival[op.turn, op.mark] = i
+            elif op.kind == "wait" and op.mark is not None and (op.turn, op.mark) in arrival:
+                self.graph.add_edge(arrival[op.turn, op.mark], i, event="arrival")
             for name in op.collectives:
                 self.graph.add_edges_from(((begun, i) for begun in running.pop(name, ())), event="end")
 
@@ -130,15 +133,16 @@ class HappensBefore:
 def _unroll(program: Program, turn: int, steps: int) -> Iterator[Op]:
     nodes = list(program.module.graph.nodes)
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
-    released = _released(program)
+    released, found = _released(program), arrivals(program)
     yield Op(turn, PRIMING, 0, "compute", "handover", "handover")
     for weight in program.plan.streamed:
         for chunk in (i for i, window in enumerate(weight.windows) if window is None):
             label = f"keep({weight.name!r}, chunk {chunk})"
-            yield Op(turn, PRIMING, 0, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None)
+            kept = Op(turn, PRIMING, 0, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None)
+            yield replace(kept, mark=found.marked.get(weight.name))
     for node in nodes:  # on a cold start the executor first issues what the step before would have prefetched
         if (prefetch := prefetch_of(node)) is not None and prefetch.next_step:
-            yield from _chunks(prefetch, 0, turn, PRIMING)
+            yield from _chunks(prefetch, 0, turn, PRIMING, found.marked.get(node))
     for step in range(steps):
         opened: int | None = None
         for position, node in enumerate(nodes):
@@ -146,9 +150,9 @@ def _unroll(program: Program, turn: int, steps: int) -> Iterator[Op]:
                 if prefetch.window != opened:
                     opened = prefetch.window
                     yield Op(turn, step, position, "compute", "open", f"opening of window {opened}")
-                yield from _chunks(prefetch, position, turn, step)
+                yield from _chunks(prefetch, position, turn, step, found.marked.get(node))
             elif node.op not in ("placeholder", "get_attr", "output"):
-                yield from _issued(weights, node, position, turn, step)
+                yield from _issued(weights, node, position, turn, step, found.awaited.get(node))
             if (values := released.get(node.name)) and node.op != "placeholder":
                 label = f"release of {', '.join(values)}"
                 yield Op(turn, step, position, "compute", "release", label, values=values)
@@ -164,19 +168,23 @@ def _released(program: Program) -> dict[str, tuple[str, ...]]:
     return {node: values for node, values in found.items() if values}
 
 
-def _chunks(prefetch: Prefetch, position: int, turn: int, step: int) -> Iterator[Op]:
+def _chunks(prefetch: Prefetch, position: int, turn: int, step: int, mark: int | None) -> Iterator[Op]:
     weight = prefetch.weight
     for chunk in range(prefetch.first, prefetch.end):
         label = f"prefetch({weight!r}, chunk {chunk}, window={prefetch.window})"
         serves = step + 1 if prefetch.next_step else step
-        yield Op(turn, step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
+        made = Op(turn, step, position, "copy", "chunk", label, weight=weight, chunk=chunk, serves=serves)
+        yield replace(made, mark=mark) if chunk == prefetch.end - 1 else made
 
 
-def _issued(weights: Mapping[str, str], node: Node, position: int, turn: int, step: int) -> Iterator[Op]:
+def _issued(
+    weights: Mapping[str, str], node: Node, position: int, turn: int, step: int, mark: int | None
+) -> Iterator[Op]:
     """The op of a node; for a collective that completes itself, its completion too."""
     if node.target is WAIT or node.target is EVICT:
         moves: Kind = "wait" if node.target is WAIT else "evict"
-        yield Op(turn, step, position, "compute", moves, f"{moves}({node.args[0]!r})", weight=str(node.args[0]))
+        label, weight = f"{moves}({node.args[0]!r})", str(node.args[0])
+        yield Op(turn, step, position, "compute", moves, label, weight=weight, mark=mark)
         return
     reads = tuple(weights[a.name] for a in node.all_input_nodes if a.op == "placeholder" and a.name in weights)
     kind: Kind = "region" if node.op == "call_module" else "other"

@@ -1,17 +1,20 @@
 """Arrivals: which copies are marked, and which mark each region waits for.
 
 Copies run in the order in which they are issued.  So a region that waits for several weights waits for one mark only,
-after the copy of theirs that is issued last, and no other copy of theirs needs a mark.
+after the copy of theirs that is issued last, and no other copy of theirs needs a mark.  The executor records and awaits
+these marks, and verify proves that they suffice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
 
 from chunkflow_compile.passes.ops import WAIT, prefetch_of
+
+from .rewrite import Program
 
 
 @dataclass(frozen=True)
@@ -25,8 +28,12 @@ class Arrivals:
     awaited: Mapping[Node, int]
 
 
-def arrivals(nodes: Sequence[Node], kept: Sequence[str]) -> Arrivals:
-    """The marks of a program.  ``kept``: weights with resident chunks, in the order in which these are copied."""
+def arrivals(program: Program) -> Arrivals:
+    """The marks of a program."""
+    nodes = list(program.module.graph.nodes)
+    kept = [
+        w.name for w in program.plan.streamed if None in w.windows
+    ]  # in the order in which a cold start copies them
     issued: dict[str, list[tuple[int, int, Node | str]]] = {}  # weight -> its copies: step, position, what
     for position, name in enumerate(kept):
         issued.setdefault(name, []).append((-2, position, name))
