@@ -118,7 +118,6 @@ EXPORTED cudaError_t cudaSetDevice(int d) {
   ENTER;
   if (d < 0 || d >= settings().devices) return fail(cudaErrorInvalidDevice);
   device_of_thread = d;
-  use_device(d);
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaDriverGetVersion(int* v) { COUNTED; *v = settings().driver; return cudaSuccess; }
@@ -207,9 +206,9 @@ EXPORTED cudaError_t cudaDeviceCanAccessPeer(int* can, int, int) { ENTER; *can =
 EXPORTED cudaError_t cudaDeviceEnablePeerAccess(int, unsigned) { ENTER; return cudaErrorPeerAccessUnsupported; }
 
 // What torch asks the driver for through the runtime.
-static int driver_context(int, unsigned* flags, int* active) {
+static int driver_context(int device, unsigned* flags, int* active) {
   if (flags) *flags = 0;
-  if (active) *active = 1;
+  if (active) *active = stand_in_contexts() >> device & 1;
   return 0;
 }
 static int driver_error(int, const char** text) { *text = "an error of the stand-in"; return 0; }
