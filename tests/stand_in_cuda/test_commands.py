@@ -16,9 +16,7 @@ CHUNKFLOW = str(Path(sys.executable).parent / "chunkflow")
 
 def ran(*command: str, seconds: float = 900) -> str:
     env = {**os.environ, "STAND_IN_COMPUTE": "0", "STAND_IN_DEVICES": "1"}
-    done = subprocess.run(
-        [sys.executable, *command], env=env, capture_output=True, text=True, timeout=seconds, cwd=ROOT
-    )
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
 

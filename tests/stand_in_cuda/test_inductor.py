@@ -24,20 +24,20 @@ class Kernels:
     """Kernels of Triton, watched: their runs, tunings, and pointers that are not aligned as they were compiled for."""
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.runs: Counter[int] = Counter()
-        self.tuned: Counter[int] = Counter()
+        self.runs: Counter[Any] = Counter()
+        self.tuned: Counter[Any] = Counter()
         self.misaligned: list[int] = []
         self.launched_in_lowering = self.allocated_in_lowering = -1
         run, tune = CachingAutotuner.run, CachingAutotuner.benchmark_all_configs
         kernels = self
 
         def watched_run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            kernels.runs[id(self)] += 1
+            kernels.runs[self] += 1
             kernels.misaligned += [a.data_ptr() for a in args if isinstance(a, torch.Tensor) and a.data_ptr() % 16]
             return run(self, *args, **kwargs)
 
         def watched_tune(self: Any, *args: Any, **kwargs: Any) -> Any:
-            kernels.tuned[id(self)] += 1
+            kernels.tuned[self] += 1
             return tune(self, *args, **kwargs)
 
         def watched_lowering(*args: Any) -> Any:
