@@ -17,9 +17,14 @@ os.environ["OMP_WAIT_POLICY"] = "passive"  # of processes that set their number 
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 os.environ["DIFFUSERS_VERBOSITY"] = "error"  # read when a test imports diffusers; most need not
 
+import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+
+# An example may take as long as it likes: on a machine with other work, 200 ms pass in any of them.
+hypothesis.settings.register_profile("chunkflow", deadline=None)
+hypothesis.settings.load_profile("chunkflow")
 
 # Where models and profiles for tests lie.
 HERE = Path(__file__).parent

@@ -45,7 +45,7 @@ def plans(draw: st.DrawFn) -> tuple[Problem, Plan]:
     return found, place(found, machine, chunk_bytes=CHUNK, **goal)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plans())
 def test_lanes_show_what_the_plan_predicts(made: tuple[Problem, Plan]) -> None:
     found, plan = made
@@ -59,7 +59,7 @@ def test_lanes_show_what_the_plan_predicts(made: tuple[Problem, Plan]) -> None:
     assert set(lanes.blocks) == {r.block for r in found.regions}
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(plans())
 def test_no_two_weights_share_bytes_of_the_arena_at_a_time(made: tuple[Problem, Plan]) -> None:
     _, plan = made
@@ -76,7 +76,7 @@ def test_no_two_weights_share_bytes_of_the_arena_at_a_time(made: tuple[Problem, 
     assert max(held, default=0) <= plan.arena_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(plans())
 def test_trace_events_are_nested_and_in_time(made: tuple[Problem, Plan]) -> None:
     _, plan = made

@@ -184,7 +184,7 @@ def test_traffic_finds_the_copies_that_were_alone() -> None:
     assert traffic.copied_bytes == 23
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(lanes=st.tuples(*[st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=8)] * 2))
 def test_traffic_agrees_with_a_plain_comparison(lanes: tuple[list[tuple[int, int]], list[tuple[int, int]]]) -> None:
     """``lanes``: gap and length of each transfer."""

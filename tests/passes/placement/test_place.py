@@ -50,7 +50,7 @@ def best_of_all(found: Problem, machine: Hardware, memory: int) -> float:
     return next(c.step_s for c in sorted(plays, key=lambda c: c.step_s) if builder.slots(c) <= memory)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(small_problems(), machines(), st.floats(0, 1))
 def test_within_five_percent_of_the_optimum_at_equal_memory(found: Problem, machine: Hardware, room: float) -> None:
     least = floor(found, machine)
@@ -61,7 +61,7 @@ def test_within_five_percent_of_the_optimum_at_equal_memory(found: Problem, mach
     assert plan.predicted.step_s <= 1.05 * best_of_all(found, machine, memory)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     small_problems(chunks=12), machines(), st.floats(0, 1), st.one_of(st.none(), st.sampled_from([1.0, 1.02, 1.3, 3.0]))
 )

@@ -316,7 +316,7 @@ def test_rejects_regions_out_of_order() -> None:
     assert any("region 1 is region_2" in v for v in check(mutated(program, swap)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     layers=st.integers(1, 6),
     policy=st.sampled_from(["chunkflow", "layerwise", "layerwise-barrier"]),
