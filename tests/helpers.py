@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from torch import nn
 
 from chunkflow_compile.hardware.profiles import load_profile
@@ -116,3 +118,17 @@ class UlyssesStack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return x
+
+
+class Coalesced(nn.Module):
+    """A collective of two results, which one completion may wait for (as torch 2.15 traces it) or two (2.13)."""
+
+    def __init__(self, width: int, hidden: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden, bias=False)
+        self.down = nn.Linear(hidden, width, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        first, second = funcol.all_reduce_coalesced([hidden, hidden * 2], "sum", dist.group.WORLD)
+        return self.down(first - second)

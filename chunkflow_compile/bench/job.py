@@ -36,8 +36,8 @@ class Job:
     emulate, None to use the device's own.  ``load``: the load of the link, which sets its bandwidth; None to use the
     bandwidth in ``link``.  ``hardware``: profile of the machine, None for the default of the device.  ``folder``: a
     temporary folder where the ranks meet and write their results.  ``dump``: folder for the dumped programs.
-    ``seconds``: time for the whole job; rounds after the first that would not fit are not run.  ``log``: file that gets a
-    line of JSON for each measured step at once, which an interrupted job leaves behind.
+    ``seconds``: time for the whole job; rounds after the first that would not fit are not run.  ``log``: file to which
+    each measured step adds a line of JSON at once, so an interrupted job keeps its figures.
     """
 
     regime: Regime

@@ -8,10 +8,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS
-from helpers import Stack
+from helpers import Coalesced, Stack
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
@@ -233,23 +231,9 @@ def test_the_copy_thread_ends_with_restore(no_grad: None) -> None:
     assert not any(t.is_alive() for t in copying[-1:])
 
 
-class Coalesced(nn.Module):
-    """A collective of two results, which one completion may wait for (as torch 2.15 traces it) or two (2.13)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(32, 64, bias=False)
-        self.down = nn.Linear(64, 32, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x)
-        first, second = funcol.all_reduce_coalesced([hidden, hidden * 2], "sum", dist.group.WORLD)
-        return self.down(first - second)
-
-
 def coalesced(rank: int) -> None:
     torch.manual_seed(0)
-    model, twin = Coalesced().eval(), Coalesced().eval()
+    model, twin = Coalesced(32, 64).eval(), Coalesced(32, 64).eval()
     twin.load_state_dict(model.state_dict())
     options = {**OPTIONS, "min_bytes": 1024, "slowdown": 1000.0, "lowering": "eager", "debug": "threads"}
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
+from helpers import Coalesced
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation, released
@@ -264,7 +264,7 @@ def test_verify_names_the_conflict_of_a_collective_without_its_event(event: str,
 
 def test_the_results_of_a_coalesced_collective_stay_until_its_completion() -> None:
     """The collective stream takes the elements of the list, when compute may be far ahead."""
-    found = OneModel(Coalesced().eval(), torch.randn(4, 8))
+    found = OneModel(Coalesced(8, 20).eval(), torch.randn(4, 8))
     program = found.program(Choices(0.0, 0, False, 1))
     verify(program)
     assert matches(found, [(program, x) for x in found.inputs(STEPS)], 0)
@@ -274,18 +274,6 @@ def test_the_results_of_a_coalesced_collective_stay_until_its_completion() -> No
     assert any(re.search(pattern, v) for v in check(early))
     turns = [(early, x) for x in found.inputs(STEPS)]
     assert any(goes_wrong(found, turns, seed) for seed in range(50)), "compute drops it between the two elements"
-
-
-class Coalesced(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up = nn.Linear(8, 20, bias=False)
-        self.down = nn.Linear(20, 8, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden = self.up(x)
-        first, second = funcol.all_reduce_coalesced([hidden, hidden * 2], "sum", dist.group.WORLD)
-        return self.down(first - second)
 
 
 class OneModel(Bench):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from . import control
 from .test_findings import MIB, placed
 
 Remove = Callable[[Executor], None]
+Around = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
 def without_arrivals(executor: Executor) -> None:
@@ -43,15 +45,23 @@ def without_the_callers_other_stream(executor: Executor) -> None:
     device._handover.record = Nothing().record
 
 
-def streamed_steps(remove: Remove | None) -> bool:
-    _, run, twin = placed(6, width=256)
+def streamed_steps(remove: Remove | None, around: Around = contextlib.nullcontext) -> bool:
+    model, run, twin = placed(6, width=256)
     xs = [torch.randn(16, 8, device="cuda") for _ in range(6)]
     run(xs[0])
     if remove is not None:
-        remove(programs(_)[0].executor)
-    got = [run(x) for x in xs]  # the host runs ahead
+        remove(programs(model)[0].executor)
+    torch.cuda.synchronize()
+    got = []
+    for x in xs:  # the host runs ahead
+        with around():
+            got.append(run(x))
     torch.cuda.synchronize()
     return all(torch.equal(g, twin(x)) for g, x in zip(got, xs, strict=True))
+
+
+def callers_on_other_streams(remove: Remove | None) -> bool:
+    return streamed_steps(remove, lambda: torch.cuda.stream(torch.cuda.Stream()))
 
 
 def turns_of_two_models(remove: Remove | None) -> bool:
@@ -65,21 +75,6 @@ def turns_of_two_models(remove: Remove | None) -> bool:
     got = [(twin, x, run(x)) for x in xs for _, run, twin in pairs]
     torch.cuda.synchronize()
     return all(torch.equal(g, twin(x)) for twin, x, g in got)
-
-
-def callers_on_other_streams(remove: Remove | None) -> bool:
-    model, run, twin = placed(6, width=256)
-    xs = [torch.randn(16, 8, device="cuda") for _ in range(6)]
-    run(xs[0])
-    if remove is not None:
-        remove(programs(model)[0].executor)
-    torch.cuda.synchronize()
-    got = []
-    for x in xs:
-        with torch.cuda.stream(torch.cuda.Stream()):
-            got.append(run(x))
-    torch.cuda.synchronize()
-    return all(torch.equal(g, twin(x)) for g, x in zip(got, xs, strict=True))
 
 
 CASES = [
