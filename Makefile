@@ -5,6 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 SOURCES := chunkflow_compile passes tests examples docs
 
+# Tests start many processes, which would each compile the package's source again.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu contention paper clean
 
 demo: $(VENV)/ready

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.models.presets import Sizes
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.timeline import Timeline
@@ -32,12 +33,13 @@ class Job:
     """The input of each rank.
 
     ``model``: a preset or file.py:function, in place of the regime's model; ``sizes``: sizes of the preset.
-    ``device``: "threads" (the CPU, where the host runs ahead of every stream), "cpu" or "cuda".  ``link``: the link to
-    emulate, None to use the device's own.  ``load``: the load of the link, which sets its bandwidth; None to use the
-    bandwidth in ``link``.  ``hardware``: profile of the machine, None for the default of the device.  ``folder``: a
-    temporary folder where the ranks meet and write their results.  ``dump``: folder for the dumped programs.
-    ``seconds``: time for the whole job; rounds after the first that would not fit are not run.  ``log``: file to which
-    each measured step adds a line of JSON at once, so an interrupted job keeps its figures.
+    ``lowering``: of the regions.  ``device``: "threads" (the CPU, where the host runs ahead of every stream), "cpu" or
+    "cuda".  ``link``: the link to emulate, None to use the device's own.  ``load``: the load of the link, which sets its
+    bandwidth; None to use the bandwidth in ``link``.  ``pace``: how many times as long as measured a region is held,
+    None for as long as it takes.  ``hardware``: profile of the machine, None for the default of the device.
+    ``folder``: a temporary folder where the ranks meet and write their results.  ``dump``: folder for the dumped
+    programs.  ``seconds``: time for the whole job; rounds after the first that would not fit are not run.  ``log``: file
+    to which each measured step adds a line of JSON at once, so an interrupted job keeps its figures.
     """
 
     regime: Regime
@@ -46,8 +48,10 @@ class Job:
     arms: tuple[Arm, ...]
     steps: int
     load: float | None = None
+    pace: float | None = None
     model: str | None = None
     sizes: Sizes | None = None
+    lowering: Lowering = "inductor"
     device: str = "threads"
     hardware: str | None = None
     transport: Transport = "processes"

@@ -20,16 +20,23 @@ class LinkLoad:
     """The load of a link.
 
     ``share``: the share of the resident step for which the link would be busy if every weight streamed once a step.
-    Above 1, such a step takes longer than the resident one.  ``compute_s``: measured compute of a resident step,
-    seconds, mean over the ranks.
+    Above 1, such a step takes longer than the resident one.  ``measured_s``: measured compute of a resident step,
+    seconds, mean over the ranks.  ``pace``: how many times as long regions are held, None if they are not.
     """
 
     share: float
-    compute_s: float
+    measured_s: float
+    pace: float | None = None
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of compute in a resident step."""
+        return self.measured_s * (self.pace or 1.0)
 
     def __str__(self) -> str:
+        held = "" if self.pace is None else f", held to {self.pace:g} times that"
         return (
-            f"its bandwidth follows from {self.compute_s * 1e3:.0f} ms of measured compute: all weights and "
+            f"its bandwidth follows from {self.measured_s * 1e3:.0f} ms of measured compute{held}: all weights and "
             f"collectives would keep the link busy for {self.share:.2f} of the resident step"
         )
 

@@ -44,7 +44,7 @@ _CHUNK = 1 << 20
 REGIMES: Mapping[str, Regime] = {
     "compute-rich": Regime(
         family="wan",
-        size=Size(layers=6, frames=12, height=32, width=32, **_WAN),
+        size=Size(layers=6, frames=8, height=32, width=32, **_WAN),
         load=0.2,
         chunk_bytes=_CHUNK,
         arms=PEERS,
@@ -53,7 +53,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "contention": Regime(
         family="wan",
-        size=Size(layers=4, frames=10, height=32, width=32, **_WAN),
+        size=Size(layers=4, frames=7, height=32, width=32, **_WAN),
         load=0.7,
         chunk_bytes=_CHUNK,
         arms=("resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "misjudged", "replanned"),
@@ -81,7 +81,7 @@ REGIMES: Mapping[str, Regime] = {
 # second finds the regions of the first in Inductor's cache.
 DEMO: Mapping[str, Regime] = {
     name: replace(
-        REGIMES[name], size=replace(REGIMES[name].size, frames=10), arms=("resident", "layerwise", "chunkflow")
+        REGIMES[name], size=replace(REGIMES[name].size, frames=5), arms=("resident", "layerwise", "chunkflow")
     )
     for name in ("contention", "compute-rich")
 }

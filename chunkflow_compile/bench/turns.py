@@ -36,6 +36,7 @@ from .arms import REPLAN_AFTER, REPLANNED, settings_of
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, RankRun, Run
 from .link_error import LinkError, link_error
 from .link_load import LinkLoad
+from .pace import paced
 from .peers import make_peer
 from .subject import build, first
 
@@ -86,7 +87,7 @@ class Turns:
         self.progress.set_description("compile")
         self._compile()
         self.progress.update()
-        load = None if job.load is None else self._load(job.load)
+        load = self._hold_pace()
         link = None if job.link is None else self._emulate(job.link, load)
         self.progress.set_description("measure regions")
         timings = self._calibrate()
@@ -139,29 +140,40 @@ class Turns:
             "chunk_bytes": self.job.regime.chunk_bytes,
             "debug": "threads" if self.job.device == "threads" else (),
             "dump": self.job.dump,
+            "lowering": self.job.lowering,
         }
         self.compiled = torch.compile(self.model, backend="chunkflow", fullgraph=True, options=options)
         self.compiled(**self.inputs(0))
 
-    def _load(self, share: float) -> LinkLoad:
-        """Measure the compute of a resident step, before a link is emulated."""
+    def _hold_pace(self) -> LinkLoad | None:
+        """Measure the compute of a resident step, before a link is emulated, and give regions their pace.
+
+        Returns the load of the link if the job asks for one.
+        """
+        job = self.job
+        if job.load is None and job.pace is None:
+            return None
         self.progress.set_description("measure compute")
         for step in range(COMPUTE_STEPS):
             self.compiled(**self.inputs(step))
         steps = self._session.measurements[-COMPUTE_STEPS:]
-        return LinkLoad(share, fmean(self._gather(median(sum(m.windows.compute_s) for m in steps))))
+        mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
+        compute_s = [fmean(column) for column in zip(*self._gather(mine), strict=True)]
+        if job.pace is not None:
+            self._session.choice.code = paced(self._session.code, compute_s, job.pace)
+        return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace)
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
         """Emulate ``link`` from the next call on, with the bandwidth that ``load`` sets, and measure its accuracy."""
         self.progress.set_description("measure the link")
-        code = self._session.code
+        code = self._session.choice.code
         if load is not None:
             ports = self.job.ranks if link.shared else 1
             link = replace(link, bandwidth=ports * load.bandwidth(code.program.problem))
-        slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
-        self.hardware = replace(
-            on_emulated_link(self.hardware, link, self.job.ranks), compute_slowdown=fmean(self._gather(slowdown))
-        )
+        self.hardware = on_emulated_link(self.hardware, link, self.job.ranks)
+        if self.job.pace is None:
+            slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
+            self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
         made = code.remade(hardware=self.hardware)
         self._session.choice.code = replace(made, kind=replace(code.kind, link=link))
         return link_error(link)

@@ -12,6 +12,7 @@ import torch
 from chunkflow_compile.bench.arms import Arm, parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_load import TO_BE_DERIVED
+from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, describe, summarise
@@ -26,11 +27,13 @@ from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
-from .output import add_json, check_json, say, write_json
+from .output import add_json, add_lowering, check_json, say, write_json
 
 STEPS = 6
 # At this load, streaming takes ten times as long as the resident step, which is too slow to be of use.
 MOST_LOAD = 10.0
+# Slack for processors that are a tenth as fast at times.
+MOST_PACE = 10.0
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
@@ -83,6 +86,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--one-port", action="store_true", help="all ranks share one port, like GPUs under one root complex"
     )
     parser.add_argument(
+        "--pace",
+        type=float,
+        default=PACE,
+        metavar="X",
+        help="hold each region to X times its measured compute, so that what else the processors do does not count; 0 for "
+        f"as long as it takes (default {PACE}; on a GPU always as long as it takes)",
+    )
+    parser.add_argument(
         "--device",
         choices=("threads", "cpu", "cuda"),
         default="threads",
@@ -100,6 +111,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="NAME",
         help="profile of the GPU (default: the measured one, or the built-in one of the card)",
     )
+    add_lowering(parser)
     sizes = parser.add_argument_group("sizes of a preset (default: the published ones)")
     for name in ("frames", "height", "width", "batch", "text"):
         sizes.add_argument(f"--{name}", type=int, metavar="N")
@@ -112,6 +124,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     if arguments.load is not None and not 0 < arguments.load <= MOST_LOAD:
         raise ChunkflowError(f"--load must be above 0 and at most {MOST_LOAD}, not {arguments.load}.")
+    if arguments.pace and not 1 <= arguments.pace <= MOST_PACE:
+        raise ChunkflowError(f"--pace must be 0, or from 1 to {MOST_PACE:g}, not {arguments.pace:g}.")
     if arguments.steps < 1 or (arguments.ranks is not None and arguments.ranks < 1):
         raise ChunkflowError("--steps and --ranks must be at least 1.")
     check_json(arguments)
@@ -131,8 +145,9 @@ def _job(arguments: argparse.Namespace) -> Job:
     regime = _regime(arguments)
     arms = parse_arms(tuple(arguments.arms.split(",")) if arguments.arms else regime.arms)
     _check_device(arguments, arms)
-    link, load = None, None
+    link, load, pace = None, None, None
     if arguments.device != "cuda":
+        pace = arguments.pace or None
         load = None if arguments.bandwidth else arguments.load or regime.load
         bandwidth = parse_rate(arguments.bandwidth, "--bandwidth") if arguments.bandwidth else TO_BE_DERIVED
         link = LinkEmulation(bandwidth=bandwidth, order=arguments.order, shared="port" if arguments.one_port else "")
@@ -142,9 +157,11 @@ def _job(arguments: argparse.Namespace) -> Job:
         sizes=_sizes(arguments),
         link=link,
         load=load,
+        pace=pace,
         ranks=arguments.ranks or (2 if link is not None or arguments.transport == "loopback" else 1),
         arms=arms,
         steps=arguments.steps,
+        lowering=arguments.lowering,
         device=arguments.device,
         hardware=arguments.hardware,
         transport=arguments.transport,

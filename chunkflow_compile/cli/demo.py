@@ -12,6 +12,7 @@ from pathlib import Path
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import RESIDENT, Job
 from chunkflow_compile.bench.link_load import TO_BE_DERIVED
+from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
 from chunkflow_compile.bench.summary import BenchRecord, describe, summarise
@@ -19,7 +20,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import table
 
-from .output import add_json, check_json, say, write_json
+from .output import add_json, add_lowering, check_json, say, write_json
 
 RANKS = 2
 STEPS = 3
@@ -37,8 +38,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog="example: chunkflow demo --json demo.json",
     )
     parser.add_argument("--layers", type=int, metavar="N", help=f"blocks of the model (default {layers})")
-    parser.add_argument("--frames", type=int, metavar="N", help="latent frames of the model (default 10)")
+    parser.add_argument("--frames", type=int, metavar="N", help="latent frames of the model (default 5)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"measured steps per arm (default {STEPS})")
+    add_lowering(parser)
     add_json(parser, "the record")
     parser.add_argument("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
     parser.set_defaults(run=run)
@@ -58,9 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
             regime=replace(regime, size=replace(regime.size, **given)),
             link=LinkEmulation(bandwidth=TO_BE_DERIVED),
             load=regime.load,
+            pace=PACE,
             ranks=RANKS,
             arms=parse_arms(regime.arms),
             steps=arguments.steps,
+            lowering=arguments.lowering,
             dump=str(dump / name),
         )
         ranks = run_job(job)

@@ -9,13 +9,24 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 from tqdm import tqdm
 
+from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.record import check_writable
 
 STDOUT = "-"
+
+
+def add_lowering(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--lowering",
+        choices=get_args(Lowering),
+        default="inductor",
+        help="inductor: regions are compiled (default); eager: they are not, which starts at once and needs no C++ compiler",
+    )
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:

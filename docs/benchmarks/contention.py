@@ -15,6 +15,7 @@ import torch
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_load import TO_BE_DERIVED
+from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise
@@ -28,8 +29,10 @@ STEPS = ("3", "compute-rich=2")
 ABOUT = """\
 # Copies that yield, measured on an emulated link
 
-Real ranks, real compiled regions, real copies and exchanges; **the link is emulated**: each rank has a receive port, which
-chunks and the incoming bytes of collectives share in turns of 256 KiB. Nothing here was measured on a GPU.
+Real ranks, real compiled regions, real copies and exchanges. **The link is emulated**: each rank has a receive port, which
+chunks and the incoming bytes of collectives share in turns of 256 KiB. **Compute has a fixed speed**: each region is held to
+1.5 times what it took at the start. Other processes, and the copies themselves, slow these cores for seconds at a time, and
+would not slow a GPU's. Nothing here was measured on a GPU.
 
 Each regime sets the *load* of the link: the share of the resident step for which the link would be busy if every weight
 streamed once a step. compute-rich has 0.2, contention 0.7, contention-flux 0.88, compute-poor 1.6. The bandwidth follows from
@@ -42,7 +45,7 @@ may also keep the bytes of so many of the blocks. `misjudged` is planned from a 
 as they are; `replanned` is the same with `replan_after=2`.
 
 *Predicted* is the program of the arm, simulated with what regions and exchanges took in the resident arm of the same run and
-with one factor, for all arms, by which copies stretched compute: a copy takes time of a core.
+with one factor, for all arms, by which copies stretched compute nevertheless.
 *Collectives inflated* leaves out the time that one rank waited for the other.
 
 Each regime is one run and names its command. [How much whole runs differ](contention_runs.md).
@@ -79,6 +82,7 @@ def main() -> None:
             regime=regime,
             link=LinkEmulation(bandwidth=TO_BE_DERIVED),
             load=regime.load,
+            pace=PACE,
             ranks=RANKS,
             arms=parse_arms(regime.arms),
             steps=steps[name],

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from chunkflow_compile.bench.arms import block_bytes, parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_error import link_error
 from chunkflow_compile.bench.link_load import LinkLoad
+from chunkflow_compile.bench.pace import paced
 from chunkflow_compile.bench.peers import GROUP_OFFLOAD, PEER_ARMS
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
@@ -45,6 +47,13 @@ def build():
 ARMS = ["resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "layerwise-prefix@20%", "replanned"]
 
 
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Any:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
 def test_the_slowdown_by_copies_is_measured_on_all_arms() -> None:
     arms = {"resident": Share(2.0, 0.0), "layerwise": Share(2.3, 1.0), "chunkflow": Share(2.1, 0.5)}
     slow = {name: Share(2 * compute_s, copying) for name, (compute_s, copying) in arms.items()}
@@ -58,7 +67,18 @@ def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyP
     own, record, picture = tmp_path / "own.py", tmp_path / "bench.json", tmp_path / "bench.png"
     own.write_text(OWN)
     command = [sys.executable, "-m", "chunkflow_compile.cli.main", "bench", f"{own}:build", "--bandwidth", "100MB/s"]
-    command += ["--arms", ",".join(ARMS), "--steps", "4", "--json", str(record), "--picture", str(picture)]
+    command += [
+        "--arms",
+        ",".join(ARMS),
+        "--steps",
+        "4",
+        "--lowering",
+        "eager",
+        "--json",
+        str(record),
+        "--picture",
+        str(picture),
+    ]
     monkeypatch.setenv("PYTHONPATH", str(HERE))
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -158,6 +178,35 @@ def test_a_load_that_no_link_has() -> None:
         LinkLoad(share, 1.0).bandwidth(found)
 
 
+def test_a_paced_region_has_its_duration(one_rank: None, no_grad: None) -> None:
+    """Whatever else slows it; one that ends late is made up for by the next."""
+    torch.manual_seed(0)
+    model, twin = UlyssesStack(2, width=64).eval(), UlyssesStack(2, width=64).eval()
+    twin.load_state_dict(model.state_dict())
+    options = {"chunk_bytes": 4096, "min_bytes": 4096, "lowering": "eager"}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    run(torch.randn(16, 64))
+    (session,) = programs(model)
+    regions = len(session.program.problem.regions)
+    assert regions > 3
+    slow, delays = session.code.regions, iter([0.015] + [0.0] * 10 * regions)
+    late = {name: lambda *args, r=region: (time.sleep(next(delays)), r(*args))[1] for name, region in slow.items()}
+    session.choice.code = paced(replace(session.code, regions=late), [0.005] * regions, 2)
+    for _ in range(3):
+        x = torch.randn(16, 64)
+        assert torch.equal(run(x), twin(x))
+    for step in programs(model)[0].measurements[-3:]:
+        assert sum(step.windows.compute_s) == pytest.approx(0.01 * regions, rel=0.1)
+    assert programs(model)[0].measurements[-3].windows.compute_s[0] > 0.015
+
+
+def test_a_pace_makes_the_compute_that_a_load_counts() -> None:
+    found = blocks_problem(4)
+    assert LinkLoad(0.7, 1.0, 1.5).bandwidth(found) == LinkLoad(0.7, 1.5).bandwidth(found)
+    assert "from 1000 ms of measured compute, held to 1.5 times that" in str(LinkLoad(0.7, 1.0, 1.5))
+    assert main(["bench", "contention", "--pace", "0.5"]) == 2
+
+
 def test_the_link_keeps_to_its_figures() -> None:
     found = link_error(LinkEmulation(bandwidth=5e7))
     assert found.alone == pytest.approx(5e7, rel=0.03) and found.shared == pytest.approx(5e7, rel=0.03)
@@ -179,13 +228,6 @@ def test_the_flag_holds_copies_while_it_is_set() -> None:
     flag.clear()
     thread.join(timeout=20)
     assert passed.is_set()
-
-
-@pytest.fixture
-def one_rank(tmp_path: Path) -> Any:
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("debug", [(), ("threads",)])
@@ -231,7 +273,7 @@ def job(**told: Any) -> Job:
     """A job on the CPU's own link, without emulation, as on a GPU."""
     regime = Regime(family="wan", size=WIDE, load=0.0, chunk_bytes=1 << 20, arms=(), shows="")
     arms = parse_arms(told.pop("arms"))
-    return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", **told)
+    return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", lowering="eager", **told)
 
 
 @pytest.mark.parametrize("peers", [(GROUP_OFFLOAD,), pytest.param(PEER_ARMS, marks=pytest.mark.long)], ids=len)

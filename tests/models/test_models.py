@@ -87,7 +87,11 @@ def on_rank(rank: int, name: str, lowering: str) -> None:
     run_and_compare(name, lowering, 2)
 
 
-@pytest.mark.parametrize(("name", "lowering"), LOWERED)
+# test_demo runs Wan on two ranks through Inductor.
+@pytest.mark.parametrize(
+    ("name", "lowering"),
+    [("wan", "eager"), *LOWERED[1:], pytest.param("wan", "inductor", marks=pytest.mark.long)],
+)
 def test_streams_bitwise_equal_to_resident_at_ulysses_2(
     name: str, lowering: str, on_ranks: Callable[..., None]
 ) -> None:
@@ -109,15 +113,15 @@ def test_twelve_blocks_run_in_an_eighth_of_their_bytes(no_grad: None) -> None:
 @pytest.mark.parametrize("name", ["wan", "flux"])
 def test_lowered_regions_do_not_grow_with_the_number_of_blocks(name: str, no_grad: None) -> None:
     counts = {}
-    for layers in (3, 6):
+    for layers in (3, 5):
         size = Size(layers=layers, singles=layers, frames=1, height=4, width=4)
         model = small_model(name, size)
         options = {**OPTIONS, "lowering": "eager"}
         torch.compile(model, backend="chunkflow", fullgraph=True, options=options)(**small_inputs(name, size, 0))
         (runner,) = programs(model)
         counts[layers] = (len(runner.program.regions), len(runner.program.problem.regions))
-    assert counts[3][0] == counts[6][0]
-    assert counts[6][1] > counts[3][1]
+    assert counts[3][0] == counts[5][0]
+    assert counts[5][1] > counts[3][1]
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
