@@ -35,8 +35,10 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.runner import Code, Runner, Session
 from chunkflow_compile.runtime.tables import Tables
-from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten, move_tables
+from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten, move_tables, weights_among
 from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.leaves import leaves
 from chunkflow_compile.weights.modules import ModelIndex
 
 
@@ -57,10 +59,9 @@ def chunkflow(
     _refuse_gradients(example_inputs)
     _refuse_graph_break(graph)
     _specialise(example_inputs)
-    found = {i: v for i, v in enumerate(example_inputs) if isinstance(v, nn.Parameter)}
-    for parameter in found.values():
-        if (home := home_of(parameter)) is not None:
-            home.check(parameter)
+    index, placed = _index([v for v in example_inputs if isinstance(v, (nn.Parameter, HostWeight))])
+    min_bytes = chosen.min_bytes if placed is None else placed
+    found = weights_among(example_inputs, index)
     device = check_device(_device(found, example_inputs, graph))
     chosen = chosen.on(device)
     check_kind(device, chosen.device_kind(), chosen.policy)
@@ -69,15 +70,16 @@ def chunkflow(
             f"The weights are on {device}, but the arena passed as an option is on "
             f"{chosen.arena.device}: create it with chunkflow_compile.Arena({str(device)!r})."
         )
-    index, placed = _index(list(found.values()))
     warm_up(chosen.lowering, device)
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
-    parameters = describe_parameters(example_inputs, index, None if placed else chosen.min_bytes)
+    parameters = describe_parameters(example_inputs, index, min_bytes)
+    programs = list[Program]()
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
         tables = move_tables(aten, device)
         make = partial(run_passes, describe_graph(aten, parameters, index.blocks), chosen.settings(), chosen.dump)
         program, folder = make()
+        programs.append(program)
         code = Code(
             program=program,
             regions=lower_regions(program, chosen.lowering, chosen.inductor),
@@ -90,10 +92,38 @@ def chunkflow(
             pin_bytes=chosen.pin_bytes(),
             advice=partial(_advice, program, chosen, memory=chosen.memory_bytes()),
         )
-        place = partial(_place, device, code.kind, seen)
+        place = partial(_place, device, min_bytes, code.kind, seen)
         return Runner(code, place, chosen.arena, Tables(device, tables))
 
-    return lower_to_aten(graph, example_inputs, compile_inference)
+    compiled = lower_to_aten(graph, example_inputs, compile_inference)
+    if index.root is not None and (placed is not None or _is_first_compilation()):
+        wanted = {w.name for w in programs[-1].plan.streamed}
+        _move(
+            index,
+            device,
+            min_bytes,
+            [w for p in parameters if p.name in wanted and home_of(w := found[p.key]) is None],
+        )
+    return compiled
+
+
+def _is_first_compilation() -> bool:
+    """Whether Dynamo compiles this code for the first time.
+
+    Its guards are made after the backend returns.  With the weights already moved, they fit the calls that follow.  A later
+    compilation may be for a model that was restored, or another of its class: its weights move at its first call, so that
+    the guards fit such models.  From the second call on, the first compilation fits those too.
+    """
+    compilation = torch._guards.CompileContext.current_compile_id()
+    return compilation is not None and compilation.frame_compile_id == 0
+
+
+def _move(index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor]) -> None:
+    """Move weights of a model into its store."""
+    if weights and index.root is not None:
+        placement = Placement.on(index.root, device, min_bytes)
+        with placement.lock():
+            placement.move((index.names[id(p)], p) for p in weights)
 
 
 def run_passes(
@@ -113,20 +143,24 @@ def run_passes(
     return last.program, folder
 
 
-def _index(parameters: Sequence[nn.Parameter]) -> tuple[ModelIndex, bool]:
-    """Names and blocks of the model around ``parameters``, and whether offload has placed all of it."""
-    indices = [ModelIndex.of(p.root) for p in placements_around(parameters)]
+def _index(weights: Sequence[torch.Tensor]) -> tuple[ModelIndex, int | None]:
+    """Names and blocks of the model around ``weights``, and the least bytes that it was placed with, None if it was not."""
+    parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
+    placements = placements_around(parameters)
+    least = min((p.min_bytes for p in placements), default=None)
+    indices = [ModelIndex.of(p.root) for p in placements]
     whole = next((i for i in indices if i.covers(parameters)), None)
     if whole is not None:
-        return whole, True
+        return whole, least
     if indices and all(home_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
         names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
-        return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), True
-    return ModelIndex.around(parameters), False
+        return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
+    return ModelIndex.around(parameters), None
 
 
 def _place(
     device: torch.device,
+    min_bytes: int,
     kind: DeviceKind,
     seen: Callable[[], nn.Module | None],
     parameters: Mapping[str, nn.Parameter],
@@ -140,13 +174,13 @@ def _place(
     """
     while True:
         around = placements_around(parameters.values())
-        if not around or any(home_of(parameters[name]) is None for name in wanted):
+        if not around or _missing(parameters, wanted):
             index = _around(list(parameters.values()), seen())
             if index.root is None:  # no module to attach the session to: it ends with the parameter
                 session = start(Arena(device))
                 next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
                 return session
-            around = list(dict.fromkeys([Placement.on(index.root, device), *around]))
+            around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes), *around]))
             names = index.names
         with contextlib.ExitStack() as held:
             held.enter_context(compile_lock)  # no other thread may trace hooks while they are added
@@ -154,13 +188,17 @@ def _place(
                 held.enter_context(placement.lock())
             if not all(placement.lasts for placement in around):
                 continue  # another thread restored the model meanwhile
-            missing = [parameters[name] for name in wanted if home_of(parameters[name]) is None]
-            if missing:
+            if missing := _missing(parameters, wanted):
                 around[0].move((names[id(p)], p) for p in missing)
             session = start(around[0].arena(kind))
             for placement in around:
                 placement.attach(session)
             return session
+
+
+def _missing(parameters: Mapping[str, nn.Parameter], wanted: Sequence[str]) -> list[nn.Parameter]:
+    """The weights to move into a store: those ``wanted``, and those that lie in host memory but in no store."""
+    return [p for name, p in parameters.items() if home_of(p) is None and (name in wanted or isinstance(p, HostWeight))]
 
 
 def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> ModelIndex:
@@ -204,7 +242,9 @@ def _specialise(inputs: Sequence[Any]) -> None:
                 int(size)
 
 
-def _device(parameters: Mapping[int, nn.Parameter], inputs: Sequence[Any], graph: GraphModule) -> torch.device:
+def _device(
+    parameters: Mapping[tuple[int, str], torch.Tensor], inputs: Sequence[Any], graph: GraphModule
+) -> torch.device:
     """The device of the weights.
 
     Raises ChunkflowError if an input is on another device, unless forward moves it (a table that is not a buffer).

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,6 +20,8 @@ from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.guards import Guards
 from chunkflow_compile.weights.host_store import Home, HostStore, home_of, no_room_for
+from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.leaves import leaves, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
@@ -27,28 +29,34 @@ from chunkflow_compile.weights.staging import GpuStagings
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.runner import Session
 
+# A FakeTensor is a weight of a model that is planned without its values.
+_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 # Attribute of a placed model: its Placement.
 _PLACEMENT = "_chunkflow_placement"
 
 
 class Placement:
-    """A placed model: its host store, its guards, and the programs that run on it."""
+    """A placed model: its host store, its guards, and the programs that run on it.
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
+    ``min_bytes``: smaller weights stay on the device.
+    """
+
+    def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
         self.root = root
-        self.store = HostStore(root, device, pages=device.type == "cuda")
-        self.guards = Guards(root, device)
+        self.min_bytes = min_bytes
+        self.store = HostStore(root, device, self.quiet, pages=device.type == "cuda")
+        self.guards = Guards(self.store, self.free)
         self.sessions: list[Session] = []
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
 
     @staticmethod
-    def on(root: nn.Module, device: torch.device) -> Placement:
+    def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:
         """The placement of a model, created if there is none; two threads that ask at once get the same one."""
         if placement_of(root) is None:
             root.__dict__.pop(_PLACEMENT, None)  # a copy of a placed model has the attribute, with None
-        found: Placement = root.__dict__.setdefault(_PLACEMENT, Placement(root, device))
+        found: Placement = root.__dict__.setdefault(_PLACEMENT, Placement(root, device, min_bytes))
         return found
 
     @property
@@ -64,23 +72,36 @@ class Placement:
         """Make a session end with this placement."""
         self.sessions = [s for s in self.sessions if not s.closed] + [session]
 
-    def move(self, weights: Iterable[tuple[tuple[str, ...], nn.Parameter]]) -> None:
-        """Move parameters into the store.  If that fails, the whole placement is undone.
-
-        Waits for the steps of other threads, whose programs may read the parameters where they are now.
-        """
-        moved: list[Home] = []
+    @contextlib.contextmanager
+    def quiet(self) -> Iterator[None]:
+        """Wait for the steps of other threads, and hold off new ones."""
         with self.lock(), contextlib.ExitStack() as steps:
             for arena in sorted({s.arena for s in self.sessions}, key=id):
                 steps.enter_context(arena.lock())
+            yield
+
+    def free(self) -> None:
+        """End the programs and give back their device memory.  The next call of each starts it again."""
+        with self.lock():
+            for session in self.sessions:
+                session.close()
+            self.sessions.clear()
+
+    def move(self, weights: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> None:
+        """Move parameters and buffers into the store.  If that fails, the whole placement is undone.
+
+        Waits for the steps of other threads, whose programs may read them where they are now.
+        """
+        moved: list[Home] = []
+        with self.quiet():
             try:
                 todo = [(names, p) for names, p in weights if home_of(p) is None]
                 stagings = GpuStagings()
                 with moving("moving weights to the host", sum(_bytes(p) for _, p in todo)) as told:
-                    for names, parameter in todo:
-                        moved.append(self.store.add(names, parameter, stagings))
+                    for names, tensor in todo:
+                        moved.append(self.store.add(names, tensor, stagings))
                         told(moved[-1].nbytes)
-                self.guards.add(moved)
+                self.guards.add()
             except BaseException:
                 self.undo()
                 raise
@@ -98,9 +119,7 @@ class Placement:
     def undo(self, device: torch.device | None = None) -> None:
         """Give every parameter its bytes back, on the device it came from or on ``device``; end the placement."""
         with compile_lock, self.lock():  # no other thread may trace hooks while they are removed
-            for session in self.sessions:
-                session.close()
-            self.sessions.clear()
+            self.free()
             self.store.release(device)
             before = {id(tensor): values for tensor, values in self._carried}
             everything = [(t, device) for t in (*self.root.parameters(), *self.root.buffers()) if device is not None]
@@ -113,15 +132,7 @@ class Placement:
             self.root.__dict__.pop(_PLACEMENT, None)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
-        """Copy as None: the copy of a model with an empty store is not placed.
-
-        Raises ChunkflowError if the store holds weights.
-        """
-        if self.store.homes:
-            raise ChunkflowError(
-                f"{type(self.root).__name__} is offloaded ({self.store.homes[0].name} lives in ChunkFlow's host store) and "
-                "cannot be copied or pickled: use its state_dict(), or call chunkflow_compile.restore(model) first."
-            )
+        """Copy as None: the copy of a model is not placed until its first compiled call."""
         return type(None), ()
 
 
@@ -135,7 +146,8 @@ def offload(
     is placed already or has parameters on the meta device.
     """
     root = _unwrap(model)
-    parameters = list(root.parameters())
+    index = ModelIndex.of(root)
+    parameters = [leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor)]
     if _placements(root):
         placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
         raise ChunkflowError(
@@ -144,11 +156,11 @@ def offload(
     if any(p.is_meta for p in parameters):
         raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
     target = check_device(_device(device, parameters))
-    index = ModelIndex.of(root)
-    weights = [(index.names[id(p)], p) for p in parameters if _bytes(p) >= min_bytes and why_not(p) is None]
-    placement = Placement.on(root, target)
+    large = {id(p): p for p in parameters if _bytes(p) >= min_bytes and why_not(p, index) is None}
+    weights = [(index.names[number], tensor) for number, tensor in large.items()]
+    placement = Placement.on(root, target, min_bytes)
     with compile_lock:
-        placement.guards.watch_calls(lambda: placement.store.homes)
+        placement.guards.watch_calls()
         placement.move(weights)
     try:
         placement.carry((*root.parameters(), *root.buffers()))
@@ -182,7 +194,7 @@ def placement_of(root: nn.Module) -> Placement | None:
     return root.__dict__.get(_PLACEMENT)
 
 
-def placements_around(parameters: Iterable[nn.Parameter]) -> list[Placement]:
+def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:
     """The placements that hold any of ``parameters`` in their stores."""
     roots = {id(home.store.root): home.store.root for p in parameters if (home := home_of(p)) is not None}
     return [p for root in roots.values() if (p := placement_of(root)) is not None]
@@ -192,18 +204,19 @@ def _placements(model: nn.Module) -> list[Placement]:
     """The placements of a model, of its parts, and of the models that it is a part of."""
     root = _unwrap(model)
     own = [p for m in root.modules() if (p := placement_of(m)) is not None]
-    return list(dict.fromkeys([*own, *placements_around(root.parameters())]))
+    held = [leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor)]
+    return list(dict.fromkeys([*own, *placements_around(held)]))
 
 
-def why_not(parameter: torch.Tensor) -> str | None:
-    """Why a parameter cannot be streamed, None if it can."""
-    if type(parameter) not in (nn.Parameter, FakeTensor):  # fake: a model that is planned without weights
-        return f"a tensor subclass ({type(parameter).__name__})"
-    if home_of(parameter) is not None:
+def why_not(parameter: torch.Tensor, index: ModelIndex) -> str | None:
+    """Why a weight of a model cannot be streamed, None if it can."""
+    if isinstance(parameter, HostWeight):
         return None
+    if type(parameter) not in _PLAIN:
+        return f"a tensor subclass ({type(parameter).__name__})"
     if parameter.layout != torch.strided or not is_dense(parameter):
         return "its elements do not fill one range of memory"
-    if parameter.untyped_storage().nbytes() != _bytes(parameter):
+    if id(parameter) in index.shared:
         return "it shares memory with another tensor"
     return None
 
@@ -227,7 +240,7 @@ def _bytes(parameter: torch.Tensor) -> int:
     return parameter.numel() * parameter.element_size()
 
 
-def _device(device: torch.device | str | None, parameters: list[nn.Parameter]) -> torch.device:
+def _device(device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
     if device is not None:
         return torch.device(device)
     devices = {p.device for p in parameters}

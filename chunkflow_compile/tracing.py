@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -20,6 +21,8 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.placing import why_not
 from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.leaves import leaves, with_leaves
 from chunkflow_compile.weights.modules import ModelIndex
 
 # ATen's ops for Tensor.to and Tensor.cuda.
@@ -58,7 +61,27 @@ def lower_to_aten(
     # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         typed: Any = compiler
-        return aot_module_simplified(graph, example_inputs, fw_compiler=typed, inference_compiler=typed)
+        return aot_module_simplified(graph, as_on_device(example_inputs), fw_compiler=typed, inference_compiler=typed)
+
+
+def as_on_device(inputs: Sequence[Any]) -> list[Any]:
+    """The inputs of a Dynamo graph, with a fake tensor on the device in place of each offloaded weight.
+
+    To the graph a weight is then an ordinary input, whose values the runner provides.
+    """
+    context = torch._guards.TracingContext.try_get()
+    mode = None if context is None else context.fake_mode
+
+    def stand_in(weight: torch.Tensor) -> torch.Tensor:
+        with mode or contextlib.nullcontext():
+            return torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
+
+    def replaced(value: Any) -> Any:
+        if not any(isinstance(leaf, HostWeight) for _, leaf in leaves(value)):
+            return value
+        return with_leaves(value, stand_in)
+
+    return [replaced(value) for value in inputs]
 
 
 def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str]) -> Traced:
@@ -69,12 +92,12 @@ def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: 
     return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks)
 
 
-def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int | None) -> list[Parameter]:
+def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int) -> list[Parameter]:
     """The parameters among the inputs of a Dynamo graph.
 
-    ``min_bytes``: smaller ones stay on the device; None if the model is placed, because offload has decided that.
+    ``min_bytes``: smaller ones stay on the device.
     """
-    found = [_describe(i, p, model, min_bytes) for i, p in enumerate(inputs) if isinstance(p, nn.Parameter)]
+    found = [_describe(*key, p, model, min_bytes) for key, p in weights_among(inputs, model).items()]
     taken = Counter(p.name for p in found)
     return [
         p if taken[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use it
@@ -82,17 +105,27 @@ def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int
     ]
 
 
-def _describe(index: int, parameter: nn.Parameter, model: ModelIndex, min_bytes: int | None) -> Parameter:
+def weights_among(inputs: Sequence[Any], model: ModelIndex) -> dict[tuple[int, str], torch.Tensor]:
+    """The weights among the inputs of a Dynamo graph: position, and where in a tensor subclass -> the tensor."""
+    return {
+        (position, inside): leaf
+        for position, value in enumerate(inputs)
+        for inside, leaf in leaves(value)
+        if isinstance(value, (nn.Parameter, HostWeight)) or id(leaf) in model.names
+    }
+
+
+def _describe(index: int, inside: str, parameter: torch.Tensor, model: ModelIndex, min_bytes: int) -> Parameter:
     home = home_of(parameter)
-    names = home.names if home is not None else model.names.get(id(parameter), (f"input_{index}",))
+    names = home.names if home is not None else model.names.get(id(parameter), (f"input_{index}{inside}",))
     nbytes = parameter.numel() * parameter.element_size()
-    keep = why_not(parameter)
+    keep = why_not(parameter, model)
     if keep is None and home is None:
         if id(parameter) not in model.names:
             keep = "no module holds it"
-        elif min_bytes is None or nbytes < min_bytes:
-            keep = f"small: {nbytes} bytes" if min_bytes is not None else "left on the device by offload"
-    return Parameter(index=index, names=names, keep=keep)
+        elif nbytes < min_bytes:
+            keep = f"small: {nbytes} bytes"
+    return Parameter(index=index, inside=inside, names=names, keep=keep)
 
 
 class _TracedError(Exception):

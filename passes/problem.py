@@ -14,12 +14,18 @@ class Parameter:
     """One parameter at the Dynamo boundary, found by identity.
 
     ``index``: position among the inputs of the Dynamo graph.  ``names``: every name it has in the model; more than one
-    for tied weights.  ``keep``: why it must stay on the device, or None if it may be streamed.
+    for tied weights.  ``inside``: where it is in that input, if that is a tensor subclass, such as
+    ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.
     """
 
     index: int
     names: tuple[str, ...]
     keep: str | None = None
+    inside: str = ""
+
+    @property
+    def key(self) -> tuple[int, str]:
+        return self.index, self.inside
 
     @property
     def name(self) -> str:

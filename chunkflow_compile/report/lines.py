@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from chunkflow_compile.passes.graph.discover import input_key
 from chunkflow_compile.passes.graph.listing import node_text, prefetch_text, target_name
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
 from chunkflow_compile.passes.ops import Prefetch
@@ -68,13 +69,12 @@ def _proof(stage: Stage) -> Iterator[Line]:
 
 
 def _traced(stage: Stage) -> Iterator[Line]:
-    names = {p.index: p.name for p in stage.traced.parameters}
+    names = {p.key: p.name for p in stage.traced.parameters}
     blocks = block_labels(stage.traced.graph, stage.traced.blocks)
     for node in stage.traced.graph.graph.nodes:
         if node.op == "placeholder":
-            index = getattr(node.meta.get("desc"), "idx", -1)
             block = next((blocks.get(u, "") for u in node.users), "")
-            yield from _input(node, names.get(index, ""), block, named=True)
+            yield from _input(node, names.get(input_key(node.meta.get("desc")), ""), block, named=True)
         else:
             yield _line(node, blocks.get(node, ""))
 

@@ -123,16 +123,12 @@ class Session:
         return self.executor.measured_steps(wait=True)
 
     def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether the session can run on ``parameters`` as they are now; if not, a new session is needed.
-
-        Raises ChunkflowError if an offloaded weight was changed outside the host store.
-        """
+        """Whether the session can run on ``parameters`` as they are now; if not, a new session is needed."""
         if self.closed or self.choice.code is not self.code:
             return False
         for name, home in self._homes.items():
-            if home_of(home.parameter) is not home:  # another thread restored the model
+            if home_of(parameters[name]) is not home:  # it was restored, replaced, or given other memory
                 return False
-            home.check(parameters[name])
         for name, parameter in self._in_place.items():
             if parameters[name] is not parameter or home_of(parameter) is not None:
                 return False
@@ -194,7 +190,6 @@ class Session:
         stagings = GpuStagings()
         with moving("placing weights", sum(weight.nbytes for weight, _ in found)) as placed:
             for weight, home in found:
-                home.check(home.parameter)
                 if weight.offset is None:
                     values[weight.name] = self._resident(home, stagings)
                 else:
@@ -320,4 +315,4 @@ def _aside(work: Callable[[], None]) -> None:
 
 
 def _versions(homes: Iterable[Home]) -> tuple[int, ...]:
-    return tuple(h.host._version for h in homes)
+    return tuple(h.version for h in homes)

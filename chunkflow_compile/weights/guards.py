@@ -1,15 +1,18 @@
-"""Guards of an offloaded model, whose parameters are empty: accesses are answered from the host copies or refused.
+"""What a module with offloaded weights does differently from any other module.
 
-* ``state_dict`` and ``load_state_dict`` go through the host copies.
-* An eager call, ``deepcopy``, pickling and ``.to()`` that would change a weight raise ChunkflowError.
+* ``state_dict`` has the host copies as ordinary tensors.
+* ``load_state_dict(assign=True)`` takes the tensors it is given as host memory.
+* ``.to()``, ``.half()`` and the like leave the values in host memory.
 
-The guards are attached to the model's own modules and parameters; :meth:`Guards.remove` detaches them.
+The guards are attached to the model's own modules; :meth:`Guards.remove` detaches them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,165 +20,127 @@ from torch.utils.hooks import RemovableHandle
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .host_store import Home, home_of
-from .modules import owners
+from .host_store import HostStore
+from .host_weight import HostWeight
 
 
 class Guards:
-    """The hooks of one offloaded model."""
+    """The hooks of one placed model.  ``moved``: called before its weights change their device."""
 
-    def __init__(self, root: nn.Module, device: torch.device) -> None:
-        self._root = root
-        self._device = device
+    def __init__(self, store: HostStore, moved: Callable[[], None]) -> None:
+        self._store = store
+        self._moved = moved
         self._handles: list[RemovableHandle] = []
-        self._holding: dict[int, nn.Module] = {}  # by id: they hold offloaded parameters directly
-        self._above: dict[int, nn.Module] = {}  # by id: those and all modules around them
-        self._refusing: list[nn.Parameter] = []
+        self._guarded: dict[int, nn.Module] = {}
 
-    def add(self, homes: Iterable[Home]) -> None:
-        """Guard the parameters of ``homes`` and the modules that hold them."""
-        homes = list(homes)
-        holding = owners(self._root, (h.parameter for h in homes))
-        for home in homes:
-            _refuse_copies(home)
-            self._refusing.append(home.parameter)
-        fresh = {id(m): m for modules in holding.values() for m in modules if id(m) not in self._holding}
-        self._holding.update(fresh)
-        for module in fresh.values():
-            self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
-            self._handles.append(module.register_load_state_dict_pre_hook(_write_host_copies))
-        self._guard_around()
+    def add(self) -> None:
+        """Guard the modules of the model that are not guarded yet."""
+        for module in self._store.root.modules():
+            if id(module) not in self._guarded:
+                self._guarded[id(module)] = module
+                module.__dict__["_apply"] = _Apply(module, self._store.device, self._moved)
+                self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
+                self._handles.append(module.register_load_state_dict_pre_hook(_assign_host_copies))
 
-    def watch_calls(self, homes: Callable[[], Iterable[Home]]) -> None:
-        """Refuse inputs on another device and changed weights, which would fail inside Dynamo with a less clear error.
-
-        Dynamo traces the hook, so its result is fixed when the model is compiled.  The runner checks every step again.
-        """
-
-        @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-        def changed() -> str:
-            try:
-                for home in homes():
-                    home.check(home.parameter)
-            except ChunkflowError as error:
-                return str(error)
-            return ""
-
-        def check(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-            if changed():
-                raise ChunkflowError(changed())
-            _check_inputs(self._device, module, args, kwargs)
-
-        self._handles.append(self._root.register_forward_pre_hook(check, with_kwargs=True))
+    def watch_calls(self) -> None:
+        """Refuse inputs on another device, which would fail inside Dynamo with a less clear error."""
+        check = partial(_check_inputs, self._store.device)
+        self._handles.append(self._store.root.register_forward_pre_hook(check, with_kwargs=True))
 
     def remove(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        for module in self._above.values():
+        for module in self._guarded.values():
             module.__dict__.pop("_apply", None)
-        self._above.clear()
-        self._holding.clear()
-        for parameter in self._refusing:
-            for name in ("__deepcopy__", "__reduce_ex__"):
-                parameter.__dict__.pop(name, None)
-        self._refusing.clear()
-
-    def _guard_around(self) -> None:
-        """Guard every module that contains an offloaded weight, at any depth.
-
-        An eager call may read the weight of a module below.  ``.to()`` reaches parameters through ``_apply`` of every
-        module; it is refused before the first change.
-        """
-
-        def visit(module: nn.Module) -> bool:
-            below = [visit(child) for child in module.children()]  # a list: visit all of them
-            if not (id(module) in self._holding or any(below)):
-                return False
-            if id(module) not in self._above:
-                module.__dict__["_apply"] = _GuardedApply(module)
-                # Dynamo traces the hook, in the model's graph or as a frame of its own, so the hook can tell a compiled
-                # call from an eager one.
-                self._handles.append(module.register_forward_pre_hook(_refuse_eager_call))
-                self._above[id(module)] = module
-            return True
-
-        visit(self._root)
+        self._guarded.clear()
 
 
-class _GuardedApply:
-    """Replaces ``module._apply`` while weights are offloaded."""
+class _Apply:
+    """Replaces ``module._apply``: what it does to a weight's type is done in host memory, and its device is noted only."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, device: torch.device, moved: Callable[[], None]) -> None:
         self._module = module
+        self._device = device
+        self._moved = moved
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        module = self._module
-        for parameter in module.parameters(recurse=recurse):
-            home = home_of(parameter)
-            if home is None:
-                continue
-            probe = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
-            result = fn(probe)
-            if result.dtype != probe.dtype or result.device != probe.device:
+        modules = [*self._module.modules()] if recurse else [self._module]
+        weights = {id(t): t for m in modules for t in _own(m) if isinstance(t, HostWeight)}
+        turned = {key: _turned(weight, fn) for key, weight in weights.items()}
+        for key, (_, device) in turned.items():
+            if device.type != "cpu" and device != self._device:
                 raise ChunkflowError(
-                    f"The weight {home.name} lives in ChunkFlow's host store, so the model cannot become {result.dtype} on "
-                    f"{result.device} now: call chunkflow_compile.restore(model), convert, and offload again."
+                    f"The weight {weights[key].label} is offloaded for {self._device}, so the model cannot be moved to "
+                    f"{device}: call chunkflow_compile.restore(model), and offload(model, {str(device)!r}) after it."
                 )
-        applied: nn.Module = type(module)._apply(module, lambda t: t if home_of(t) is not None else fn(t), recurse)
-        return applied
+        for key, (dtype, device) in turned.items():
+            weight = weights[key]
+            if weight.dtype != dtype:
+                weight.data = weight.data.to(dtype)
+            if weight.device != device:
+                self._moved()
+                weight.stands_on(device)
+        for module in modules:
+            with _without_weights(module):
+                type(module)._apply(module, fn, False)
+        return self._module
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise ChunkflowError(
-            "A module of an offloaded model cannot be copied: call chunkflow_compile.restore(model) first, or copy its "
-            "state_dict()."
-        )
-
-
-def _refuse_copies(home: Home) -> None:
-    def refuse(*_: Any) -> NoReturn:
-        raise ChunkflowError(
-            f"The weight {home.name} lives in ChunkFlow's host store and cannot be copied or pickled as a parameter: use "
-            "state_dict(), which reads the host copy, or call chunkflow_compile.restore(model) first."
-        )
-
-    home.parameter.__deepcopy__ = refuse  # type: ignore[method-assign]
-    home.parameter.__reduce_ex__ = refuse  # type: ignore[method-assign]
+    def __reduce__(self) -> Any:
+        return _Apply, (self._module, self._device, _nothing)
 
 
-def _refuse_eager_call(module: nn.Module, args: Any) -> None:
-    if torch.compiler.is_compiling():
-        return
-    name = next((h.name for p in module.parameters() if (h := home_of(p)) is not None), "a weight")
-    raise ChunkflowError(
-        f"{type(module).__name__} was called eagerly, but {name} lives in ChunkFlow's host store: call the model that "
-        'torch.compile(model, backend="chunkflow") returned, or chunkflow_compile.restore(model) first. If this was the '
-        "compiled model, a graph break, or more shapes than torch._dynamo.config.recompile_limit, left this part outside the "
-        "graph: compile with fullgraph=True to see which."
-    )
+def _nothing() -> None:
+    """No program runs on the copy of a model until its first call."""
+
+
+def _own(module: nn.Module) -> list[torch.Tensor]:
+    """The tensors that a module holds directly."""
+    return [t for held in (module._parameters, module._buffers) for t in held.values() if t is not None]
+
+
+def _turned(weight: HostWeight, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
+    """The type and device that ``fn`` would give a weight."""
+    made = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
+    return made.dtype, made.device
+
+
+@contextlib.contextmanager
+def _without_weights(module: nn.Module) -> Iterator[None]:
+    """Take the offloaded weights out of a module for a while."""
+    whole = {name: module.__dict__[name] for name in ("_parameters", "_buffers")}
+    for name, held in whole.items():
+        module.__dict__[name] = {k: t for k, t in held.items() if not isinstance(t, HostWeight)}
+    try:
+        yield
+    finally:
+        for name, held in whole.items():
+            held.update(module.__dict__[name])
+            module.__dict__[name] = held
 
 
 def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for name, parameter in module._parameters.items():
-        home = home_of(parameter)
-        if home is not None and prefix + name in state:
-            state[prefix + name] = home.host.detach()
+    for held in (module._parameters, module._buffers):
+        for name, tensor in held.items():
+            if isinstance(tensor, HostWeight) and prefix + name in state:
+                state[prefix + name] = tensor.host.detach()
 
 
-def _write_host_copies(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, strict: bool, *messages: Any
+def _assign_host_copies(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], strict: bool, *messages: Any
 ) -> None:
-    for name, parameter in module._parameters.items():
-        home = home_of(parameter)
-        value = state.get(prefix + name)
-        if home is None or not isinstance(value, torch.Tensor) or value.shape != home.host.shape:
-            continue  # load_state_dict itself reports missing keys and wrong shapes
-        home.settle()
-        with torch.no_grad():
-            home.host.copy_(value)
-        state[prefix + name] = parameter  # copying a parameter onto itself does nothing
+    """With ``assign=True``, the weights stay offloaded; without it, copying into them writes the host memory."""
+    if not metadata.get("assign_to_params_buffers", False):
+        return
+    for held in (module._parameters, module._buffers):
+        for name, tensor in held.items():
+            value: Any = state.get(prefix + name)
+            if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
+                state[prefix + name] = HostWeight(value.detach().to("cpu"), tensor.device, label=tensor.label)
 
 
 def _check_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    if not torch.compiler.is_compiling():
+        return
     for name, value in {**{f"argument {i}": a for i, a in enumerate(args)}, **kwargs}.items():
         if isinstance(value, torch.Tensor) and value.dim() and value.device.type != device.type:
             raise ChunkflowError(

@@ -1,4 +1,4 @@
-"""The host store: where the bytes of offloaded parameters live, one tensor per parameter."""
+"""The host store: the offloaded weights of a model, and what its programs keep of each."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import contextlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,28 +17,26 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .host_memory import near_cpus, own_pages
+from .host_weight import HostBytes, HostWeight, become
 from .progress import moving
 from .reader import HostReader
 from .staging import GpuStagings
 
-# Attribute of an offloaded parameter that holds its Home.  It identifies the parameter, where a name could be wrong.
-HOME = "_chunkflow_home"
-# Makes a CUDA tensor around a storage, which may be smaller than the tensor.  torch's graph trees use it.
-_CONSTRUCT = "_construct_CUDA_Tensor_From_Storage_And_Metadata"
-
 
 @dataclass(eq=False)
 class Home:
-    """One offloaded parameter.  ``host``: its values, on the CPU.  ``names``: all its names in the model.
+    """The place of one weight in a store; it ends with the weight.
 
+    ``names``: all its names in the model.  ``host``: its values, on the CPU.  ``cell``: counts the writes to them.
     ``origin``: the device that it came from.
     """
 
     names: tuple[str, ...]
-    parameter: nn.Parameter
     host: torch.Tensor
+    cell: HostBytes
     store: HostStore
     origin: torch.device
+    _weight: weakref.ref[HostWeight]
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
     _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
     _copied_by: list[HostReader] = field(default_factory=list)
@@ -43,6 +44,17 @@ class Home:
     @property
     def name(self) -> str:
         return self.names[0]
+
+    @property
+    def weight(self) -> HostWeight | None:
+        """The weight, None if it was dropped or got other memory."""
+        weight = self._weight()
+        return weight if weight is not None and weight.home is self else None
+
+    @property
+    def version(self) -> int:
+        """Changes with every write to the values, through a weight or to the host tensor itself."""
+        return self.cell.version + self.host._version
 
     @property
     def nbytes(self) -> int:
@@ -53,9 +65,9 @@ class Home:
         if self._resident is not None:
             version, ref = self._resident
             found = ref()
-            if found is not None and version == self.host._version:
+            if found is not None and version == self.version:
                 return found
-        version = self.host._version  # before the copy: newer values need another
+        version = self.version  # before the copy: newer values need another
         made = stagings.brought(self.host, self.store.device, copy=True)
         self._resident = version, weakref.ref(made)
         return made
@@ -91,59 +103,65 @@ class Home:
         for device in self._copied_by:
             device.settle()
 
-    def check(self, parameter: torch.Tensor) -> None:
-        """Raise ChunkflowError if the parameter is no longer the empty one that offload left."""
-        if parameter is not self.parameter:
-            found = "was replaced by another parameter"
-        elif parameter.untyped_storage().nbytes():
-            found = "was given new storage"
-        elif parameter.shape != self.host.shape or parameter.dtype != self.host.dtype:
-            found = f"became {parameter.dtype}{list(parameter.shape)}"
-        else:
-            return
-        raise ChunkflowError(
-            f"The weight {self.name} {found} after offload, so the host copy may be out of date. Change weights through "
-            "load_state_dict, or call chunkflow_compile.restore(model) before changing them and offload again after."
-        )
-
 
 @dataclass(eq=False)
 class HostStore:
-    """The offloaded parameters of the model ``root``, whose programs run on ``device``.
+    """The offloaded weights of the model ``root``, whose programs run on ``device``.
 
-    ``pins``: whether to pin host memory; False after pinning failed once.  ``pages``: whether each weight gets pages of
-    its own, which can be pinned for a GPU.
+    ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
+    after pinning failed once.  ``pages``: whether each weight gets pages of its own, which can be pinned for a GPU.
+    ``fetched_bytes``: those copied for ops outside programs.
     """
 
     root: nn.Module
     device: torch.device
-    homes: list[Home] = field(default_factory=list)
+    quiet: Callable[[], AbstractContextManager[object]]
     pins: bool = True
     pages: bool = False
+    fetched_bytes: int = 0
+    _homes: list[weakref.ref[Home]] = field(default_factory=list)
+    _warned: bool = False
+    _total: int = 0
     _cpus: frozenset[int] | None = None
+
+    @property
+    def homes(self) -> list[Home]:
+        """The homes of the weights that still exist, oldest first."""
+        found = [home for ref in self._homes if (home := ref()) is not None and home.weight is not None]
+        self._homes = [weakref.ref(home) for home in found]
+        return found
 
     @property
     def pinned_bytes(self) -> int:
         return sum(h.nbytes for h in self.homes if h.pinned)
 
-    def add(self, names: tuple[str, ...], parameter: nn.Parameter, stagings: GpuStagings) -> Home:
-        """Move one parameter's bytes into the store; the parameter keeps 0 bytes of storage on the store's device.
+    def add(self, names: tuple[str, ...], tensor: torch.Tensor, stagings: GpuStagings) -> Home:
+        """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.
 
-        On the CPU the store takes over the parameter's memory and copies nothing.  For a GPU the bytes are copied, and
-        one weight at a time exists twice.
+        On the CPU the store takes over the tensor's memory and copies nothing.  For a GPU the bytes are copied, and
+        one weight at a time exists twice.  A weight that has host memory already keeps it.
         """
         with torch.inference_mode(False), torch.no_grad():
-            values = parameter.detach()
+            if isinstance(tensor, HostWeight):
+                return self._adopt(names, tensor, self.device)
+            values = tensor.detach()
             if values.is_inference():  # has no version counter, by which a session notices new values
                 values = values.clone()
-            host = values
-            if self.pages or values.device.type != "cpu":
-                host = own_pages(values, self._near(), stagings.of(values.device))
-            home = Home(names, parameter, host, self, values.device)
-            empty = _empty(values, self.device)
-            self.homes.append(home)  # before the parameter is emptied: an interrupt here loses nothing
-            setattr(parameter, HOME, home)
-            parameter.data = empty
+            host, origin = values, values.device
+            if self.pages or origin.type != "cpu":
+                host = own_pages(values, self._near(), stagings.of(origin))
+            weight: torch.Tensor = HostWeight(host, self.device, label=names[0])
+            if isinstance(tensor, nn.Parameter):
+                weight = nn.Parameter(weight, tensor.requires_grad)
+            become(tensor, weight)
+            return self._adopt(names, tensor, origin)
+
+    def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:
+        home = Home(names, weight.host, weight.cell, self, origin, weakref.ref(weight))
+        weight.label, weight.home = names[0], home
+        weight.cell.writing, weight.cell.read = partial(_writing, weakref.ref(home)), partial(_count, weakref.ref(self))
+        self._homes.append(weakref.ref(home))
+        self._total += home.nbytes
         return home
 
     def release(self, device: torch.device | None = None) -> None:
@@ -151,18 +169,33 @@ class HostStore:
 
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
-        moving_back = moving("bringing weights back", sum(h.nbytes for h in self.homes))
+        homes = self.homes
+        moving_back = moving("bringing weights back", sum(h.nbytes for h in homes))
         stagings = GpuStagings()
         with torch.inference_mode(False), torch.no_grad(), moving_back as moved:
-            while self.homes:  # each is removed only after its bytes are returned: an interrupt loses none
-                home = self.homes[-1]
-                if home_of(home.parameter) is home:
+            for home in reversed(homes):
+                if (weight := home.weight) is not None:
                     with no_room_for(home.name, home.nbytes, device or home.origin):
-                        home.parameter.data = stagings.brought(home.host, device or home.origin)
+                        plain = stagings.brought(home.host, device or home.origin)
+                    if isinstance(weight, nn.Parameter):
+                        plain = nn.Parameter(plain, weight.requires_grad)
+                    become(weight, plain)
                     home.unpin()  # not sooner: pinned memory is copied faster
-                    home.parameter.__dict__.pop(HOME, None)
-                self.homes.pop()
                 moved(home.nbytes)
+            self._homes.clear()
+
+    def count(self, nbytes: int) -> None:
+        """Count a fetch; warn once when as much was fetched as all weights have."""
+        self.fetched_bytes += nbytes
+        if not self._warned and self.fetched_bytes >= self._total:
+            self._warned = True
+            warnings.warn(
+                f"{type(self.root).__name__} runs outside its compiled form: ops have fetched {self.fetched_bytes} bytes of "
+                "its offloaded weights, one weight at a time, as much as all of them have. That is right but slow. Call the "
+                'model that torch.compile(model, backend="chunkflow") returned; if this was it, compile with fullgraph=True '
+                "to see what leaves the graph.",
+                stacklevel=2,
+            )
 
     def _near(self) -> frozenset[int]:
         if self._cpus is None:
@@ -207,18 +240,23 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def _empty(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor like ``values`` with no bytes of storage."""
-    if device.type == "cuda" and (construct := getattr(torch._C, _CONSTRUCT, None)) is not None:
-        # empty_strided would allocate the weight before it can be freed: room that a card may not have
-        shape = {"size": tuple(values.shape), "stride": values.stride(), "storage_offset": 0, "dtype": values.dtype}
-        made: torch.Tensor = construct(shape, torch.UntypedStorage(0, device=device))
-        return made
-    empty = torch.empty_strided(values.shape, values.stride(), dtype=values.dtype, device=device)
-    empty.untyped_storage().resize_(0)
-    return empty
+@contextlib.contextmanager
+def _writing(ref: weakref.ref[Home]) -> Iterator[None]:
+    """Hold the steps of the model's programs, and wait for the copies that read the weight."""
+    home = ref()
+    if home is None:
+        yield
+        return
+    with home.store.quiet():
+        home.settle()
+        yield
 
 
-def home_of(parameter: object) -> Home | None:
-    """The home of an offloaded parameter, None for any other object."""
-    return getattr(parameter, HOME, None)
+def _count(ref: weakref.ref[HostStore], nbytes: int) -> None:
+    if (store := ref()) is not None:
+        store.count(nbytes)
+
+
+def home_of(tensor: object) -> Home | None:
+    """The home of an offloaded weight, None for any other object."""
+    return tensor.home if isinstance(tensor, HostWeight) else None

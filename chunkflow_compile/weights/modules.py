@@ -7,7 +7,7 @@ objects that Python's garbage collector tracks, once per compilation.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -15,26 +15,31 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .leaves import leaves, overlapping, tensors_of
+
 
 @dataclass(frozen=True)
 class ModelIndex:
     """The names and blocks of a model.
 
     ``root``: the module that was compiled, or else the smallest that holds all parameters; None if no module does.
-    ``names``: id of a parameter -> its names.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
+    ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of those that have
+    memory in common with another.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
     block.  A block is an element of an outermost ``ModuleList``.
     """
 
     root: nn.Module | None
     names: Mapping[int, tuple[str, ...]]
     blocks: Mapping[str, str]
+    shared: frozenset[int] = frozenset()
 
     @staticmethod
     def of(root: nn.Module) -> ModelIndex:
         names: dict[int, tuple[str, ...]] = {}
-        for name, parameter in root.named_parameters(remove_duplicate=False):
-            names[id(parameter)] = (*names.get(id(parameter), ()), name)
-        return ModelIndex(root, names, dict(_blocks(root, "")))
+        found = [(path, leaf) for name, tensor in tensors_of(root) for path, leaf in leaves(tensor, name)]
+        for name, tensor in found:
+            names[id(tensor)] = (*names.get(id(tensor), ()), name)
+        return ModelIndex(root, names, dict(_blocks(root, "")), overlapping(t for _, t in found))
 
     @staticmethod
     def around(parameters: Sequence[nn.Parameter]) -> ModelIndex:
@@ -50,23 +55,20 @@ class ModelIndex:
         return all(id(p) in self.names for p in parameters)
 
 
-def owners(root: nn.Module, parameters: Iterable[nn.Parameter]) -> dict[int, list[nn.Module]]:
-    """id of a parameter -> the modules of ``root`` that hold it directly."""
-    wanted = {id(p) for p in parameters}
-    found: dict[int, list[nn.Module]] = {i: [] for i in wanted}
-    for module in root.modules():
-        for parameter in module._parameters.values():
-            if id(parameter) in wanted and module not in found[id(parameter)]:
-                found[id(parameter)].append(module)
-    return found
-
-
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
     for name, child in module.named_children():
         if isinstance(module, nn.ModuleList):
             yield str(id(child)), prefix + name
         else:
             yield from _blocks(child, f"{prefix}{name}.")
+
+
+def _held(module: nn.Module) -> Iterator[int]:
+    """The ids of the tensors with bytes that a module holds directly."""
+    for kind in ("_parameters", "_buffers"):
+        for tensor in module.__dict__.get(kind, {}).values():
+            for _, leaf in leaves(tensor):
+                yield id(leaf)
 
 
 def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
@@ -81,7 +83,7 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
         if not isinstance(module, OptimizedModule):
             for child in module.__dict__.get("_modules", {}).values():  # get: another thread may be constructing it
                 parents.setdefault(id(child), []).append(module)
-    todo = [m for m in modules if any(id(p) in wanted for p in m.__dict__.get("_parameters", {}).values())]
+    todo = [m for m in modules if not wanted.isdisjoint(_held(m))]
     candidates: dict[int, nn.Module] = {}
     while todo:
         module = todo.pop()
@@ -97,7 +99,7 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
             module,
         )
         for position, module in enumerate(candidates.values())
-        if wanted <= {id(p) for p in module.parameters()}
+        if wanted <= {held for inner in module.modules() for held in _held(inner)}
     ]
     if candidates and not ranked:
         raise ChunkflowError(

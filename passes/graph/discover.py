@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._functorch._aot_autograd.descriptors import PlainAOTInput
+from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -64,27 +64,32 @@ class Discovery:
     collectives: tuple[Node, ...]
 
 
+_WRITTEN = "forward writes it"
+
+
 def discover(traced: Traced) -> Discovery:
     """Find the weights of a traced graph, their readers and the collectives."""
     graph = traced.graph
-    by_index: dict[int | None, Parameter] = {p.index: p for p in traced.parameters}
-    _refuse_mutation(graph, by_index)
+    by_key = {p.key: p for p in traced.parameters}
+    written = _written(graph)
     weights: list[DiscoveredWeight] = []
     views: dict[Node, Node] = {}
     for node in graph.graph.nodes:
         if node.op != "placeholder":
             continue
-        parameter = by_index.get(_input_index(node))
+        key = input_key(node.meta.get("desc"))
+        parameter = by_key.get(key)
         if parameter is None:
             continue
-        if not isinstance(node.meta["desc"], PlainAOTInput):
+        if not _is_itself(node.meta["desc"]):
             _refuse_to_lose(parameter, node)
             continue
         readers, chain = _readers(node)
         if not readers:
             continue
         views.update(dict.fromkeys(chain, node))
-        weights.append(DiscoveredWeight(parameter, node, readers, parameter.keep or _keep(parameter, readers)))
+        keep = parameter.keep or (_WRITTEN if key in written else _keep(parameter, readers))
+        weights.append(DiscoveredWeight(parameter, node, readers, keep))
     collectives = tuple(n for n in graph.graph.nodes if collective_kind(n) is not None)
     return Discovery(tuple(weights), views, collectives)
 
@@ -197,24 +202,31 @@ def nbytes(node: Node) -> int:
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 
 
-def _input_index(node: Node) -> int | None:
-    """The input of the Dynamo graph that a placeholder comes from, None if it comes from several."""
-    desc = node.meta.get("desc")
+def input_key(desc: Any) -> tuple[int, str]:
+    """The input of the Dynamo graph that a description of AOTAutograd stands for, -1 if it stands for several or none.
+
+    Also where in that input it comes from, if that is a tensor subclass.
+    """
+    inside = ""
+    while isinstance(desc, SubclassGetAttrAOTInput):
+        inside, desc = f".{desc.attr}{inside}", desc.base
     while desc is not None and not isinstance(getattr(desc, "idx", None), int):
         desc = getattr(desc, "base", None)
-    return None if desc is None else int(desc.idx)
+    return (-1 if desc is None else int(desc.idx)), inside
 
 
-def _refuse_mutation(graph: GraphModule, by_index: Mapping[int | None, Parameter]) -> None:
-    """Refuse a weight that forward writes to: its slot would have to be copied back, and its parameter is empty."""
+def _is_itself(desc: Any) -> bool:
+    """Whether a placeholder is an input, or a tensor inside one, and not a view of it."""
+    while isinstance(desc, SubclassGetAttrAOTInput):
+        desc = desc.base
+    return isinstance(desc, PlainAOTInput)
+
+
+def _written(graph: GraphModule) -> set[tuple[int, str]]:
+    """The inputs that forward writes."""
     (output,) = graph.graph.find_nodes(op="output")
-    for desc in output.meta.get("desc") or ():
-        parameter = by_index.get(getattr(getattr(desc, "mutated_input", None), "idx", None))
-        if parameter is not None and parameter.keep is None:
-            raise ChunkflowError(
-                f"forward changes the weight {parameter.name} in place, so it cannot be streamed: make it a buffer, or "
-                "raise min_bytes above its size."
-            )
+    changed = (getattr(desc, "mutated_input", None) for desc in output.meta.get("desc") or ())
+    return {input_key(desc) for desc in changed if desc is not None}
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:

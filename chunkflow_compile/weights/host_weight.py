@@ -1,0 +1,305 @@
+"""An offloaded weight as a tensor: its bytes lie in host memory, its device is the compute device.
+
+An op outside a program that reads such a weight gets a copy on the device, for that op alone.  An op that writes it writes
+the host memory, and every program sees that at its next call.  A view of it is a view of the host memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, NoReturn
+
+import torch
+import torch.utils._pytree as pytree
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+_LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
+_LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
+_LIBRARY.impl("fetch", lambda host, device: host.to(device, copy=True), "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "chunkflow::fetch", lambda host, device: torch.empty_like(host, device=device), lib=_LIBRARY
+)
+# In graphs of other backends, and while Dynamo traces: copies the host memory to the device.
+FETCH = torch.ops.chunkflow.fetch.default
+
+_aten = torch.ops.aten
+# They change the memory of a tensor, not its values.
+_UNHONOURED = {
+    _aten.set_.default,
+    _aten.set_.source_Storage,
+    _aten.set_.source_Storage_storage_offset,
+    _aten.set_.source_Tensor,
+    _aten.set_.source_Tensor_storage_offset,
+    _aten.resize_.default,
+    _aten.resize_as_.default,
+}
+# Views that are not in their schemas.
+_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default}
+_SAME = {_aten.detach.default, _aten.alias.default}
+# They write without reading, so nothing is fetched.
+_FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
+
+
+class HostBytes:
+    """The host memory of one storage.
+
+    ``version`` counts the writes through weights; those to the memory itself are in its tensor's ``_version``.
+    ``writing``: entered around each write; it waits for the steps and copies that read the memory.  ``read``: called with
+    the bytes of each fetch.
+    """
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.writing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.read: Callable[[int], None] = _ignore
+
+
+def _ignore(nbytes: int) -> None:
+    """Count nothing: the memory belongs to no store."""
+
+
+def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
+    """Exchange type, values and attributes of two tensors: every reference to ``tensor`` sees those of ``other``.
+
+    As torch.utils.swap_tensors, which refuses a tensor with weak references; Dynamo holds one to each parameter.  The
+    attributes that users have set on ``tensor`` stay there.  One call into C, so that Ctrl-C comes before it or after.
+    """
+    own = {name: value for name, value in tensor.__dict__.items() if name not in _STATE}
+    theirs = {**own, **other.__dict__}
+    mine, kinds = dict(tensor.__dict__), (type(tensor), type(other))
+    steps = (
+        partial(torch._C._swap_tensor_impl, tensor, other),
+        partial(setattr, tensor, "__class__", kinds[1]),
+        partial(setattr, other, "__class__", kinds[0]),
+        partial(setattr, tensor, "__dict__", theirs),
+        partial(setattr, other, "__dict__", mine),
+    )
+    try:
+        deque(map(partial.__call__, steps), maxlen=0)
+    except RuntimeError as error:  # from the first step, which changes nothing then
+        raise ChunkflowError(
+            f"A weight of shape {list(tensor.shape)} cannot be moved, because a gradient graph holds it ({error}). Delete "
+            "the outputs of calls that were made with gradients enabled."
+        ) from error
+
+
+# Attributes of a HostWeight that are its own.
+_STATE = {"host", "cell", "label", "home", "_is_param"}
+
+
+class HostWeight(torch.Tensor):
+    """A weight on ``device`` whose values are those of ``host``, a plain tensor on the CPU.
+
+    ``cell``: the memory, shared by all views of it.  ``label``: its name, for errors.  ``home``: its place in a host store,
+    or None.
+    """
+
+    host: torch.Tensor
+    cell: HostBytes
+    label: str
+    home: Any
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(
+        cls, host: torch.Tensor, device: torch.device, cell: HostBytes | None = None, label: str = "a weight"
+    ) -> HostWeight:
+        made: HostWeight = torch.Tensor._make_wrapper_subclass(
+            cls,
+            host.shape,
+            strides=host.stride(),
+            storage_offset=host.storage_offset(),
+            dtype=host.dtype,
+            device=device,
+        )
+        torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for the memory gets an error, not a null pointer
+        made.host = host
+        made.cell = HostBytes() if cell is None else cell
+        made.label = label
+        made.home = None
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
+        return _INNER, self.device
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: Mapping[str, torch.Tensor], device: torch.device, size: Sequence[int], stride: Sequence[int]
+    ) -> HostWeight:
+        return HostWeight(inner["host"], device)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args and isinstance(args[0], HostWeight) else None
+        if first is not None:
+            if func in _SAME:
+                return first._alias(func(first.host))
+            if type(first.host) is torch.Tensor:
+                if func.is_view or func in _VIEWS:
+                    seen = func(first.host, *args[1:], **kwargs)
+                    return pytree.tree_map_only(torch.Tensor, first._alias, seen)
+                if func is _aten._to_copy.default:
+                    return first._converted(kwargs)
+        if func in _UNHONOURED or torch.Tag.inplace_view in func.tags:
+            _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
+        written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
+        with contextlib.ExitStack() as held:
+            for weight in written:
+                held.enter_context(weight.cell.writing())
+            if written and func is _aten.copy_.default:
+                source = args[1].host if isinstance(args[1], HostWeight) else args[1]
+                written[0].host.copy_(source)
+                written[0].cell.version += 1
+                return written[0]
+            return _fetched(func, args, kwargs, written)
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the values on the device; on the CPU the host memory itself."""
+        if type(self.host) is not torch.Tensor:  # traced
+            traced: torch.Tensor = FETCH(self.host, self.device)
+            return traced
+        self.cell.read(self.host.nbytes)
+        return self.host if self.device.type == "cpu" else self.host.to(self.device)
+
+    def stands_on(self, device: torch.device) -> None:
+        """Make ``device`` the device of this weight; its values stay where they are."""
+        made: torch.Tensor = HostWeight(self.host, device, self.cell, self.label)
+        if isinstance(self, nn.Parameter):
+            made = nn.Parameter(made, self.requires_grad)
+        made.home = self.home  # type: ignore[attr-defined]
+        become(self, made)
+
+    def _alias(self, host: torch.Tensor) -> HostWeight:
+        """A weight around a view of the same memory."""
+        return HostWeight(host, self.device, self.cell, self.label)
+
+    def _converted(self, kwargs: Mapping[str, Any]) -> torch.Tensor:
+        """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
+        device = kwargs.get("device")
+        target = self.device if device is None else torch.device(device)
+        if target.type == "cuda" and target.index is None:
+            target = torch.device("cuda", torch.cuda.current_device())
+        made = _aten._to_copy.default(self.host, **{**kwargs, "device": "cpu" if target == self.device else target})
+        return HostWeight(made, self.device, label=self.label) if target == self.device else made
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if type(self.host) is not torch.Tensor:
+            return f"HostWeight({self.host!r}, {self.device})"
+        kind = "Parameter containing:\n" if isinstance(self, nn.Parameter) else ""
+        return f"{kind}{self.host!r} in host memory, for {self.device}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        if id(self) not in memo:
+            copied: torch.Tensor = HostWeight(self.host.clone(), self.device, label=self.label)
+            if isinstance(self, nn.Parameter):
+                copied = nn.Parameter(copied, self.requires_grad)
+            memo[id(self)] = copied
+        found: torch.Tensor = memo[id(self)]
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled as an ordinary tensor on the CPU."""
+        plain = self.host.detach()
+        if isinstance(self, nn.Parameter):
+            plain = nn.Parameter(plain, self.requires_grad)
+        return plain.__reduce_ex__(protocol)
+
+    # What has no op of its own, and would reach the memory that this tensor does not have.
+
+    @property
+    def data(self) -> HostWeight:
+        return self._alias(self.host.detach())
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
+            _refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
+        if isinstance(value, HostWeight) and value.device == self.device:
+            host, cell = value.host, value.cell
+        else:
+            host, cell = value.detach().to("cpu"), None
+        with self.cell.writing():
+            self.cell.version += 1
+            made = HostWeight(host, self.device, cell, self.label)
+            torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
+            self.host, self.cell, self.home = made.host, made.cell, None
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A view of the values that cannot be written, because a write through it would go unnoticed."""
+        if self.device.type != "cpu" and not force:
+            raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
+        if self.requires_grad and not force:
+            raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
+        found = self.host.detach().numpy()
+        found.flags.writeable = False
+        return found
+
+    def tolist(self) -> Any:
+        return self.host.tolist()
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return False
+
+    def data_ptr(self) -> NoReturn:
+        _refuse(self, "data_ptr()")
+
+    def storage(self) -> NoReturn:
+        _refuse(self, "storage()")
+
+    def share_memory_(self) -> NoReturn:
+        _refuse(self, "share_memory_()")
+
+    def __dlpack__(self, **_: Any) -> NoReturn:
+        _refuse(self, "DLPack")
+
+    @property
+    def __cuda_array_interface__(self) -> NoReturn:
+        _refuse(self, "__cuda_array_interface__")
+
+
+_INNER = ["host"]
+
+
+def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[HostWeight]) -> Any:
+    """Run an op on the fetched values, and write back those that it changed."""
+    values: dict[int, torch.Tensor] = {}
+
+    def fetch(weight: HostWeight) -> torch.Tensor:
+        if id(weight) not in values:
+            fills = func in _FILLS and type(weight.host) is torch.Tensor
+            values[id(weight)] = weight.host if fills else weight.fetch()
+        return values[id(weight)]
+
+    found, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
+    result = func(*found, **named)
+    for weight in written:
+        if values[id(weight)] is not weight.host:
+            weight.host.copy_(values[id(weight)])
+        weight.cell.version += 1
+    given = {id(values[id(weight)]): weight for weight in written}
+    return pytree.tree_map_only(torch.Tensor, lambda t: given.get(id(t), t), result)
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """The tensors that an op writes."""
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _refuse(weight: HostWeight, what: str) -> NoReturn:
+    raise ChunkflowError(
+        f"{what} needs the memory of {weight.label} on {weight.device}, but ChunkFlow keeps this weight in host memory: use "
+        "weight.cpu(), or call chunkflow_compile.restore(model) first."
+    )

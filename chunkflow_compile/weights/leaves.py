@@ -1,0 +1,57 @@
+"""The tensors that have the bytes of a weight: the weight itself, or those inside a tensor subclass, at any depth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from .host_weight import HostWeight
+
+
+def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each tensor with bytes, and its name: that of the weight and the attributes on the way, ``weight.qdata``."""
+    if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
+        yield name, tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        yield from leaves(getattr(tensor, attribute), f"{name}.{attribute}")
+
+
+def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
+    """A tensor of the same structure, whose leaves are changed."""
+    if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
+        return change(tensor)
+    attributes, context = tensor.__tensor_flatten__()
+    inner = {name: with_leaves(getattr(tensor, name), change) for name in attributes}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+
+
+def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The parameters and buffers of a model by name; a tied one once for each name."""
+    return chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+
+
+def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
+    """The ids of the tensors that have bytes of memory in common with another one."""
+    spans: dict[int, list[tuple[int, int, int]]] = {}
+    for tensor in {id(t): t for t in tensors}.values():
+        if isinstance(tensor, HostWeight) or tensor.layout != torch.strided or not tensor.numel():
+            continue
+        begin = int(tensor.storage_offset()) * tensor.element_size()
+        reach: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+        storage = tensor.untyped_storage()._cdata
+        spans.setdefault(storage, []).append((begin, begin + int(reach) * tensor.element_size(), id(tensor)))
+    found: set[int] = set()
+    for of_one in spans.values():
+        end, last = -1, 0
+        for begin, stop, number in sorted(of_one):
+            if begin < end:
+                found.update((last, number))
+            if stop > end:
+                end, last = stop, number
+    return frozenset(found)
