@@ -17,13 +17,10 @@ from chunkflow_compile.placing import offload, programs
 from chunkflow_compile.weights.host_store import home_of
 
 STEPS = 4
-OTHERS = sorted(SMALL_MODELS.keys() - {"wan"})
-# Inductor takes half a minute for the regions of a family: make test compiles one family, make test-all the others.
-LOWERED = [
-    ("wan", "inductor"),
-    *((name, "eager") for name in OTHERS),
-    *(pytest.param(name, "inductor", marks=pytest.mark.long) for name in OTHERS),
-]
+# Inductor takes half a minute for the regions of a family: make test compiles one family on two ranks, make test-all the
+# others.
+EAGER = [(name, "eager") for name in sorted(SMALL_MODELS)]
+LONG = [pytest.param(name, "inductor", marks=pytest.mark.long) for name in sorted(SMALL_MODELS)]
 
 
 def run_and_compare(name: str, lowering: str, degree: int) -> None:
@@ -78,7 +75,7 @@ def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.runner.Sessi
         assert bytes(slot.tolist()) == bytes(homes[name].host.contiguous().view(torch.uint8).flatten().tolist()), name
 
 
-@pytest.mark.parametrize(("name", "lowering"), LOWERED)
+@pytest.mark.parametrize(("name", "lowering"), [*EAGER, *LONG])
 def test_streams_bitwise_equal_to_resident_on_one_rank(name: str, lowering: str, no_grad: None) -> None:
     run_and_compare(name, lowering, 1)
 
@@ -87,10 +84,8 @@ def on_rank(rank: int, name: str, lowering: str) -> None:
     run_and_compare(name, lowering, 2)
 
 
-# test_demo runs Wan on two ranks through Inductor.
 @pytest.mark.parametrize(
-    ("name", "lowering"),
-    [("wan", "eager"), *LOWERED[1:], pytest.param("wan", "inductor", marks=pytest.mark.long)],
+    ("name", "lowering"), [*EAGER, ("wan", "inductor"), *(p for p in LONG if p.values[0] != "wan")]
 )
 def test_streams_bitwise_equal_to_resident_at_ulysses_2(
     name: str, lowering: str, on_ranks: Callable[..., None]
