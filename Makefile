@@ -23,11 +23,11 @@ types: $(VENV)/ready
 	$(BIN)/mypy -p chunkflow_compile
 
 unit: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
 # With the tests marked long.
 test-all: lint types $(VENV)/ready
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The next two need a GPU.  PY=python3 uses an environment that exists; without it, they make one with a build of torch for
 # the GPU: make test-gpu TORCH="torch==2.13.0".

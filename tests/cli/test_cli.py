@@ -29,9 +29,10 @@ def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
-def test_demo_streams_on_two_ranks_and_writes_the_record(tmp_path: Path) -> None:
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+def test_demo_streams_on_two_ranks_and_writes_the_record(lowering: str, tmp_path: Path) -> None:
     record, dump = tmp_path / "demo.json", tmp_path / "dump"
-    sizes = ("--layers", "4", "--frames", "1", "--steps", "2")
+    sizes = ("--layers", "4", "--frames", "1", "--steps", "2", "--lowering", lowering)
     done = chunkflow("demo", *sizes, "--json", str(record), "--dump", str(dump))
     assert done.returncode == 0, done.stderr
     written = json.loads(record.read_text())

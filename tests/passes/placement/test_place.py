@@ -61,7 +61,7 @@ def test_within_five_percent_of_the_optimum_at_equal_memory(found: Problem, mach
     assert plan.predicted.step_s <= 1.05 * best_of_all(found, machine, memory)
 
 
-@settings(max_examples=40)
+@settings(max_examples=25)
 @given(
     small_problems(chunks=12), machines(), st.floats(0, 1), st.one_of(st.none(), st.sampled_from([1.0, 1.02, 1.3, 3.0]))
 )
