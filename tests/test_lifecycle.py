@@ -49,7 +49,10 @@ def assert_whole(model: nn.Module, seed: int) -> None:
 @pytest.mark.parametrize("placed_first", [False, True])
 @pytest.mark.parametrize("policy", ["chunkflow", "resident"])
 def test_two_models_of_one_class_share_code_and_nothing_else(policy: str, placed_first: bool, no_grad: None) -> None:
-    """Dynamo shares a compiled graph between them (Wan 2.2 has two such transformers)."""
+    """Dynamo shares a compiled graph between them (Wan 2.2 has two such transformers).
+
+    If they were not placed before, the first call of the second one compiles once more, and its weights move.
+    """
     models = [stack(seed) for seed in (0, 1)]
     if placed_first:
         for model in models:
@@ -60,8 +63,9 @@ def test_two_models_of_one_class_share_code_and_nothing_else(policy: str, placed
             x = torch.randn(4, 8)
             torch.testing.assert_close(run(x), stack(seed)(x))
     sessions = [programs(model) for model in models]
-    assert [len(s) for s in sessions] == [1, 1] and sessions[0] != sessions[1]
-    assert all(len(s[0].measurements) == 3 for s in sessions)
+    again = policy == "chunkflow" and not placed_first
+    assert [len(s) for s in sessions] == [1, 1 + again] and not set(sessions[0]) & set(sessions[1])
+    assert all(sum(len(program.measurements) for program in s) == 3 for s in sessions)
     restore(models[0])
     x = torch.randn(4, 8)
     torch.testing.assert_close(runs[1](x), stack(1)(x))
@@ -175,16 +179,19 @@ def test_weights_made_in_inference_mode_are_streamed_and_reloaded() -> None:
                 torch.testing.assert_close(run(x), stack(seed)(x))
 
 
-def test_mixed_dtypes_are_refused_before_the_first_change() -> None:
-    model = stack()
-    model.blocks[0].to(torch.bfloat16)
+def test_mixed_dtypes_become_one(no_grad: None) -> None:
+    model, twin = stack(), stack()
+    for m in (model, twin):
+        m.blocks[0].to(torch.bfloat16)
     offload(model, min_bytes=2048)
-    with pytest.raises(ChunkflowError, match=r"blocks.1.up.weight lives .* cannot become torch.bfloat16"):
-        model.to(torch.bfloat16)
-    assert model.embed.weight.dtype == torch.float32
+    for m in (model, twin):
+        m.to(torch.float64)
+    assert {p.dtype for p in model.parameters()} == {torch.float64}
+    x = torch.randn(4, 8, dtype=torch.float64)
+    assert torch.equal(model(x), twin(x))
 
 
-def test_a_parent_that_reads_a_weight_below_is_refused_when_called_eagerly(no_grad: None) -> None:
+def test_a_parent_that_reads_a_weight_below(no_grad: None) -> None:
     class Reads(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -199,8 +206,7 @@ def test_a_parent_that_reads_a_weight_below_is_refused_when_called_eagerly(no_gr
     run = compiled(model)
     for _ in range(2):
         torch.testing.assert_close(run(x), expected)
-    with pytest.raises(ChunkflowError, match=r"Reads was called eagerly, but e.weight lives"):
-        model(x)
+    assert torch.equal(model(x), expected)
     model.to(memory_format=torch.channels_last)
     assert torch.equal(restore(model)(x), expected)
 

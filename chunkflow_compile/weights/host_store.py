@@ -49,7 +49,7 @@ class Home:
     def weight(self) -> HostWeight | None:
         """The weight, None if it was dropped or got other memory."""
         weight = self._weight()
-        return weight if weight is not None and weight.home is self else None
+        return weight if home_of(weight) is self else None
 
     @property
     def version(self) -> int:

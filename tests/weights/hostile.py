@@ -103,13 +103,16 @@ def main() -> None:
         try:
             attempt(weight, model)
             print("done", flush=True)
-        except Exception as error:
-            print(f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}", flush=True)
+        except Exception as error:  # noqa: BLE001
+            print(
+                f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}",
+                flush=True,
+            )
         del weight
         try:
             restore(model)
             sum(float(p.sum()) for p in model.parameters())
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             print(f"  afterwards: {type(error).__name__}: {error}", flush=True)
     print(f"{len(ATTEMPTS)} attempts", flush=True)
 

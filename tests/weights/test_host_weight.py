@@ -8,6 +8,8 @@ import os
 import pickle
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 

@@ -16,7 +16,7 @@ import torch
 from helpers import Stack
 from surviving import assert_survives, compiled, fail_at, goes_on, run_once, stack
 
-from chunkflow_compile import Arena, ChunkflowError, offload, programs, restore
+from chunkflow_compile import Arena, offload, programs, restore
 from chunkflow_compile.weights.host_store import home_of
 
 
@@ -104,8 +104,8 @@ def test_an_interrupt_while_weights_move_back(no_grad: None) -> None:
     with pytest.raises(KeyboardInterrupt):
         restore(model)
     assert all(torch.equal(v, twin.state_dict()[n]) for n, v in model.state_dict().items())
-    with pytest.raises(ChunkflowError, match="called eagerly"):
-        model(torch.randn(4, 8))
+    x = torch.randn(4, 8)
+    assert torch.equal(model(x), twin(x))
     assert_survives(model, twin)
 
 
