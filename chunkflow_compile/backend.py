@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -97,13 +97,8 @@ def chunkflow(
 
     compiled = lower_to_aten(graph, example_inputs, compile_inference)
     if index.root is not None and (placed is not None or _is_first_compilation()):
-        wanted = {w.name for w in programs[-1].plan.streamed}
-        _move(
-            index,
-            device,
-            min_bytes,
-            [w for p in parameters if p.name in wanted and home_of(w := found[p.key]) is None],
-        )
+        wanted = [found[p.key] for p in parameters if p.name in programs[-1].offloaded]
+        _move(index, device, min_bytes, [w for w in wanted if home_of(w) is None])
     return compiled
 
 
@@ -164,7 +159,7 @@ def _place(
     kind: DeviceKind,
     seen: Callable[[], nn.Module | None],
     parameters: Mapping[str, nn.Parameter],
-    wanted: Sequence[str],
+    wanted: Collection[str],
     start: Callable[[Arena], Session],
 ) -> Session:
     """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a session.
@@ -196,7 +191,7 @@ def _place(
             return session
 
 
-def _missing(parameters: Mapping[str, nn.Parameter], wanted: Sequence[str]) -> list[nn.Parameter]:
+def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
     """The weights to move into a store: those ``wanted``, and those that lie in host memory but in no store."""
     return [p for name, p in parameters.items() if home_of(p) is None and (name in wanted or isinstance(p, HostWeight))]
 

@@ -19,7 +19,7 @@ from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.guards import Guards
-from chunkflow_compile.weights.host_store import Home, HostStore, home_of, no_room_for
+from chunkflow_compile.weights.host_store import Home, HostStore, give_back, home_of, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
@@ -69,8 +69,16 @@ class Placement:
         return self._arenas.setdefault(kind, Arena(self.store.device))
 
     def attach(self, session: Session) -> None:
-        """Make a session end with this placement."""
-        self.sessions = [s for s in self.sessions if not s.closed] + [session]
+        """Make a session end with this placement.
+
+        A session with the same plan ends now.  It ran a compilation that Dynamo made before the weights moved, and calls no
+        more.
+        """
+        for other in self.sessions:
+            if not other.closed and other is not session and other.plan == session.plan:
+                session.executor.adopt(other.measurements)
+                other.close()
+        self.sessions = [s for s in self.sessions if not s.closed and s is not session] + [session]
 
     @contextlib.contextmanager
     def quiet(self) -> Iterator[None]:
@@ -180,6 +188,10 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     target = None if device is None else check_device(torch.device(device))
     for placement in _placements(model):
         placement.undo(target)
+    for _, tensor in tensors_of(_unwrap(model)):  # those that a copy has, or that were assigned after the last call
+        for _, leaf in leaves(tensor):
+            if isinstance(leaf, HostWeight):
+                give_back(leaf, target or leaf.device, GpuStagings())
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import io
 import multiprocessing
 import os
@@ -145,18 +144,14 @@ def test_a_checkpoint_that_ends_early_never_becomes_a_model(tmp_path: Path) -> N
         assert torch.equal(run(**small_inputs("wan", size, 0))[0], want)
 
 
-def test_a_weight_changed_under_the_plan(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+def test_a_weight_that_gets_other_memory(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
     model, twin, run, _ = running
-    changed = model.blocks[1].up.weight
-    kept = changed.data
-    changed.data = torch.zeros(64, 32)
-    with pytest.raises(
-        ChunkflowError, match=r"blocks.1.up.weight was given new storage after offload.*restore\(model\)"
-    ):
-        run(torch.randn(4, 8))
-    changed.data = kept
-    x = torch.randn(4, 8)
-    assert torch.equal(run(x), twin(x))
+    for changed in (torch.zeros(64, 32), twin.blocks[1].up.weight.data.clone()):
+        for m in (model, twin):
+            m.blocks[1].up.weight.data = changed.clone()
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
     assert_survives(model, twin)
 
 
@@ -205,16 +200,11 @@ def test_a_forked_process(beside_a_step: bool, running: tuple[Stack, Stack, nn.M
     assert_survives(model, twin)
 
 
-@pytest.mark.parametrize("write", [pickle.dumps, lambda m: torch.save(m, io.BytesIO())], ids=["pickle", "torch.save"])
-def test_pickling(write: Callable[[object], object], running: tuple[Stack, Stack, nn.Module, Session]) -> None:
-    model, twin, run, session = running
-    for thing in (model, run, model.blocks):
-        with pytest.raises(ChunkflowError, match=r"cannot be copied or pickled.*state_dict"):
-            write(thing)
+def test_an_arena_cannot_be_pickled(running: tuple[Stack, Stack, nn.Module, Session]) -> None:
+    model, twin, _, session = running
     with pytest.raises(ChunkflowError, match="cannot be copied or pickled"):
-        copy.deepcopy(model)
-    with pytest.raises(ChunkflowError, match="cannot be copied or pickled"):
-        write(session.arena)
+        pickle.dumps(session.arena)
+    pickle.dumps(model)
     assert_survives(model, twin)
 
 

@@ -63,9 +63,8 @@ def test_two_models_of_one_class_share_code_and_nothing_else(policy: str, placed
             x = torch.randn(4, 8)
             torch.testing.assert_close(run(x), stack(seed)(x))
     sessions = [programs(model) for model in models]
-    again = policy == "chunkflow" and not placed_first
-    assert [len(s) for s in sessions] == [1, 1 + again] and not set(sessions[0]) & set(sessions[1])
-    assert all(sum(len(program.measurements) for program in s) == 3 for s in sessions)
+    assert [len(s) for s in sessions] == [1, 1] and sessions[0] != sessions[1]
+    assert all(len(s[0].measurements) == 3 for s in sessions)
     restore(models[0])
     x = torch.randn(4, 8)
     torch.testing.assert_close(runs[1](x), stack(1)(x))
@@ -285,6 +284,7 @@ def test_nothing_is_left_of_rounds_of_compiling_and_restoring(
         assert torch.equal(compiled(model, policy="layerwise", slowdown=None)(x), twin(x))
         restore(model)
         torch._dynamo.reset()
+        gc.collect()  # torch's compilations are cycles, which hold what they compiled
         if number == first - 1:
             before, memory = alive(), resident_mib()
     after, grown = alive(), resident_mib() - memory

@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -214,7 +214,7 @@ class Session:
 
 # Called with the parameters by name, the names of the weights to offload, and ``start``.  Moves those weights into the
 # host store, calls ``start`` with the model's arena, and attaches the session that it returns to the model's placement.
-Place = Callable[[Mapping[str, nn.Parameter], Sequence[str], Callable[[Arena], Session]], Session]
+Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], Session]], Session]
 
 
 class Runner:
@@ -259,7 +259,7 @@ class Runner:
         choice = self._choice(first)
         if stale is not None:
             stale.close()
-        wanted = [w.name for w in choice.code.program.plan.streamed]
+        wanted = choice.code.program.offloaded
         try:
             fresh = self._place(parameters, wanted, partial(self._start, choice, parameters))
         except BaseException as error:

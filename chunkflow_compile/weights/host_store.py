@@ -175,11 +175,7 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad(), moving_back as moved:
             for home in reversed(homes):
                 if (weight := home.weight) is not None:
-                    with no_room_for(home.name, home.nbytes, device or home.origin):
-                        plain = stagings.brought(home.host, device or home.origin)
-                    if isinstance(weight, nn.Parameter):
-                        plain = nn.Parameter(plain, weight.requires_grad)
-                    become(weight, plain)
+                    give_back(weight, device or home.origin, stagings)
                     home.unpin()  # not sooner: pinned memory is copied faster
                 moved(home.nbytes)
             self._homes.clear()
@@ -238,6 +234,16 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
             f"There is no room on {device} for {name} ({nbytes} bytes): it and the weights not restored yet "
             "stay where they are. Free memory on the device and call restore again, or call restore(model, 'cpu')."
         ) from error
+
+
+def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -> None:
+    """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room; it stays as it is then."""
+    with torch.inference_mode(False), torch.no_grad():
+        with no_room_for(weight.label, weight.host.nbytes, device):
+            plain = stagings.brought(weight.host, device)
+        if isinstance(weight, nn.Parameter):
+            plain = nn.Parameter(plain, weight.requires_grad)
+        become(weight, plain)
 
 
 @contextlib.contextmanager

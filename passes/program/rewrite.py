@@ -54,6 +54,13 @@ class Program:
     releases: Mapping[str, tuple[str, ...]]
     data_flow: Mapping[str, str]
 
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """The weights that live in host memory: all that another plan could stream, so that it finds them there."""
+        if self.plan.policy == "resident":
+            return frozenset()
+        return frozenset(w.name for w in self.problem.weights if w.keep is None)
+
     def __str__(self) -> str:
         return listing(self.module)
 

@@ -16,6 +16,7 @@ from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, sma
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.placing import offload, programs
 from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.leaves import tensors_of
 
 STEPS = 4
 # Inductor takes half a minute for the regions of a family: make test compiles one family on two ranks, make test-all the
@@ -71,7 +72,7 @@ def check_transfers(runner: chunkflow_compile.runtime.runner.Session) -> None:
 
 def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.runner.Session) -> None:
     """If a kernel had written an activation into a slot, its bytes would differ from the weight's."""
-    homes = {home.name: home for p in model.parameters() if (home := home_of(p)) is not None}
+    homes = {home.name: home for _, t in tensors_of(model) if (home := home_of(t)) is not None}
     whole = runner.executor.intact_slots()
     assert len(whole) >= 3
     for name, slot in whole.items():

@@ -1,0 +1,142 @@
+"""What users of diffusers combine with an offloaded and compiled transformer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from torch import nn
+
+from chunkflow_compile import offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.weights.host_weight import HostWeight
+
+SIZE = Size(layers=2, singles=1)
+MIN_BYTES = OPTIONS["min_bytes"]
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.fixture(autouse=True)
+def on_one_program() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def pair(name: str = "wan") -> tuple[nn.Module, nn.Module]:
+    """The same model twice: offloaded and compiled in place, and as it is."""
+    model, twin = small_model(name, SIZE), small_model(name, SIZE)
+    offload(model, min_bytes=MIN_BYTES)
+    model.compile(backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager"})
+    return model, twin
+
+
+def assert_same(model: nn.Module, twin: nn.Module, name: str = "wan", steps: int = 2) -> None:
+    for step in range(steps):
+        inputs = small_inputs(name, SIZE, step)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+    assert programs(model)[-1].plan.moved_bytes > 0
+
+
+def adapter(model: nn.Module, name: str, rank: int = 4, scale: float = 0.1) -> None:
+    """Add an adapter with random weights, as load_lora_weights does."""
+    config = peft.LoraConfig(r=rank, lora_alpha=rank, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
+    torch.manual_seed(rank)
+    model.add_adapter(config, adapter_name=name)
+    for key, parameter in model.named_parameters():
+        if "lora_" in key and f".{name}." in key:
+            parameter.data = scale * torch.randn(parameter.shape)
+
+
+def test_an_adapter_before_and_after() -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    for m in (model, twin):
+        adapter(m, "first")
+    offload(model, min_bytes=MIN_BYTES)
+    model.compile(backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager"})
+    assert_same(model, twin)
+    for m in (model, twin):
+        adapter(m, "second", rank=64)
+        m.set_adapters(["first", "second"], [0.5, 0.25])
+    assert_same(model, twin)
+    late = [p for n, p in model.named_parameters() if ".second." in n and p.nbytes >= MIN_BYTES]
+    assert late and all(isinstance(p, HostWeight) for p in late), "it streams without a second offload"
+    for m in (model, twin):
+        m.disable_lora()
+    assert_same(model, twin)
+    for m in (model, twin):
+        m.enable_lora()
+        m.delete_adapters("second")
+    assert_same(model, twin)
+    for m in (model, twin):
+        m.unload_lora()
+    assert_same(model, twin)
+    restore(model)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("safe", [False, True])
+def test_fusing_an_adapter(safe: bool) -> None:
+    model, twin = pair()
+    assert_same(model, twin)
+    for m in (model, twin):
+        adapter(m, "first")
+    assert_same(model, twin)
+    for m in (model, twin):
+        m.fuse_lora(safe_fusing=safe)
+    assert_same(model, twin)
+    for m in (model, twin):
+        m.unfuse_lora()
+    assert_same(model, twin)
+
+
+def test_swapping_an_adapter_in_place() -> None:
+    model, twin = pair()
+    for m in (model, twin):
+        adapter(m, "first", rank=64)
+    assert_same(model, twin)
+    before = len(programs(model))
+    for seed in range(3):
+        for m in (model, twin):
+            torch.manual_seed(seed)
+            for key, parameter in m.named_parameters():
+                if "lora_" in key:
+                    parameter.copy_(0.1 * torch.randn(parameter.shape))
+        assert_same(model, twin)
+    assert len(programs(model)) == before, "nothing was compiled again"
+
+
+def test_fused_projections() -> None:
+    model, twin = pair("flux")
+    assert_same(model, twin, "flux")
+    for m in (model, twin):
+        m.fuse_qkv_projections()
+    assert_same(model, twin, "flux")
+
+
+def test_a_model_moves_between_devices_and_types() -> None:
+    model, twin = pair()
+    assert_same(model, twin)
+    model.to("cpu")
+    assert_same(model, twin)
+    other = copy.deepcopy(twin)
+    average = 0.75
+    for m in (model, twin):
+        for p, q in zip(m.parameters(), other.parameters(), strict=True):
+            p.mul_(average).add_(q, alpha=1 - average)
+    assert_same(model, twin)
+
+
+def test_layerwise_casting() -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    for m in (model, twin):
+        m.enable_layerwise_casting(storage_dtype=torch.float8_e4m3fn, compute_dtype=torch.float32)
+    offload(model, min_bytes=MIN_BYTES // 4)
+    eager: Callable[..., Any] = model
+    for step in range(2):
+        inputs = small_inputs("wan", SIZE, step)
+        assert torch.equal(eager(**inputs)[0], twin(**inputs)[0])
