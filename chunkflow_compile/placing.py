@@ -21,7 +21,7 @@ from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.guards import Guards
 from chunkflow_compile.weights.host_store import Home, HostStore, give_back, home_of, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import leaves, tensors_of
+from chunkflow_compile.weights.leaves import align, leaves, stream_inside, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
@@ -130,12 +130,14 @@ class Placement:
             self.free()
             self.store.release(device)
             before = {id(tensor): values for tensor, values in self._carried}
-            everything = [(t, device) for t in (*self.root.parameters(), *self.root.buffers()) if device is not None]
+            held = [leaf for _, tensor in tensors_of(self.root) for _, leaf in leaves(tensor)]
+            everything = [(t, device) for t in held if device is not None]
             with torch.no_grad():
                 for tensor, target in everything or [(t, values.device) for t, values in self._carried]:
                     if tensor.device != target:
                         tensor.data = _values(tensor, target, before.get(id(tensor)))
             self._carried.clear()
+            align(self.root)
             self.guards.remove()  # last: an interrupt must leave no empty weight without guards
             self.root.__dict__.pop(_PLACEMENT, None)
 
@@ -147,15 +149,17 @@ class Placement:
 def offload(
     model: nn.Module, device: torch.device | str | None = None, *, min_bytes: int = DEFAULT_MIN_BYTES
 ) -> nn.Module:
-    """Move the parameters of at least ``min_bytes`` to host memory; return ``model``.
+    """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
-    Each keeps its shape, dtype and compute device with 0 bytes of storage; smaller parameters and buffers move to
-    ``device`` (default: where the parameters are).  Raises ChunkflowError, and leaves the model as it was, if the model
-    is placed already or has parameters on the meta device.
+    Each is still a tensor with its shape, dtype and compute device (:class:`HostWeight`); smaller ones move to ``device``
+    (default: where the parameters are).  Of a tensor subclass, such as a quantised weight, the tensors inside it move.
+    Raises ChunkflowError, and leaves the model as it was, if the model is placed already or has parameters on the meta
+    device.
     """
     root = _unwrap(model)
     index = ModelIndex.of(root)
-    parameters = [leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor)]
+    held = [(inside, leaf) for _, tensor in tensors_of(root) for inside, leaf in leaves(tensor)]
+    parameters = [leaf for _, leaf in held]
     if _placements(root):
         placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
         raise ChunkflowError(
@@ -164,14 +168,15 @@ def offload(
     if any(p.is_meta for p in parameters):
         raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
     target = check_device(_device(device, parameters))
-    large = {id(p): p for p in parameters if _bytes(p) >= min_bytes and why_not(p, index) is None}
+    large = {id(p): p for inside, p in held if _bytes(p) >= min_bytes and why_not(p, index, inside) is None}
     weights = [(index.names[number], tensor) for number, tensor in large.items()]
     placement = Placement.on(root, target, min_bytes)
     with compile_lock:
         placement.guards.watch_calls()
         placement.move(weights)
     try:
-        placement.carry((*root.parameters(), *root.buffers()))
+        placement.carry(parameters)
+        align(root)
     except BaseException:
         placement.undo()
         raise
@@ -220,10 +225,12 @@ def _placements(model: nn.Module) -> list[Placement]:
     return list(dict.fromkeys([*own, *placements_around(held)]))
 
 
-def why_not(parameter: torch.Tensor, index: ModelIndex) -> str | None:
-    """Why a weight of a model cannot be streamed, None if it can."""
+def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str | None:
+    """Why a weight of a model cannot be streamed, None if it can.  ``inside``: where it is in a tensor subclass."""
     if isinstance(parameter, HostWeight):
         return None
+    if inside and not stream_inside():
+        return "inside a tensor subclass, which needs torch 2.13 to be streamed"
     if type(parameter) not in _PLAIN:
         return f"a tensor subclass ({type(parameter).__name__})"
     if parameter.layout != torch.strided or not is_dense(parameter):

@@ -119,7 +119,7 @@ def _describe(index: int, inside: str, parameter: torch.Tensor, model: ModelInde
     home = home_of(parameter)
     names = home.names if home is not None else model.names.get(id(parameter), (f"input_{index}{inside}",))
     nbytes = parameter.numel() * parameter.element_size()
-    keep = why_not(parameter, model)
+    keep = why_not(parameter, model, inside)
     if keep is None and home is None:
         if id(parameter) not in model.names:
             keep = "no module holds it"

@@ -1,6 +1,7 @@
-"""Where a model's weights live: in host memory, while its parameters are empty.
+"""Where a model's weights live: in host memory, as tensors that work like any other.
 
-In: parameters to offload.  Out: host tensors that a device copies from, and at the end the parameters as they were.
-Read: reader (the protocol by which this room knows devices), bytes, staging, host_memory, host_store, modules, guards.
+In: weights to offload.  Out: host tensors that a device copies from, and at the end the weights as they were.
+Read: host_weight (the tensor), reader (the protocol by which this room knows devices), bytes, staging, host_memory,
+host_store, leaves, modules, guards.
 ``runtime`` stands above this room, ``placing`` above both.
 """

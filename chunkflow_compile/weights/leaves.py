@@ -8,9 +8,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.torch_version import TorchVersion
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .host_weight import HostWeight
+from .host_weight import HostWeight, become
+
+
+def stream_inside() -> bool:
+    """Whether the tensors inside a tensor subclass can be offloaded.
+
+    Before 2.13, AOTAutograd unpacks the subclasses that it finds in a call, not those that it found while tracing.
+    """
+    return TorchVersion(torch.__version__) >= "2.13"
 
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -29,6 +38,16 @@ def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
     attributes, context = tensor.__tensor_flatten__()
     inner = {name: with_leaves(getattr(tensor, name), change) for name in attributes}
     return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+
+
+def align(root: nn.Module) -> None:
+    """Give the tensor subclasses of a model the device that the tensors inside them have now."""
+    for _, tensor in tensors_of(root):
+        inside = [leaf for _, leaf in leaves(tensor)]
+        if inside[0] is not tensor and all(leaf.device != tensor.device for leaf in inside):
+            with torch.inference_mode(False), torch.no_grad():
+                made = with_leaves(tensor, lambda leaf: leaf)
+                become(tensor, nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made)
 
 
 def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -1,4 +1,4 @@
-"""Fifty things that nobody should do to a weight.  Each must end in an exception or do no harm; prints what it did."""
+"""Fifty things that nobody should do to a weight.  Each must end in an exception or do no harm; prints which."""
 
 from __future__ import annotations
 
@@ -74,7 +74,6 @@ ATTEMPTS: dict[str, Callable[[Any, nn.Module], Any]] = {
     "jit trace": lambda w, m: torch.jit.trace(m, torch.ones(2, 8))(torch.ones(2, 8)),
     "script": lambda w, m: torch.jit.script(m)(torch.ones(2, 8)),
     "export": lambda w, m: torch.export.export(m, (torch.ones(2, 8),)).module()(torch.ones(2, 8)),
-    "deleted host": lambda w, m: (delattr(w, "host"), w.sum()),
     "in a thread": lambda w, m: _in_thread(lambda: w.mul_(2)),
     "dropped": lambda w, m: (delattr(m.blocks[0].up, "weight"), gc.collect()),
     "compiled elsewhere": lambda w, m: torch.compile(m, backend="aot_eager")(torch.ones(2, 8)),

@@ -137,26 +137,24 @@ def test_a_read_is_that_of_an_ordinary_weight(what: str, no_grad: None) -> None:
 
 
 @pytest.mark.parametrize("policy", ["chunkflow", "resident"])
-@pytest.mark.parametrize("what", WRITES)
-def test_a_write_is_seen_by_the_next_step(what: str, policy: str, no_grad: None) -> None:
+def test_a_write_is_seen_by_the_next_step(policy: str, no_grad: None) -> None:
     """By a program that has copied the weight already: as a resident, or into its slot for the next step."""
     model, twin = pair()
-    goal = {} if policy == "chunkflow" else {"policy": "resident", "slowdown": None}
-    run = compiled(model, **goal)
-    for _ in range(2):
-        x = torch.randn(4, 8)
-        assert torch.equal(run(x), twin(x))
-    for name in NAMES:
+    run = compiled(model, **({} if policy == "chunkflow" else {"policy": "resident", "slowdown": None}))
+    start = copy.deepcopy(twin.state_dict())
+    for what, write in WRITES.items():
+        for name in NAMES:
+            for m in (model, twin):
+                write(m.get_parameter(name))
+            assert torch.equal(model.get_parameter(name), twin.get_parameter(name)), what
+            for _ in range(2):
+                x = torch.randn(4, 8)
+                assert torch.equal(run(x), twin(x)), what
         for m in (model, twin):
-            WRITES[what](m.get_parameter(name))
-        assert same(model.get_parameter(name), twin.get_parameter(name)) or torch.equal(
-            model.get_parameter(name), twin.get_parameter(name)
-        )
-        for _ in range(2):
-            x = torch.randn(4, 8)
-            assert torch.equal(run(x), twin(x))
-    if policy == "chunkflow":
-        assert programs(model)[0].plan.moved_bytes > 0
+            m.load_state_dict(start)
+    assert len(programs(model)) == 1
+    moved = programs(model)[0].plan.moved_bytes
+    assert moved > 0 if policy == "chunkflow" else moved == 0
     restore(model)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
@@ -183,14 +181,14 @@ ON_MODELS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 25))])
 def test_random_sequences_of_operations(seed: int, no_grad: None) -> None:
-    """50 sequences for each seed: after each operation, both models have the same weights and the same outputs."""
+    """20 sequences for each seed: after each operation, both models have the same weights and the same outputs."""
     rng = random.Random(seed)
     todo = {**{n: ("model", f) for n, f in ON_MODELS.items()}, **{n: ("read", f) for n, f in READS.items()}}
     todo |= {f"write {n}": ("write", f) for n, f in WRITES.items()}
     moved = 0
-    for _ in range(50):
+    for _ in range(20):
         torch._dynamo.reset()
         model, twin = stack(), stack()
         if rng.random() < 0.7:

@@ -11,9 +11,11 @@ from torch import nn
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import leaves
+from chunkflow_compile.weights.leaves import leaves, stream_inside
 
 MIN_BYTES = 1024
+
+pytestmark = pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
 
 
 class Blocks(nn.Module):

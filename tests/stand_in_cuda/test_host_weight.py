@@ -1,0 +1,102 @@
+"""An offloaded weight on a card: it is a CUDA tensor whose values are in host memory."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from chunkflow_compile import offload, programs, restore
+from chunkflow_compile.placing import placement_of
+from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.leaves import stream_inside
+
+from .test_findings import MIB, OPTIONS, placed, steps
+
+
+def weights(model: nn.Module) -> list[HostWeight]:
+    return [p for p in model.parameters() if isinstance(p, HostWeight)]
+
+
+def test_it_is_read_and_written_from_host_memory() -> None:
+    model, run, twin = placed()
+    steps(run, twin)
+    before = torch.cuda.memory_allocated()
+    for m in (model, twin):
+        for name, p in m.named_parameters():
+            if name.endswith("up.weight"):
+                p.view(-1)[5:9].fill_(0.5)
+                p.t().mul_(0.5)
+                p.data = p.data + 0.01
+                p[1].lerp_(p[0], 0.25)
+    found = weights(model)
+    assert found and {w.device.type for w in found} == {"cuda"} and {w.host.device.type for w in found} == {"cpu"}
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(p, q) and torch.equal(p.cpu(), q.cpu()) and p.sum() == q.sum()
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() - before < MIB, "what was fetched is not kept"
+    steps(run, twin)
+    assert programs(model)[0].plan.moved_bytes > 0
+
+
+def test_an_eager_call_takes_one_weight_at_a_time() -> None:
+    model, _, twin = placed(6, width=512)
+    most, total = max(w.nbytes for w in weights(model)), sum(w.nbytes for w in weights(model))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with pytest.warns(UserWarning, match="runs outside its compiled form"):
+        steps(model, twin, 2)
+    assert torch.cuda.max_memory_allocated() - before < 2 * most + MIB < total
+
+
+def test_a_model_goes_to_the_cpu_and_comes_back() -> None:
+    """As enable_model_cpu_offload moves it: the arena is freed, the weights stay where they are, nothing is compiled."""
+    model, run, twin = placed()
+    steps(run, twin)
+    held = {id(w): w.host.data_ptr() for w in weights(model)}
+    compilations = len(programs(model))
+    model.to("cpu")
+    assert {p.device.type for p in model.parameters()} == {"cpu"} and programs(model) == ()
+    x = torch.randn(16, 8)
+    assert torch.equal(model(x), copy.deepcopy(twin).cpu()(x))
+    model.to("cuda")
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    steps(run, twin)
+    assert {id(w): w.host.data_ptr() for w in weights(model)} == held and len(programs(model)) == compilations
+    restore(model)
+    assert placement_of(model) is None
+    steps(model, twin, 1)
+
+
+def test_a_model_changes_its_type_without_the_card() -> None:
+    model, run, twin = placed()
+    steps(run, twin)
+    before = torch.cuda.memory_allocated()
+    model.to(torch.float64)
+    assert torch.cuda.memory_allocated() - before < MIB / 4, "the small weights alone"
+    twin.to(torch.float64)
+    for _ in range(3):
+        x = torch.randn(16, 8, device="cuda", dtype=torch.float64)
+        assert torch.equal(run(x), twin(x))
+    assert all(w.dtype == torch.float64 for w in weights(model))
+
+
+@pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
+def test_quantised_weights_stream_to_the_card() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256, dtype=torch.bfloat16) for _ in range(6))).eval().requires_grad_(False)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    twin = copy.deepcopy(model).to("cuda")
+    offload(model, "cuda", min_bytes=4096)
+    assert {p.device.type for p in model.parameters()} == {"cuda"}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "group_bytes": 1})
+    for _ in range(3):
+        x = torch.randn(16, 256, device="cuda", dtype=torch.bfloat16)
+        assert torch.equal(run(x), twin(x))
+    assert programs(model)[0].plan.moved_bytes >= 0.95 * 6 * 256 * 256
+    restore(model)
+    assert {p.device.type for p in model.parameters()} == {"cpu"}
+    assert torch.equal(model.to("cuda")(x), twin(x))
