@@ -10,6 +10,7 @@ import random
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -221,3 +222,28 @@ def test_nothing_ends_the_process() -> None:
     assert done.returncode == 0, done.stdout[-500:] + done.stderr[-2000:]
     assert re.search(r"(?m)^\d\d attempts$", done.stdout) and "afterwards" not in done.stdout
     assert "data_ptr: ChunkflowError: data_ptr() needs the memory of blocks.0.up.weight on cpu, but" in done.stdout
+
+
+def test_a_write_waits_for_the_steps_of_other_threads(no_grad: None) -> None:
+    model, twin = pair()
+    run, x = compiled(model), torch.randn(4, 8)
+    weight, other = model.blocks[1].up.weight, twin.blocks[1].up.weight
+    values = [torch.full_like(other, 0.1), torch.full_like(other, -0.2)]
+    right = [twin(x) for value in values if other.copy_(value) is other]
+    weight.copy_(values[0])
+    run(x)
+    found: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: found.extend(_steps(run, x, 60)))
+    thread.start()
+    writes = 0
+    while thread.is_alive():
+        writes += 1
+        weight.copy_(values[writes % 2])
+    thread.join()
+    assert len(found) == 60 and writes > 5
+    assert all(any(torch.equal(y, r) for r in right) for y in found), "a step read a weight that was half written"
+
+
+def _steps(run: nn.Module, x: torch.Tensor, count: int) -> list[torch.Tensor]:
+    with torch.no_grad():
+        return [run(x).clone() for _ in range(count)]
