@@ -71,11 +71,11 @@ class Placement:
     def attach(self, session: Session) -> None:
         """Make a session end with this placement.
 
-        A session with the same plan ends now.  It ran a compilation that Dynamo made before the weights moved, and calls no
-        more.
+        A session of the same program ends now.  It ran a compilation that Dynamo made before the weights moved, and calls
+        no more.
         """
         for other in self.sessions:
-            if not other.closed and other is not session and other.plan == session.plan:
+            if not other.closed and other is not session and other.program.same_as(session.program):
                 session.executor.adopt(other.measurements)
                 other.close()
         self.sessions = [s for s in self.sessions if not s.closed and s is not session] + [session]

@@ -61,6 +61,13 @@ class Program:
             return frozenset()
         return frozenset(w.name for w in self.problem.weights if w.keep is None)
 
+    def same_as(self, other: Program) -> bool:
+        """Whether two programs compute the same on the same weights, with the same transfers."""
+        return self.plan == other.plan and self._keys() == other._keys()
+
+    def _keys(self) -> list[str]:
+        return [region.key for region in self.problem.regions]
+
     def __str__(self) -> str:
         return listing(self.module)
 
