@@ -30,7 +30,15 @@ if TYPE_CHECKING:
     from chunkflow_compile.runtime.runner import Session
 
 # A FakeTensor is a weight of a model that is planned without its values.
-_PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
+# Parameters of libraries that differ from ordinary ones in their attributes only, by the name of the class.
+_WITH_ATTRIBUTES = ("bitsandbytes.nn.modules.Params4bit",)
+# Classes that cannot be streamed -> why, and what can.
+_NOT_STREAMED = {
+    "bitsandbytes.nn.modules.Int8Params": "its layer keeps the bytes a second time; int8 of torchao or quanto streams",
+    "diffusers.quantizers.gguf.utils.GGUFParameter": "its class takes part in every op; int8 or nf4 of torchao, quanto or "
+    "bitsandbytes streams",
+}
 # Attribute of a placed model: its Placement.
 _PLACEMENT = "_chunkflow_placement"
 
@@ -231,8 +239,11 @@ def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str
         return None
     if inside and not stream_inside():
         return "inside a tensor subclass, which needs torch 2.13 to be streamed"
-    if type(parameter) not in _PLAIN:
-        return f"a tensor subclass ({type(parameter).__name__})"
+    kind = type(parameter)
+    path = f"{kind.__module__}.{kind.__qualname__}"
+    if kind not in _PLAIN and path not in _WITH_ATTRIBUTES:
+        reason = _NOT_STREAMED.get(path)
+        return f"a tensor subclass ({kind.__name__})" + (f": {reason}" if reason else "")
     if parameter.layout != torch.strided or not is_dense(parameter):
         return "its elements do not fill one range of memory"
     if id(parameter) in index.shared:

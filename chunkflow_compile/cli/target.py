@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.models.presets import PRESETS, preset
+from chunkflow_compile.models.quantised import Quantisation
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -102,6 +103,9 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> 
         ("text", "tokens of the prompt"),
     ):
         sizes.add_argument(f"--{name}", type=int, metavar="N", help=text)
+    sizes.add_argument(
+        "--quantize", choices=get_args(Quantisation), help="plan the linear layers of the blocks quantised so"
+    )
     parser.add_argument(
         "--forwards", type=int, metavar="N", help="calls of the model per step (default: the preset's, 2 with guidance)"
     )
@@ -139,11 +143,14 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     options = options_of(arguments)
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
     given = {n: v for n, v in given.items() if v is not None}
+    quantize = arguments.quantize
     if arguments.model.endswith(".json"):
         raise ChunkflowError(
             f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline or chunkflow diff."
         )
     if ":" in arguments.model or ".py" in arguments.model:
+        if quantize is not None:
+            raise ChunkflowError("--quantize is for presets: quantise the model in your own function.")
         if given:
             raise ChunkflowError(
                 f"--{next(iter(given))} is a size of a preset: leave it out, since your own function makes its inputs."
@@ -157,9 +164,11 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     sizes = replace(found.sizes, **given)
     found.shape(sizes)
     with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
-        traced = _trace(arguments, lambda: found.trace(arguments.ulysses, sizes, options.min_bytes))
+        traced = _trace(arguments, lambda: found.trace(arguments.ulysses, sizes, options.min_bytes, quantize))
     what = f"{sizes.frames} frames of " if sizes.frames > 1 else ""
-    title = f"{found.name}, {what}{sizes.height}x{sizes.width}, batch {sizes.batch}"
+    title = (
+        f"{found.name}{f' in {quantize}' if quantize else ''}, {what}{sizes.height}x{sizes.width}, batch {sizes.batch}"
+    )
     return _target(title, traced, arguments, options, found.forwards)
 
 

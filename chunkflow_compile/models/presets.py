@@ -18,6 +18,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.traced import Traced
 
 from .families import FAMILIES, Config, Shape
+from .quantised import Quantisation, quantised
 from .weightless import default_dtype, trace_without_weights
 
 
@@ -73,9 +74,16 @@ class Preset:
             inputs = family.inputs(self.config, shape, None)
         return model, {k: _as_bfloat16(v) for k, v in inputs.items()}
 
-    def trace(self, degree: int = 1, sizes: Sizes | None = None, min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
+    def trace(
+        self,
+        degree: int = 1,
+        sizes: Sizes | None = None,
+        min_bytes: int = DEFAULT_MIN_BYTES,
+        quantize: Quantisation | None = None,
+    ) -> Traced:
         """Trace the forward of one of ``degree`` ranks in bfloat16, in one process and without weights.
 
+        ``quantize``: how the linear layers of the blocks are quantised.
         Raises ChunkflowError if there is a process group already, or if the degree does not divide the heads.
         """
         family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
@@ -87,7 +95,10 @@ class Preset:
 
         def build() -> tuple[nn.Module, dict[str, Any]]:
             inputs = family.inputs(self.config, shape, None)
-            return family.build(self.config), {k: _as_bfloat16(v) for k, v in inputs.items()}
+            model = family.build(self.config)
+            if quantize is not None:
+                quantised(model, quantize)
+            return model, {k: _as_bfloat16(v) for k, v in inputs.items()}
 
         return trace_without_weights(build, degree, min_bytes, torch.bfloat16)
 

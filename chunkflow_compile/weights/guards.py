@@ -3,6 +3,8 @@
 * ``state_dict`` has the host copies as ordinary tensors.
 * ``load_state_dict(assign=True)`` takes the tensors it is given as host memory.
 * ``.to()``, ``.half()`` and the like leave the values in host memory.
+* In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward sees a cast
+  copy, and the weight stays as it is.  Dynamo can trace that, and a program casts on the device.
 
 The guards are attached to the model's own modules; :meth:`Guards.remove` detaches them.
 """
@@ -22,6 +24,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .host_store import HostStore
 from .host_weight import HostWeight
+from .leaves import beside, leaves, with_leaves
 
 
 class Guards:
@@ -62,8 +65,11 @@ class _Apply:
         self._module = module
         self._device = device
         self._moved = moved
+        self._stored: dict[str, torch.Tensor] = {}  # what a cast copy stands for while forward runs
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        if (hook := _casting(self._module)) is not None and self._cast(fn, hook):
+            return self._module
         modules = [*self._module.modules()] if recurse else [self._module]
         weights = {id(t): t for m in modules for t in _own(m) if isinstance(t, HostWeight)}
         turned = {key: _turned(weight, fn) for key, weight in weights.items()}
@@ -85,12 +91,34 @@ class _Apply:
                 type(module)._apply(module, fn, False)
         return self._module
 
+    def _cast(self, fn: Callable[[torch.Tensor], torch.Tensor], hook: Any) -> bool:
+        """Exchange the weights of a layer for cast copies, or the copies for the weights; False if ``fn`` does neither."""
+        held = self._module._parameters
+        dtype = fn(torch.empty(0, dtype=hook.storage_dtype)).dtype
+        if dtype == hook.compute_dtype:
+            for name, weight in list(held.items()):
+                if weight is not None and name not in self._stored:
+                    self._stored[name] = weight
+                    held[name] = fn(weight)  # type: ignore[assignment]
+        elif dtype == hook.storage_dtype and self._stored:
+            held.update(self._stored)  # type: ignore[arg-type]
+            self._stored.clear()
+        else:
+            return False
+        return True
+
     def __reduce__(self) -> Any:
         return _Apply, (self._module, self._device, _nothing)
 
 
 def _nothing() -> None:
     """No program runs on the copy of a model until its first call."""
+
+
+def _casting(module: nn.Module) -> Any:
+    """The hook of diffusers' layerwise casting on a layer, None without."""
+    registry = module.__dict__.get("_diffusers_hook")
+    return None if registry is None else registry.get_hook("layerwise_casting")
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
@@ -121,8 +149,23 @@ def _without_weights(module: nn.Module) -> Iterator[None]:
 def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     for held in (module._parameters, module._buffers):
         for name, tensor in held.items():
-            if isinstance(tensor, HostWeight) and prefix + name in state:
-                state[prefix + name] = tensor.host.detach()
+            if tensor is None:
+                continue
+            value = state.get(prefix + name)
+            if value is not None and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value)):
+                state[prefix + name] = with_leaves(value, _host_copy)
+            for path, leaf in leaves(tensor, prefix + name):
+                if f"{path}.host" in state:  # quanto adds the tensors inside a weight, and those inside them
+                    state.pop(f"{path}.host")
+                    state[path] = _host_copy(leaf)
+            for path, found in beside(tensor, prefix + name):  # bitsandbytes adds the tensors beside a weight
+                key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
+                if key in state:
+                    state[key] = _host_copy(found)
+
+
+def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.host.detach() if isinstance(tensor, HostWeight) else tensor
 
 
 def _assign_host_copies(

@@ -17,7 +17,7 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .host_memory import near_cpus, own_pages
-from .host_weight import HostBytes, HostWeight, become
+from .host_weight import HostBytes, HostWeight, become, like
 from .progress import moving
 from .reader import HostReader
 from .staging import GpuStagings
@@ -150,10 +150,7 @@ class HostStore:
             host, origin = values, values.device
             if self.pages or origin.type != "cpu":
                 host = own_pages(values, self._near(), stagings.of(origin))
-            weight: torch.Tensor = HostWeight(host, self.device, label=names[0])
-            if isinstance(tensor, nn.Parameter):
-                weight = nn.Parameter(weight, tensor.requires_grad)
-            become(tensor, weight)
+            become(tensor, like(tensor, HostWeight(host, self.device, label=names[0])))
             return self._adopt(names, tensor, origin)
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:
@@ -241,9 +238,7 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     with torch.inference_mode(False), torch.no_grad():
         with no_room_for(weight.label, weight.host.nbytes, device):
             plain = stagings.brought(weight.host, device)
-        if isinstance(weight, nn.Parameter):
-            plain = nn.Parameter(plain, weight.requires_grad)
-        become(weight, plain)
+        become(weight, weight.plain(plain))
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ the host memory, and every program sees that at its next call.  A view of it is 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -90,20 +91,21 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 # Attributes of a HostWeight that are its own.
-_STATE = {"host", "cell", "label", "home", "_is_param"}
+_STATE = {"host", "cell", "label", "home", "kind", "_is_param"}
 
 
 class HostWeight(torch.Tensor):
     """A weight on ``device`` whose values are those of ``host``, a plain tensor on the CPU.
 
     ``cell``: the memory, shared by all views of it.  ``label``: its name, for errors.  ``home``: its place in a host store,
-    or None.
+    or None.  ``kind``: the class of the tensor that it stands for.
     """
 
     host: torch.Tensor
     cell: HostBytes
     label: str
     home: Any
+    kind: type[torch.Tensor]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -124,6 +126,7 @@ class HostWeight(torch.Tensor):
         made.cell = HostBytes() if cell is None else cell
         made.label = label
         made.home = None
+        made.kind = torch.Tensor
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], torch.device]:
@@ -173,10 +176,8 @@ class HostWeight(torch.Tensor):
 
     def stands_on(self, device: torch.device) -> None:
         """Make ``device`` the device of this weight; its values stay where they are."""
-        made: torch.Tensor = HostWeight(self.host, device, self.cell, self.label)
-        if isinstance(self, nn.Parameter):
-            made = nn.Parameter(made, self.requires_grad)
-        made.home = self.home  # type: ignore[attr-defined]
+        made = like(self, HostWeight(self.host, device, self.cell, self.label))
+        made.home = self.home
         become(self, made)
 
     def _alias(self, host: torch.Tensor) -> HostWeight:
@@ -200,19 +201,28 @@ class HostWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            copied: torch.Tensor = HostWeight(self.host.clone(), self.device, label=self.label)
-            if isinstance(self, nn.Parameter):
-                copied = nn.Parameter(copied, self.requires_grad)
-            memo[id(self)] = copied
+            copied = memo[id(self)] = like(self, HostWeight(self.host.clone(), self.device, label=self.label))
+            copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
         found: torch.Tensor = memo[id(self)]
         return found
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary tensor on the CPU."""
-        plain = self.host.detach()
-        if isinstance(self, nn.Parameter):
-            plain = nn.Parameter(plain, self.requires_grad)
-        return plain.__reduce_ex__(protocol)
+        return self.plain(self.host.detach()).__reduce_ex__(protocol)
+
+    def plain(self, values: torch.Tensor) -> torch.Tensor:
+        """An ordinary tensor of the class that this one stands for, with its attributes."""
+        if self.kind is torch.Tensor:
+            return values
+        made: torch.Tensor = torch.Tensor._make_subclass(self.kind, values, self.requires_grad)
+        made.__dict__.update(self._state())
+        return made
+
+    def _state(self) -> dict[str, Any]:
+        """The attributes that belong to the class that it stands for; a copy of an ordinary parameter has none."""
+        if self.kind in (torch.Tensor, nn.Parameter, nn.Buffer):
+            return {}
+        return {name: value for name, value in self.__dict__.items() if name not in _STATE}
 
     # What has no op of its own, and would reach the memory that this tensor does not have.
 
@@ -268,6 +278,15 @@ class HostWeight(torch.Tensor):
 
 
 _INNER = ["host"]
+
+
+def like(tensor: torch.Tensor, weight: HostWeight) -> Any:
+    """``weight`` as what ``tensor`` is: a parameter or not, of the class that it stands for."""
+    made: Any = weight
+    if isinstance(tensor, nn.Parameter):
+        made = nn.Parameter(weight, tensor.requires_grad)
+    made.kind = tensor.kind if isinstance(tensor, HostWeight) else type(tensor)
+    return made
 
 
 def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written: Sequence[HostWeight]) -> Any:

@@ -51,8 +51,27 @@ def align(root: nn.Module) -> None:
 
 
 def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a model by name; a tied one once for each name."""
-    return chain(root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False))
+    """The parameters and buffers of a model by name, and those beside a parameter; a tied one once for each name."""
+    for name, tensor in chain(
+        root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
+    ):
+        yield name, tensor
+        yield from beside(tensor, name)
+
+
+def beside(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors that bitsandbytes keeps in an attribute of a parameter: ``weight.quant_state.absmax``."""
+    state = tensor.__dict__.get("quant_state")
+    if state is not None:
+        yield from _held_by(state, f"{name}.quant_state")
+
+
+def _held_by(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    for attribute, value in vars(state).items():
+        if isinstance(value, torch.Tensor):
+            yield f"{name}.{attribute}", value
+        elif type(value) is type(state):  # the scales of the scales
+            yield from _held_by(value, f"{name}.{attribute}")
 
 
 def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:

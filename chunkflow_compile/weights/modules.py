@@ -15,7 +15,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .leaves import leaves, overlapping, tensors_of
+from .leaves import beside, leaves, overlapping, tensors_of
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,9 @@ def _held(module: nn.Module) -> Iterator[int]:
     """The ids of the tensors with bytes that a module holds directly."""
     for kind in ("_parameters", "_buffers"):
         for tensor in module.__dict__.get(kind, {}).values():
-            for _, leaf in leaves(tensor):
-                yield id(leaf)
+            for whole in (tensor, *(t for _, t in beside(tensor))) if tensor is not None else ():
+                for _, leaf in leaves(whole):
+                    yield id(leaf)
 
 
 def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:

@@ -17,6 +17,22 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from chunkflow_compile.passes.problem import Cost
 
+# Products of an input and a weight that the flop counter does not know, most of them with a quantised weight.
+_PRODUCTS = frozenset(
+    (
+        "aten::_int_mm",
+        "aten::_weight_int8pack_mm",
+        "aten::_weight_int4pack_mm",
+        "aten::_weight_int4pack_mm_for_cpu",
+        "bitsandbytes::gemm_4bit",
+        "bitsandbytes::gemv_4bit",
+        "bitsandbytes::int8_linear_matmul",
+        "bitsandbytes::int8_scaled_mm",
+        "quanto::qbytes_mm",
+        "torchao::int_scaled_matmul",
+    )
+)
+
 
 def region_cost(module: GraphModule) -> Cost:
     """The cost of one region; its nodes carry fake tensors in ``meta["val"]``."""
@@ -33,7 +49,7 @@ def region_cost(module: GraphModule) -> Cost:
 
 
 def node_flops(node: Node) -> int:
-    """FLOPs of one node; 0 for ops without a formula in torch."""
+    """FLOPs of one node; 0 for ops without a formula."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0
     operands: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
@@ -41,6 +57,8 @@ def node_flops(node: Node) -> int:
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         # The only attention op without a formula in torch; attention on fake CPU tensors traces to it.
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if node.target._schema.name in _PRODUCTS:  # [..., k] by a weight into [..., n]
+        return 2 * int(args[0].numel()) * int(_tensors(node.meta["val"])[0].shape[-1])
     formula = flop_registry.get(node.target.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
 

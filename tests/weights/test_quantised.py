@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -10,12 +11,12 @@ from conftest import OPTIONS
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
+from chunkflow_compile.placing import why_not
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import leaves, stream_inside
+from chunkflow_compile.weights.leaves import leaves, stream_inside, tensors_of
+from chunkflow_compile.weights.modules import ModelIndex
 
 MIN_BYTES = 1024
-
-pytestmark = pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
 
 
 class Blocks(nn.Module):
@@ -47,22 +48,52 @@ def quanto(model: nn.Module) -> None:
     library.freeze(model)
 
 
-QUANTISERS = {
-    "none": lambda model: None,
+def nf4(double: bool) -> Callable[[nn.Module], None]:
+    def quantise(model: nn.Module) -> None:
+        library = pytest.importorskip("bitsandbytes").nn
+        for name, linear in list(model.blocks.named_children()):  # type: ignore[union-attr, operator]
+            made = library.Linear4bit(
+                linear.in_features, linear.out_features, compute_dtype=torch.bfloat16, quant_type="nf4"
+            )
+            made.weight = library.Params4bit(
+                linear.weight.data, quant_type="nf4", compress_statistics=double, module=made
+            )
+            made.bias = linear.bias
+            setattr(model.blocks, name, made.to("cpu"))
+
+    return quantise
+
+
+def layerwise_casting(model: nn.Module) -> None:
+    from diffusers.hooks import apply_layerwise_casting
+
+    apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=())
+
+
+# Those whose bytes are in tensors inside a tensor subclass.
+INSIDE = {
     "torchao int8": torchao("Int8WeightOnlyConfig"),
     "torchao float8": torchao("Float8WeightOnlyConfig"),
     "torchao int8 activations": torchao("Int8DynamicActivationInt8WeightConfig"),
     "quanto int8": quanto,
 }
+QUANTISERS = {
+    "none": lambda model: None,
+    "bitsandbytes nf4": nf4(False),
+    "bitsandbytes nf4, scales in int8": nf4(True),
+    "layerwise casting": layerwise_casting,
+    **INSIDE,
+}
 
 
 def tensors(model: nn.Module) -> list[torch.Tensor]:
-    held = [*model.parameters(), *model.buffers()]
-    return [leaf for tensor in held for _, leaf in leaves(tensor)]
+    return [leaf for _, tensor in tensors_of(model) for _, leaf in leaves(tensor)]
 
 
 @pytest.mark.parametrize("kind", QUANTISERS)
 def test_its_bytes_stream(kind: str, no_grad: None) -> None:
+    if kind in INSIDE and not stream_inside():
+        pytest.skip("needs torch 2.13")
     made = []
     for _ in range(2):
         model = Blocks().eval().requires_grad_(False)
@@ -82,6 +113,38 @@ def test_its_bytes_stream(kind: str, no_grad: None) -> None:
     assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 3
     assert program.arena.nbytes == program.plan.arena_bytes
     assert torch.equal(model(x), twin(x)), "eager"
+    state = twin.state_dict()
+    for name, value in model.state_dict().items():
+        assert type(value) is type(state[name])
+        for (_, a), (_, b) in zip(leaves(value), leaves(state[name]), strict=True):
+            assert type(a) is torch.Tensor and torch.equal(a, b)
+    if "nf4" in kind:
+        assert torch.equal(copy.deepcopy(model)(x), twin(x))
     restore(model)
+    assert [type(p) for p in model.parameters()] == [type(p) for p in twin.parameters()]
     assert not any(isinstance(t, HostWeight) for t in tensors(model))
     assert torch.equal(model(x), twin(x))
+
+
+def test_the_flops_of_quantised_products_are_counted(no_grad: None) -> None:
+    counted = set()
+    for kind in ("none", "bitsandbytes nf4", "layerwise casting"):
+        model = Blocks().eval().requires_grad_(False)
+        QUANTISERS[kind](model)
+        offload(model, min_bytes=MIN_BYTES)
+        options = {**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager"}
+        torch.compile(model, backend="chunkflow", fullgraph=True, options=options)(
+            torch.randn(8, 128, dtype=torch.bfloat16)
+        )
+        (program,) = programs(model)
+        counted.add(sum(region.cost.flops for region in program.program.problem.regions))
+    assert counted == {4 * 2 * 8 * 128 * 128}
+
+
+def test_a_class_that_stays_is_named_with_what_streams_instead() -> None:
+    library = pytest.importorskip("bitsandbytes").nn
+    layer = library.Linear8bitLt(128, 128, has_fp16_weights=False).to("cpu")
+    found = why_not(layer.weight, ModelIndex.of(layer))
+    assert found is not None and found.startswith(
+        "a tensor subclass (Int8Params): its layer keeps the bytes a second time"
+    )

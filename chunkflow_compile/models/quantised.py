@@ -1,0 +1,84 @@
+"""Quantised variants of a model for planning: the linear layers of its blocks with the bytes and ops of a quantiser.
+
+The layers have the layouts of weight-only quantisation in torchao (int8, fp8) and bitsandbytes (nf4).  They dequantise in
+forward and multiply in the type of the input, so what crosses the link is quantised, and the FLOPs are those of the plain
+model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+Quantisation = Literal["int8", "fp8", "nf4"]
+
+# Elements of a weight that share a scale in nf4; the default of bitsandbytes.
+_NF4_GROUP = 64
+
+
+class _Rows(nn.Module):
+    """One byte an element, and a scale for each output."""
+
+    dtype: torch.dtype
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        shape, scales = linear.weight.shape, linear.weight.new_ones(linear.out_features, 1)
+        self.weight = nn.Parameter(linear.weight.new_zeros(shape).to(self.dtype), requires_grad=False)
+        self.scale = nn.Parameter(scales, requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype), self.bias)
+
+
+class Int8(_Rows):
+    dtype = torch.int8
+
+
+class Fp8(_Rows):
+    dtype = torch.float8_e4m3fn
+
+
+class Nf4(nn.Module):
+    """Two elements a byte, a table of 16 values, and a float32 scale for each 64 elements."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.shape, count = linear.weight.shape, linear.weight.numel()
+        self.weight = nn.Parameter(linear.weight.new_zeros(count // 2, 1).to(torch.uint8), requires_grad=False)
+        scales = linear.weight.new_ones(-(-count // _NF4_GROUP), dtype=torch.float32)
+        self.absmax = nn.Parameter(scales, requires_grad=False)
+        self.register_buffer("code", linear.weight.new_zeros(16))
+        self.bias = linear.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = torch.cat([self.weight >> 4, self.weight & 15], dim=1)
+        code: torch.Tensor = self.code  # type: ignore[assignment]
+        groups = code[pairs.int()].reshape(-1, _NF4_GROUP) * self.absmax.to(code.dtype)[:, None]
+        return nn.functional.linear(x, groups.reshape(self.shape).to(x.dtype), self.bias)
+
+
+_LAYERS: Mapping[str, type[nn.Module]] = {"int8": Int8, "fp8": Fp8, "nf4": Nf4}
+
+
+def quantised(model: nn.Module, kind: Quantisation) -> nn.Module:
+    """Replace the linear layers in the blocks of ``model``; return it.
+
+    Raises ChunkflowError for an unknown kind, or if a layer's weight is not a whole number of nf4 groups.
+    """
+    if kind not in _LAYERS:
+        raise ChunkflowError(f"There is no quantisation {kind!r}: use one of {', '.join(_LAYERS)}.")
+    for blocks in [m for m in model.modules() if isinstance(m, nn.ModuleList)]:
+        for name, module in [*blocks.named_modules()]:
+            if type(module) is nn.Linear:
+                if kind == "nf4" and module.weight.numel() % _NF4_GROUP:
+                    raise ChunkflowError(f"{name}: {module.weight.numel()} elements are no multiple of {_NF4_GROUP}.")
+                parent, _, leaf = name.rpartition(".")
+                setattr(blocks.get_submodule(parent), leaf, _LAYERS[kind](module))
+    return model
