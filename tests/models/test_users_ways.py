@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -147,3 +148,44 @@ def test_layerwise_casting() -> None:
     assert isinstance(weight, HostWeight) and weight.dtype == torch.float8_e4m3fn, "cast copies do not replace it"
     model.to(torch.float64)
     assert weight.dtype == torch.float64, "the user's own call is no cast of the hook"
+
+
+def pipeline() -> Any:
+    """A pipeline of tiny random parts."""
+    import diffusers
+
+    torch.manual_seed(0)
+    vae = diffusers.AutoencoderKLWan(
+        base_dim=3, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
+    )
+    scheduler = diffusers.FlowMatchEulerDiscreteScheduler(shift=7.0)
+    return diffusers.WanPipeline(
+        tokenizer=None, text_encoder=None, vae=vae.eval(), scheduler=scheduler, transformer=small_model("wan", SIZE)
+    )
+
+
+def generate(pipe: Any, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    text = pipe.transformer.config.text_dim
+    prompts = {
+        name: torch.randn(1, 8, text, generator=generator) for name in ("prompt_embeds", "negative_prompt_embeds")
+    }
+    sizes = {"height": 32, "width": 32, "num_frames": 5, "num_inference_steps": 2}
+    made = pipe(**prompts, **sizes, generator=generator, output_type="latent", guidance_scale=4.0)
+    frames: torch.Tensor = made.frames
+    return frames
+
+
+def test_a_pipeline_under_model_cpu_offload() -> None:
+    """Accelerate's hooks leave the graph, with every backend; so without fullgraph."""
+    pytest.importorskip("accelerate")
+    pipe, plain = pipeline(), pipeline()
+    offload(pipe.transformer, min_bytes=MIN_BYTES)
+    pipe.transformer.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager"})
+    assert torch.equal(generate(pipe, 0), generate(plain, 0))
+    pipe.to("cpu")
+    assert torch.equal(generate(pipe, 1), generate(plain, 1))
+    pipe.enable_model_cpu_offload(device="cpu")
+    for seed in range(2):
+        assert torch.equal(generate(pipe, seed), generate(plain, seed))
+    assert [m.moved_bytes for m in programs(pipe.transformer)[-1].measurements][-1] > 0
