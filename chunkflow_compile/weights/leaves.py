@@ -47,7 +47,9 @@ def align(root: nn.Module) -> None:
         if inside[0] is not tensor and all(leaf.device != tensor.device for leaf in inside):
             with torch.inference_mode(False), torch.no_grad():
                 made = with_leaves(tensor, lambda leaf: leaf)
-                become(tensor, nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made)
+                if isinstance(tensor, nn.Parameter):  # nn.Parameter(made) would detach, which copies the leaves
+                    made.requires_grad_(tensor.requires_grad)._is_param = True
+                become(tensor, made)
 
 
 def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
