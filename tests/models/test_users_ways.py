@@ -189,3 +189,17 @@ def test_a_pipeline_under_model_cpu_offload() -> None:
     for seed in range(2):
         assert torch.equal(generate(pipe, seed), generate(plain, seed))
     assert [m.moved_bytes for m in programs(pipe.transformer)[-1].measurements][-1] > 0
+
+
+def test_more_sizes_than_dynamo_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those past the limit run eagerly, and right."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    offload(model, min_bytes=MIN_BYTES)
+    model.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager"})
+    for length in (5, 6, 7, 8, 5):
+        inputs = small_inputs("wan", SIZE, length)
+        text = inputs["encoder_hidden_states"]
+        inputs["encoder_hidden_states"] = torch.randn(1, length, text.shape[-1])
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+    assert len(programs(model)) == 2
