@@ -18,8 +18,15 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
+from chunkflow_compile.frames import (
+    device_of,
+    lower_without_weights,
+    note_graph_break,
+    refuse_gradients,
+    specialise,
+)
 from chunkflow_compile.lowering.lower import lower_regions, warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -51,18 +58,21 @@ def chunkflow(
 ) -> Any:
     """Compile a Dynamo graph; called by torch.compile.
 
+    A frame without weights is lowered as it is.
     Raises ChunkflowError, which Dynamo wraps, before any weight moves: for unknown options, gradients, Inductor
-    freezing, a graph break, inputs on another device than the weights, or a memory budget below the least possible.
+    freezing, inputs on another device than the weights, or a memory budget below the least possible.
     """
     warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
-    _refuse_gradients(example_inputs)
-    _refuse_graph_break(graph)
-    _specialise(example_inputs)
+    note_graph_break(graph)
     index, placed = _index([v for v in example_inputs if isinstance(v, (nn.Parameter, HostWeight))])
     min_bytes = chosen.min_bytes if placed is None else placed
     found = weights_among(example_inputs, index)
-    device = check_device(_device(found, example_inputs, graph))
+    if not found:
+        return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
+    refuse_gradients(example_inputs)
+    specialise(example_inputs)
+    device = check_device(device_of(found, example_inputs, graph))
     chosen = chosen.on(device)
     check_kind(device, chosen.device_kind(), chosen.policy)
     if chosen.arena is not None and chosen.arena.device != device:
@@ -207,60 +217,3 @@ def _advice(program: Program, chosen: Options, memory: int | None) -> str:
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes)
     budget = "No budget was given" if memory is None else f"The budget was memory={memory}"
     return f"{budget}, and the least that this model runs in is memory={least}. "
-
-
-def _refuse_gradients(inputs: Sequence[Any]) -> None:
-    if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs):
-        raise ChunkflowError(
-            "ChunkFlow runs inference only, and gradients are enabled: call the model under torch.no_grad() or "
-            "torch.inference_mode()."
-        )
-
-
-def _refuse_graph_break(graph: GraphModule) -> None:
-    reason = getattr(graph, "compile_subgraph_reason", None)
-    if reason is not None and reason.graph_break:
-        where = "".join(f" at {f.filename}:{f.lineno}" for f in reason.user_stack[-1:])
-        raise ChunkflowError(
-            f"The model does not trace into one graph: {reason.reason.splitlines()[0]}{where}. ChunkFlow needs the whole "
-            "step to schedule its copies: compile with fullgraph=True to see the cause, and move it out of forward."
-        )
-
-
-def _specialise(inputs: Sequence[Any]) -> None:
-    """Fix symbolic sizes to their values, because each resolution has its own plan.  int() adds the guard for that."""
-    for value in inputs:
-        if isinstance(value, torch.SymInt):
-            int(value)
-        elif isinstance(value, torch.Tensor):
-            for size in (*value.shape, *value.stride()):
-                int(size)
-
-
-def _device(
-    parameters: Mapping[tuple[int, str], torch.Tensor], inputs: Sequence[Any], graph: GraphModule
-) -> torch.device:
-    """The device of the weights.
-
-    Raises ChunkflowError if an input is on another device, unless forward moves it (a table that is not a buffer).
-    """
-    devices = {p.device for p in parameters.values()}
-    if len(devices) > 1:
-        raise ChunkflowError(f"The weights are on {', '.join(sorted(map(str, devices)))}: move them to one device.")
-    if not devices:
-        raise ChunkflowError("The graph has no parameters: there is nothing to stream.")
-    device = devices.pop()
-    for position, value in enumerate(inputs):
-        if not isinstance(value, torch.Tensor) or not value.dim() or value.device == device:
-            continue
-        if not _is_moved(graph.graph.find_nodes(op="placeholder")[position]):
-            raise ChunkflowError(
-                f"The weights are on {device}, but input {position} is on {value.device}: move the input to {device}, "
-                "or place the model for the input's device with chunkflow_compile.offload(model, device)."
-            )
-    return device
-
-
-def _is_moved(node: Node) -> bool:
-    """Whether forward only moves an input to a device."""
-    return all(u.op == "call_method" and u.target in ("to", "cuda") for u in node.users)

@@ -22,7 +22,8 @@ from .leaves import beside, leaves, overlapping, tensors_of
 class ModelIndex:
     """The names and blocks of a model.
 
-    ``root``: the module that was compiled, or else the smallest that holds all parameters; None if no module does.
+    ``root``: the module that was compiled, or else the smallest that holds all parameters; of a block in a ``ModuleList``,
+    the model around it; None if no module holds them.
     ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of those that have
     memory in common with another.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
     block.  A block is an element of an outermost ``ModuleList``.
@@ -79,6 +80,7 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
     # type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code.
     modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
     compiled = {id(m._orig_mod) for m in modules if isinstance(m, OptimizedModule)}
+    compiled |= {id(m) for m in modules if m.__dict__.get("_compiled_call_impl") is not None}
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         if not isinstance(module, OptimizedModule):
@@ -107,4 +109,13 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
             "The graph's parameters belong to several models, so they have no common names: call "
             "chunkflow_compile.offload on each of them before compiling."
         )
-    return min(ranked, key=lambda r: r[:4])[4] if ranked else None
+    return _model_around(min(ranked, key=lambda r: r[:4])[4], parents) if ranked else None
+
+
+def _model_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:
+    """The outermost module around a block, so that blocks that are compiled one by one have one placement."""
+    found, seen = module, set[int]()
+    while (around := parents.get(id(found), ())) and len(around) == 1 and id(found) not in seen:
+        seen.add(id(found))
+        found = around[0]
+    return found if any(isinstance(m, nn.ModuleList) for m in parents.get(id(module), ())) else module

@@ -1,0 +1,83 @@
+"""A frame: what Dynamo hands to the backend, a whole model or the part of it between two graph breaks."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.compile_fx import compile_fx
+from torch.fx import GraphModule, Node
+
+from chunkflow_compile.lowering.lower import Lowering
+from chunkflow_compile.passes.errors import ChunkflowError
+
+_log = logging.getLogger(__name__)
+
+
+def lower_without_weights(
+    graph: GraphModule, inputs: Sequence[Any], lowering: Lowering, inductor: Mapping[str, Any]
+) -> Any:
+    """Lower a frame that reads no weight, as it is: there is nothing to stream."""
+    if lowering == "eager":
+        return graph.forward
+    return compile_fx(graph, list(inputs), config_patches=dict(inductor))
+
+
+def note_graph_break(graph: GraphModule) -> None:
+    """Log the graph break that ended a frame, and what it costs."""
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is not None and reason.graph_break:
+        where = "".join(f" at {f.filename}:{f.lineno}" for f in reason.user_stack[-1:])
+        _log.warning(
+            "graph break%s: %s. The model runs in parts, and each part fetches its weights when it starts, in every "
+            "step; compile with fullgraph=True to see the cause.",
+            where,
+            reason.reason.splitlines()[0],
+        )
+
+
+def refuse_gradients(inputs: Sequence[Any]) -> None:
+    if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs):
+        raise ChunkflowError(
+            "ChunkFlow runs inference only, and gradients are enabled: call the model under torch.no_grad() or "
+            "torch.inference_mode()."
+        )
+
+
+def specialise(inputs: Sequence[Any]) -> None:
+    """Fix symbolic sizes to their values, because each resolution has its own plan.  int() adds the guard for that."""
+    for value in inputs:
+        if isinstance(value, torch.SymInt):
+            int(value)
+        elif isinstance(value, torch.Tensor):
+            for size in (*value.shape, *value.stride()):
+                int(size)
+
+
+def device_of(
+    parameters: Mapping[tuple[int, str], torch.Tensor], inputs: Sequence[Any], graph: GraphModule
+) -> torch.device:
+    """The device of the weights.
+
+    Raises ChunkflowError if an input is on another device, unless forward moves it (a table that is not a buffer).
+    """
+    devices = {p.device for p in parameters.values()}
+    if len(devices) > 1:
+        raise ChunkflowError(f"The weights are on {', '.join(sorted(map(str, devices)))}: move them to one device.")
+    device = devices.pop()
+    for position, value in enumerate(inputs):
+        if not isinstance(value, torch.Tensor) or not value.dim() or value.device == device:
+            continue
+        if not _is_moved(graph.graph.find_nodes(op="placeholder")[position]):
+            raise ChunkflowError(
+                f"The weights are on {device}, but input {position} is on {value.device}: move the input to {device}, "
+                "or place the model for the input's device with chunkflow_compile.offload(model, device)."
+            )
+    return device
+
+
+def _is_moved(node: Node) -> bool:
+    """Whether forward only moves an input to a device."""
+    return all(u.op == "call_method" and u.target in ("to", "cuda") for u in node.users)
