@@ -123,7 +123,7 @@ def test_a_module_with_an_apply_of_its_own(no_grad: None) -> None:
     assert_plain(model)
 
 
-def test_a_move_beside_the_steps_of_another_thread(no_grad: None) -> None:
+def test_a_move_beside_the_steps_of_another_thread(no_grad: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = pair()
     run = compiled(model)
     assert_steps(run, twin)
@@ -134,13 +134,11 @@ def test_a_move_beside_the_steps_of_another_thread(no_grad: None) -> None:
     def step() -> None:
         with torch.no_grad():
             while not done.is_set():
-                try:
-                    if not torch.equal(run(x), expected):
-                        wrong.append("another result")
-                except Exception as error:
-                    wrong.append(error)
+                if not torch.equal(run(x), expected):
+                    wrong.append("another result")
 
     thread = threading.Thread(target=step)
+    monkeypatch.setattr(threading, "excepthook", lambda failed: wrong.append(failed.exc_value))
     thread.start()
     for _ in range(30):
         model.to("cpu")
