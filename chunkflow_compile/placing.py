@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,7 +20,7 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.bytes import is_dense
-from chunkflow_compile.weights.guards import Guards
+from chunkflow_compile.weights.guards import Guards, detach_guards
 from chunkflow_compile.weights.host_store import Home, HostStore, give_back, home_of, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, stream_inside, tensors_of
@@ -52,8 +54,10 @@ class Placement:
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
         self.root = root
         self.min_bytes = min_bytes
-        self.store = HostStore(root, device, self.quiet, pages=device.type == "cuda")
-        self.guards = Guards(self.store, self.free)
+        self.store = HostStore(
+            weakref.ref(root), device, partial(_quiet, weakref.ref(self)), pages=device.type == "cuda"
+        )
+        self.guards = Guards(root, self.store, partial(_free, weakref.ref(self)))
         self.sessions: list[Session] = []
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
@@ -79,10 +83,12 @@ class Placement:
     def attach(self, session: Session) -> None:
         """Make a session end with this placement.
 
-        A session of the same program ends now.  It ran a compilation that Dynamo made before the weights moved, and calls
-        no more.
+        A session of the same program ends now: it ran a compilation that Dynamo made before the weights moved, and calls
+        no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
         for other in self.sessions:
+            if other.outlived:
+                other.close()
             if not other.closed and other is not session and other.program.same_as(session.program):
                 session.executor.adopt(other.measurements)
                 other.close()
@@ -201,6 +207,9 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     target = None if device is None else check_device(torch.device(device))
     for placement in _placements(model):
         placement.undo(target)
+    for module in _unwrap(model).modules() if placement_of(_unwrap(model)) is None else ():
+        detach_guards(module)  # those of a copy
+        module.__dict__.pop(_PLACEMENT, None)
     for _, tensor in tensors_of(_unwrap(model)):  # those that a copy has, or that were assigned after the last call
         for _, leaf in leaves(tensor):
             if isinstance(leaf, HostWeight):
@@ -216,12 +225,13 @@ def programs(model: nn.Module) -> tuple[Session, ...]:
 
 def placement_of(root: nn.Module) -> Placement | None:
     """The placement of a model, None if it is not placed."""
-    return root.__dict__.get(_PLACEMENT)
+    found: Placement | None = root.__dict__.get(_PLACEMENT)
+    return found if found is not None and found.root is root else None  # a shallow copy has the attribute
 
 
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:
     """The placements that hold any of ``parameters`` in their stores."""
-    roots = {id(home.store.root): home.store.root for p in parameters if (home := home_of(p)) is not None}
+    roots = {id(r): r for p in parameters if (home := home_of(p)) is not None and (r := home.store.root) is not None}
     return [p for root in roots.values() if (p := placement_of(root)) is not None]
 
 
@@ -249,6 +259,20 @@ def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str
     if id(parameter) in index.shared:
         return "it shares memory with another tensor"
     return None
+
+
+@contextlib.contextmanager
+def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
+    """``Placement.quiet`` for a store, which may outlive the placement."""
+    placement = ref()
+    with contextlib.nullcontext() if placement is None else placement.quiet():
+        yield
+
+
+def _free(ref: weakref.ref[Placement]) -> None:
+    """``Placement.free`` for the guards of a module, which may outlive the placement."""
+    if (placement := ref()) is not None:
+        placement.free()
 
 
 def _unwrap(model: nn.Module) -> nn.Module:

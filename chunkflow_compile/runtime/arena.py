@@ -26,6 +26,10 @@ class Tenant(Protocol):
     code: Any
     """The compiled program, compared by identity: it outlives the tenant, and a proof about it stays valid."""
 
+    @property
+    def outlived(self) -> bool:
+        """Whether a weight of the tenant is gone, so that it can never run again."""
+
     def close(self) -> None:
         """Leave the arena.  The next call of the program creates a new tenant."""
 
@@ -43,6 +47,7 @@ class Arena:
         self.device = check_device(torch.device(device))
         self.lock = ProcessLock()  # held for a step
         self.holder: object = None  # the executor whose chunks lie in the memory
+        self.outdated = False  # whether a weight of a tenant was dropped since the last step
         self._make = make
         self._kind = DeviceKind()
         self._streams: Device | None = None
@@ -109,6 +114,13 @@ class Arena:
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not tenant]
             self.sweep()
+
+    def close_outlived(self) -> None:
+        """Close the tenants that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
+        self.outdated = False
+        for tenant in self.tenants:
+            if tenant.outlived:
+                tenant.close()
 
     def sweep(self) -> None:
         """Remove tenants that were garbage-collected without being closed."""

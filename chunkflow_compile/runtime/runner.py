@@ -100,6 +100,8 @@ class Session:
         self._homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self._homes}
         self._versions = _versions(self._homes.values())
+        died = partial(_weight_died, weakref.ref(arena))
+        self._weights = [weakref.ref(home.weight, died) for home in self._homes.values()]
         self._gone = weakref.finalize(self, _sweep, weakref.ref(arena))
         self._gone.atexit = False
         with arena.lock():
@@ -135,9 +137,16 @@ class Session:
         # load_state_dict may have written new values: then the copies on the device are out of date
         return self._versions == _versions(self._homes.values())
 
+    @property
+    def outlived(self) -> bool:
+        """Whether a weight of the session was dropped, restored or given other memory, so it can never run again."""
+        return any(home.weight is None for home in self._homes.values())
+
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run one step.  The caller holds the lock of the arena."""
         refuse_capture(self.arena.device)
+        if self.arena.outdated:
+            self.arena.close_outlived()
         outputs = self.executor.run(inputs)
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
@@ -169,6 +178,7 @@ class Session:
                     self.executor.vacate()
                 finally:  # also after an interrupt: the memory must be released
                     self.closed = True
+                    self._homes, self._in_place, self._weights = {}, {}, []
                     self._gone.detach()
                     self.arena.leave(self)
 
@@ -288,6 +298,13 @@ class Runner:
 
     def _start(self, choice: Choice, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
         return Session(choice, self._arena or arena, parameters)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
+    """Let the next step close the programs that have outlived a weight; the collector may run anywhere."""
+    if (arena := ref()) is not None:
+        arena.outdated = True
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -39,3 +39,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+def ordinary(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor``, or a copy of it if it is not dense or was made in inference mode, where writes are not counted."""
+    if is_dense(tensor) and not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False), torch.no_grad():
+        return tensor.clone(memory_format=torch.contiguous_format)

@@ -11,8 +11,8 @@ The guards are attached to the model's own modules; :meth:`Guards.remove` detach
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.utils.hooks import RemovableHandle
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .bytes import ordinary
 from .host_store import HostStore
 from .host_weight import HostWeight
 from .leaves import beside, leaves, with_leaves
@@ -30,17 +31,18 @@ from .leaves import beside, leaves, with_leaves
 class Guards:
     """The hooks of one placed model.  ``moved``: called before its weights change their device."""
 
-    def __init__(self, store: HostStore, moved: Callable[[], None]) -> None:
+    def __init__(self, root: nn.Module, store: HostStore, moved: Callable[[], None]) -> None:
+        self._root = root
         self._store = store
         self._moved = moved
         self._handles: list[RemovableHandle] = []
-        self._guarded: dict[int, nn.Module] = {}
+        self._guarded: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # an adapter may be removed
 
     def add(self) -> None:
         """Guard the modules of the model that are not guarded yet."""
-        for module in self._store.root.modules():
-            if id(module) not in self._guarded:
-                self._guarded[id(module)] = module
+        for module in self._root.modules():
+            if module not in self._guarded:
+                self._guarded.add(module)
                 module.__dict__["_apply"] = _Apply(module, self._store.device, self._moved)
                 self._handles.append(module.register_state_dict_post_hook(_read_host_copies))
                 self._handles.append(module.register_load_state_dict_pre_hook(_assign_host_copies))
@@ -48,12 +50,12 @@ class Guards:
     def watch_calls(self) -> None:
         """Refuse inputs on another device, which would fail inside Dynamo with a less clear error."""
         check = partial(_check_inputs, self._store.device)
-        self._handles.append(self._store.root.register_forward_pre_hook(check, with_kwargs=True))
+        self._handles.append(self._root.register_forward_pre_hook(check, with_kwargs=True))
 
     def remove(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        for module in self._guarded.values():
+        for module in self._guarded:
             module.__dict__.pop("_apply", None)
         self._guarded.clear()
 
@@ -66,6 +68,7 @@ class _Apply:
         self._device = device
         self._moved = moved
         self._stored: dict[str, torch.Tensor] = {}  # what a cast copy stands for while forward runs
+        self._cast_versions: dict[str, int] = {}  # of the copies, when they were made
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         if (hook := _casting(self._module)) is not None and self._cast(fn, hook):
@@ -79,15 +82,17 @@ class _Apply:
                     f"The weight {weights[key].label} is offloaded for {self._device}, so the model cannot be moved to "
                     f"{device}: call chunkflow_compile.restore(model), and offload(model, {str(device)!r}) after it."
                 )
-        for key, (dtype, device) in turned.items():
+        for key, (made, device) in turned.items():
             weight = weights[key]
-            if weight.dtype != dtype:
-                weight.data = weight.data.to(dtype)
+            if made is not None:
+                weight.data = weight.data.to(made.dtype, memory_format=_memory_format(made))
             if weight.device != device:
                 self._moved()
                 weight.stands_on(device)
         for module in modules:
-            with _without_weights(module):
+            if any(isinstance(t, HostWeight) for t in _own(module)):
+                _apply_to_others(module, fn)
+            else:
                 type(module)._apply(module, fn, False)
         return self._module
 
@@ -95,17 +100,32 @@ class _Apply:
         """Exchange the weights of a layer for cast copies, or the copies for the weights; False if ``fn`` does neither."""
         held = self._module._parameters
         dtype = fn(torch.empty(0, dtype=hook.storage_dtype)).dtype
-        if dtype == hook.compute_dtype:
-            for name, weight in list(held.items()):
-                if weight is not None and name not in self._stored:
-                    self._stored[name] = weight
-                    held[name] = fn(weight)  # type: ignore[assignment]
-        elif dtype == hook.storage_dtype and self._stored:
+        if dtype not in (hook.compute_dtype, hook.storage_dtype):
+            return False
+        if self._stored:  # also if the last forward failed
+            if not torch.compiler.is_compiling():
+                self._keep_writes(hook)
             held.update(self._stored)  # type: ignore[arg-type]
             self._stored.clear()
-        else:
+        elif dtype == hook.storage_dtype:
             return False
+        if dtype == hook.compute_dtype:
+            for name, weight in list(held.items()):
+                if weight is not None:
+                    self._stored[name] = weight
+                    held[name] = fn(weight)  # type: ignore[assignment]
+            if not torch.compiler.is_compiling():
+                self._cast_versions = {name: _version(held[name]) for name in self._stored}
         return True
+
+    def _keep_writes(self, hook: Any) -> None:
+        """Give the weights what the user wrote to their cast copies, and the type that the hook stores."""
+        for name, weight in self._stored.items():
+            copied: Any = self._module._parameters[name]
+            if self._cast_versions.get(name) != _version(copied):
+                weight.data = copied.detach().to(hook.storage_dtype)
+            elif weight.dtype != hook.storage_dtype and weight.is_floating_point():
+                weight.data = weight.data.to(hook.storage_dtype)
 
     def __reduce__(self) -> Any:
         return _Apply, (self._module, self._device, _nothing)
@@ -126,24 +146,59 @@ def _own(module: nn.Module) -> list[torch.Tensor]:
     return [t for held in (module._parameters, module._buffers) for t in held.values() if t is not None]
 
 
-def _turned(weight: HostWeight, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.dtype, torch.device]:
-    """The type and device that ``fn`` would give a weight."""
-    made = fn(torch.empty(0, dtype=weight.dtype, device=weight.device))
-    return made.dtype, made.device
+def _turned(weight: HostWeight, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor | None, torch.device]:
+    """What ``fn`` would make of a weight: a small tensor of the new type and memory format, None if they stay; the device."""
+    strides: tuple[int, ...] = weight.stride()
+    order = sorted(range(weight.dim()), key=lambda d: -strides[d])
+    probe = torch.empty([2] * weight.dim(), dtype=weight.dtype, device=weight.device).permute(
+        [order.index(d) for d in range(weight.dim())]
+    )
+    made = fn(probe)
+    if made.device.type == "cpu" and made.is_shared():
+        weight.share_memory_()  # which is refused
+    same = made.dtype == weight.dtype and made.stride() == probe.stride()
+    return None if same else made, made.device
 
 
-@contextlib.contextmanager
-def _without_weights(module: nn.Module) -> Iterator[None]:
-    """Take the offloaded weights out of a module for a while."""
-    whole = {name: module.__dict__[name] for name in ("_parameters", "_buffers")}
-    for name, held in whole.items():
-        module.__dict__[name] = {k: t for k, t in held.items() if not isinstance(t, HostWeight)}
-    try:
-        yield
-    finally:
-        for name, held in whole.items():
-            held.update(module.__dict__[name])
-            module.__dict__[name] = held
+def _memory_format(made: torch.Tensor) -> torch.memory_format:
+    for dim, memory_format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if made.dim() == dim and made.is_contiguous(memory_format=memory_format):
+            return memory_format
+    return torch.preserve_format
+
+
+def _version(tensor: Any) -> int:
+    """Changes with every write to a tensor."""
+    found: int = tensor.cell.version + tensor.host._version if isinstance(tensor, HostWeight) else tensor._version
+    return found
+
+
+def _apply_to_others(module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """What ``nn.Module._apply`` does, for the tensors of one module that are not offloaded."""
+    with torch.no_grad():
+        for parameter in module._parameters.values():
+            if parameter is not None and not isinstance(parameter, HostWeight):
+                parameter.data = fn(parameter.data)
+                if parameter.grad is not None:
+                    parameter.grad = fn(parameter.grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and not isinstance(buffer, HostWeight):
+                module._buffers[name] = fn(buffer)
+
+
+def detach_guards(module: nn.Module) -> None:
+    """Remove what the copy of a guarded module has of its guards."""
+    if isinstance(module.__dict__.get("_apply"), _Apply):
+        del module.__dict__["_apply"]
+    ours = (_read_host_copies, _assign_host_copies, _check_inputs)
+    for name in ("_state_dict_hooks", "_load_state_dict_pre_hooks", "_forward_pre_hooks"):
+        hooks = module.__dict__[name]
+        for key, hook in list(hooks.items()):
+            function = getattr(hook, "hook", hook)
+            if getattr(function, "func", function) in ours:
+                del hooks[key]
+                for kind in ("_forward_pre_hooks_with_kwargs",):
+                    module.__dict__[kind].pop(key, None)
 
 
 def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -152,7 +207,11 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
             if tensor is None:
                 continue
             value = state.get(prefix + name)
-            if value is not None and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value)):
+            if (
+                value is not None
+                and value is not tensor
+                and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value))
+            ):
                 state[prefix + name] = with_leaves(value, _host_copy)
             for path, leaf in leaves(tensor, prefix + name):
                 if f"{path}.host" in state:  # quanto adds the tensors inside a weight, and those inside them
@@ -178,7 +237,7 @@ def _assign_host_copies(
         for name, tensor in held.items():
             value: Any = state.get(prefix + name)
             if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
-                state[prefix + name] = HostWeight(value.detach().to("cpu"), tensor.device, label=tensor.label)
+                state[prefix + name] = HostWeight(ordinary(value.detach().to("cpu")), tensor.device, label=tensor.label)
 
 
 def _check_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

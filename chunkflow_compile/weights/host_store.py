@@ -16,6 +16,7 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .bytes import ordinary
 from .host_memory import near_cpus, own_pages
 from .host_weight import HostBytes, HostWeight, become, like
 from .progress import moving
@@ -28,7 +29,7 @@ class Home:
     """The place of one weight in a store; it ends with the weight.
 
     ``names``: all its names in the model.  ``host``: its values, on the CPU.  ``cell``: counts the writes to them.
-    ``origin``: the device that it came from.
+    ``origin``: the device that it came from.  ``grad``: the gradient that it had.
     """
 
     names: tuple[str, ...]
@@ -37,6 +38,7 @@ class Home:
     store: HostStore
     origin: torch.device
     _weight: weakref.ref[HostWeight]
+    grad: torch.Tensor | None = None
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
     _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
     _copied_by: list[HostReader] = field(default_factory=list)
@@ -106,14 +108,14 @@ class Home:
 
 @dataclass(eq=False)
 class HostStore:
-    """The offloaded weights of the model ``root``, whose programs run on ``device``.
+    """The offloaded weights of the model ``root``, whose programs run on ``device``; it ends with the model.
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.  ``pages``: whether each weight gets pages of its own, which can be pinned for a GPU.
     ``fetched_bytes``: those copied for ops outside programs.
     """
 
-    root: nn.Module
+    _root: weakref.ref[nn.Module]
     device: torch.device
     quiet: Callable[[], AbstractContextManager[object]]
     pins: bool = True
@@ -123,6 +125,11 @@ class HostStore:
     _warned: bool = False
     _total: int = 0
     _cpus: frozenset[int] | None = None
+
+    @property
+    def root(self) -> nn.Module | None:
+        """The model, None if a weight has outlived it."""
+        return self._root()
 
     @property
     def homes(self) -> list[Home]:
@@ -144,18 +151,20 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight):
                 return self._adopt(names, tensor, self.device)
-            values = tensor.detach()
-            if values.is_inference():  # has no version counter, by which a session notices new values
-                values = values.clone()
+            values = ordinary(tensor.detach())
             host, origin = values, values.device
             if self.pages or origin.type != "cpu":
                 host = own_pages(values, self._near(), stagings.of(origin))
+            grad = tensor.grad
             become(tensor, like(tensor, HostWeight(host, self.device, label=names[0])))
-            return self._adopt(names, tensor, origin)
+            home = self._adopt(names, tensor, origin)
+            home.grad = grad
+            return home
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:
         home = Home(names, weight.host, weight.cell, self, origin, weakref.ref(weight))
         weight.label, weight.home = names[0], home
+        weight.cell.order = id(self)
         weight.cell.writing, weight.cell.read = partial(_writing, weakref.ref(home)), partial(_count, weakref.ref(self))
         self._homes.append(weakref.ref(home))
         self._total += home.nbytes
@@ -238,7 +247,10 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     with torch.inference_mode(False), torch.no_grad():
         with no_room_for(weight.label, weight.host.nbytes, device):
             plain = stagings.brought(weight.host, device)
+        home = home_of(weight)
         become(weight, weight.plain(plain))
+        if home is not None and home.grad is not None:
+            weight.grad = home.grad.to(device)
 
 
 @contextlib.contextmanager

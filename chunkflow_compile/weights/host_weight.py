@@ -20,6 +20,8 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .bytes import ordinary
+
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
 _LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
 _LIBRARY.impl("fetch", lambda host, device: host.to(device, copy=True), "CompositeExplicitAutograd")
@@ -41,7 +43,15 @@ _UNHONOURED = {
     _aten.resize_as_.default,
 }
 # Views that are not in their schemas.
-_VIEWS = {_aten._unsafe_view.default, _aten._reshape_alias.default, _aten.lift_fresh.default}
+_VIEWS = {
+    _aten._unsafe_view.default,
+    _aten._reshape_alias.default,
+    _aten.lift_fresh.default,
+    _aten.unsafe_split.Tensor,
+    _aten.unsafe_split_with_sizes.default,
+}
+# Their results have a bit that a HostWeight has not.
+_LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
 _SAME = {_aten.detach.default, _aten.alias.default}
 # They write without reading, so nothing is fetched.
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
@@ -51,12 +61,14 @@ class HostBytes:
     """The host memory of one storage.
 
     ``version`` counts the writes through weights; those to the memory itself are in its tensor's ``_version``.
+    ``order``: of the store that it belongs to; an op that writes several weights enters ``writing`` in this order.
     ``writing``: entered around each write; it waits for the steps and copies that read the memory.  ``read``: called with
     the bytes of each fetch.
     """
 
     def __init__(self) -> None:
         self.version = 0
+        self.order = 0
         self.writing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.read: Callable[[int], None] = _ignore
 
@@ -111,8 +123,15 @@ class HostWeight(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls, host: torch.Tensor, device: torch.device, cell: HostBytes | None = None, label: str = "a weight"
-    ) -> HostWeight:
+        cls,
+        host: torch.Tensor,
+        device: torch.device | None = None,
+        cell: HostBytes | None = None,
+        label: str = "a weight",
+        **parameter: Any,
+    ) -> Any:
+        if device is None:  # type(weight)(values, requires_grad=...), as accelerate makes a parameter
+            return nn.Parameter(host, **parameter)
         made: HostWeight = torch.Tensor._make_wrapper_subclass(
             cls,
             host.shape,
@@ -135,29 +154,28 @@ class HostWeight(torch.Tensor):
     @staticmethod
     def __tensor_unflatten__(
         inner: Mapping[str, torch.Tensor], device: torch.device, size: Sequence[int], stride: Sequence[int]
-    ) -> HostWeight:
+    ) -> Any:
         return HostWeight(inner["host"], device)
 
     @classmethod
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # Dynamo would trace this as a frame of its own where a model runs in parts
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], HostWeight) else None
-        if first is not None:
-            if func in _SAME:
-                return first._alias(func(first.host))
-            if type(first.host) is torch.Tensor:
-                if func.is_view or func in _VIEWS:
+        if first is not None and func not in _LAZY_VIEWS and torch.Tag.inplace_view not in func.tags:
+            if func in _SAME or func.is_view or func in _VIEWS:
+                with _tracked():
                     seen = func(first.host, *args[1:], **kwargs)
                     return pytree.tree_map_only(torch.Tensor, first._alias, seen)
-                if func is _aten._to_copy.default:
-                    return first._converted(kwargs)
-        if func in _UNHONOURED or torch.Tag.inplace_view in func.tags:
+            if func is _aten._to_copy.default and type(first.host) is torch.Tensor:
+                return first._converted(kwargs)
+        if func in _UNHONOURED or func in _LAZY_VIEWS or torch.Tag.inplace_view in func.tags:
             _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
         written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
         with contextlib.ExitStack() as held:
-            for weight in written:
+            for weight in sorted(written, key=lambda w: w.cell.order):  # two threads never hold each other up
                 held.enter_context(weight.cell.writing())
             if written and func is _aten.copy_.default:
                 source = args[1].host if isinstance(args[1], HostWeight) else args[1]
@@ -180,18 +198,21 @@ class HostWeight(torch.Tensor):
         made.home = self.home
         become(self, made)
 
-    def _alias(self, host: torch.Tensor) -> HostWeight:
+    def _alias(self, host: torch.Tensor) -> Any:
         """A weight around a view of the same memory."""
         return HostWeight(host, self.device, self.cell, self.label)
 
-    def _converted(self, kwargs: Mapping[str, Any]) -> torch.Tensor:
+    def _converted(self, kwargs: Mapping[str, Any]) -> Any:
         """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
         device = kwargs.get("device")
         target = self.device if device is None else torch.device(device)
         if target.type == "cuda" and target.index is None:
             target = torch.device("cuda", torch.cuda.current_device())
-        made = _aten._to_copy.default(self.host, **{**kwargs, "device": "cpu" if target == self.device else target})
-        return HostWeight(made, self.device, label=self.label) if target == self.device else made
+        if target != self.device:
+            return _aten._to_copy.default(self.host, **{**kwargs, "device": target})
+        with torch.inference_mode(False):
+            made = _aten._to_copy.default(self.host, **{**kwargs, "device": "cpu"})
+            return HostWeight(made, self.device, label=self.label)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
@@ -201,10 +222,21 @@ class HostWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            copied = memo[id(self)] = like(self, HostWeight(self.host.clone(), self.device, label=self.label))
-            copied.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
+            with torch.inference_mode(False):
+                return self._copied(memo)
         found: torch.Tensor = memo[id(self)]
         return found
+
+    def __copy__(self) -> torch.Tensor:
+        made: torch.Tensor = like(self, self._alias(self.host))
+        made.__dict__.update(self._state())
+        return made
+
+    def _copied(self, memo: dict[int, Any]) -> torch.Tensor:
+        made: torch.Tensor = like(self, HostWeight(self.host.clone(), self.device, label=self.label))
+        memo[id(self)] = made
+        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
+        return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary tensor on the CPU."""
@@ -212,9 +244,10 @@ class HostWeight(torch.Tensor):
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
         """An ordinary tensor of the class that this one stands for, with its attributes."""
-        if self.kind is torch.Tensor:
+        kind = nn.Parameter if self.kind is torch.Tensor and isinstance(self, nn.Parameter) else self.kind
+        if kind is torch.Tensor:
             return values
-        made: torch.Tensor = torch.Tensor._make_subclass(self.kind, values, self.requires_grad)
+        made: torch.Tensor = torch.Tensor._make_subclass(kind, values, self.requires_grad)
         made.__dict__.update(self._state())
         return made
 
@@ -227,7 +260,7 @@ class HostWeight(torch.Tensor):
     # What has no op of its own, and would reach the memory that this tensor does not have.
 
     @property
-    def data(self) -> HostWeight:
+    def data(self) -> Any:
         return self._alias(self.host.detach())
 
     @data.setter
@@ -238,7 +271,9 @@ class HostWeight(torch.Tensor):
             host, cell = value.host, value.cell
         else:
             host, cell = value.detach().to("cpu"), None
-        with self.cell.writing():
+        with self.cell.writing(), torch.inference_mode(False), torch.no_grad():
+            made = ordinary(host)
+            host, cell = made, cell if made is host else None
             self.cell.version += 1
             made = HostWeight(host, self.device, cell, self.label)
             torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
@@ -257,6 +292,9 @@ class HostWeight(torch.Tensor):
     def tolist(self) -> Any:
         return self.host.tolist()
 
+    def __format__(self, spec: str) -> str:
+        return format(self.host.detach(), spec)
+
     def is_pinned(self, device: Any = None) -> bool:
         return False
 
@@ -274,7 +312,7 @@ class HostWeight(torch.Tensor):
 
     @property
     def __cuda_array_interface__(self) -> NoReturn:
-        _refuse(self, "__cuda_array_interface__")
+        raise AttributeError(_refusal(self, "__cuda_array_interface__"))  # hasattr is False
 
 
 _INNER = ["host"]
@@ -293,7 +331,11 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
     """Run an op on the fetched values, and write back those that it changed."""
     values: dict[int, torch.Tensor] = {}
 
+    outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
+
     def fetch(weight: HostWeight) -> torch.Tensor:
+        if id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor:
+            values[id(weight)] = torch.empty_like(weight.host, device=weight.device)  # the op may resize it
         if id(weight) not in values:
             fills = func in _FILLS and type(weight.host) is torch.Tensor
             values[id(weight)] = weight.host if fills else weight.fetch()
@@ -301,6 +343,9 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
 
     found, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
     result = func(*found, **named)
+    for weight in written:
+        if values[id(weight)].shape != weight.shape:
+            _refuse(weight, f"out= of shape {list(values[id(weight)].shape)}")
     for weight in written:
         if values[id(weight)] is not weight.host:
             weight.host.copy_(values[id(weight)])
@@ -317,8 +362,19 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
             yield from value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _refuse(weight: HostWeight, what: str) -> NoReturn:
-    raise ChunkflowError(
+def _refusal(weight: HostWeight, what: str) -> str:
+    return (
         f"{what} needs the memory of {weight.label} on {weight.device}, but ChunkFlow keeps this weight in host memory: use "
         "weight.cpu(), or call chunkflow_compile.restore(model) first."
     )
+
+
+def _refuse(weight: HostWeight, what: str) -> NoReturn:
+    raise ChunkflowError(_refusal(weight, what))
+
+
+@contextlib.contextmanager
+def _tracked() -> Iterator[None]:
+    """Make views that have the version counter of their base, which views made inside a dispatch do not have."""
+    with torch.inference_mode(False), torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        yield

@@ -191,9 +191,9 @@ def test_a_pipeline_under_model_cpu_offload() -> None:
     assert [m.moved_bytes for m in programs(pipe.transformer)[-1].measurements][-1] > 0
 
 
-def test_more_sizes_than_dynamo_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_more_sizes_than_dynamo_compiles() -> None:
     """Those past the limit run eagerly, and right."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=MIN_BYTES)
     model.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager"})
