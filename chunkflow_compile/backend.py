@@ -22,6 +22,7 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.frames import (
     device_of,
+    is_part,
     lower_without_weights,
     note_graph_break,
     refuse_gradients,
@@ -34,7 +35,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Settings, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.placing import Placement, placements_around
+from chunkflow_compile.placing import Placement, large_weights, placements_around
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
@@ -46,7 +47,7 @@ from chunkflow_compile.tracing import describe_graph, describe_parameters, lower
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
-from chunkflow_compile.weights.modules import ModelIndex
+from chunkflow_compile.weights.modules import ModelIndex, blocks_around
 
 
 def chunkflow(
@@ -83,11 +84,12 @@ def chunkflow(
     warm_up(chosen.lowering, device)
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
     parameters = describe_parameters(example_inputs, index, min_bytes)
+    settings = replace(chosen.settings(), part=is_part(found.values(), index.root, min_bytes))
     programs = list[Program]()
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
         tables = move_tables(aten, device)
-        make = partial(run_passes, describe_graph(aten, parameters, index.blocks), chosen.settings(), chosen.dump)
+        make = partial(run_passes, describe_graph(aten, parameters, index.blocks), settings, chosen.dump)
         program, folder = make()
         programs.append(program)
         code = Code(
@@ -108,7 +110,9 @@ def chunkflow(
     compiled = lower_to_aten(graph, example_inputs, compile_inference)
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [found[p.key] for p in parameters if p.name in programs[-1].offloaded]
-        _move(index, device, min_bytes, [w for w in wanted if home_of(w) is None])
+        if settings.part and wanted:  # its guards then fit the other blocks too
+            wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
+        _move(index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if home_of(w) is None])
     return compiled
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.leaves import leaves, tensors_of
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +38,21 @@ def note_graph_break(graph: GraphModule) -> None:
             where,
             reason.reason.splitlines()[0],
         )
+
+
+def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
+    """Whether a frame reads at most half of the bytes of a model's large weights, so that other frames run in turns with it.
+
+    Not whether it reads all: a model may have weights that its forward does not use.
+    """
+    if root is None:
+        return False
+    whole = (leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor))
+    mine, all_of_them = (
+        sum(t.nbytes for t in {id(t): t for t in tensors}.values() if t.nbytes >= min_bytes)
+        for tensors in (weights, whole)
+    )
+    return 2 * mine <= all_of_them
 
 
 def refuse_gradients(inputs: Sequence[Any]) -> None:

@@ -83,13 +83,13 @@ class Placement:
     def attach(self, session: Session) -> None:
         """Make a session end with this placement.
 
-        A session of the same program ends now: it ran a compilation that Dynamo made before the weights moved, and calls
-        no more.  So does one whose weights are gone or have other memory, which it would keep.
+        A session of the same program on the same weights ends now: it ran a compilation that Dynamo made before the
+        weights moved, and calls no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
         for other in self.sessions:
             if other.outlived:
                 other.close()
-            if not other.closed and other is not session and other.program.same_as(session.program):
+            if not other.closed and other is not session and session.repeats(other):
                 session.executor.adopt(other.measurements)
                 other.close()
         self.sessions = [s for s in self.sessions if not s.closed and s is not session] + [session]
@@ -172,8 +172,7 @@ def offload(
     """
     root = _unwrap(model)
     index = ModelIndex.of(root)
-    held = [(inside, leaf) for _, tensor in tensors_of(root) for inside, leaf in leaves(tensor)]
-    parameters = [leaf for _, leaf in held]
+    parameters = [leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor)]
     if _placements(root):
         placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
         raise ChunkflowError(
@@ -182,8 +181,7 @@ def offload(
     if any(p.is_meta for p in parameters):
         raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
     target = check_device(_device(device, parameters))
-    large = {id(p): p for inside, p in held if _bytes(p) >= min_bytes and why_not(p, index, inside) is None}
-    weights = [(index.names[number], tensor) for number, tensor in large.items()]
+    weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
     placement = Placement.on(root, target, min_bytes)
     with compile_lock:
         placement.guards.watch_calls()
@@ -195,6 +193,13 @@ def offload(
         placement.undo()
         raise
     return model
+
+
+def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:
+    """The weights of ``modules`` that can be streamed, of at least ``min_bytes``."""
+    held = [(inside, leaf) for m in modules for _, tensor in tensors_of(m) for inside, leaf in leaves(tensor)]
+    large = {id(p): p for inside, p in held if _bytes(p) >= min_bytes and why_not(p, index, inside) is None}
+    return list(large.values())
 
 
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:

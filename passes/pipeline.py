@@ -43,7 +43,7 @@ OPTIONAL_PASSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the passes.  Sizes in bytes.  ``disabled``: names of :data:`OPTIONAL_PASSES`."""
+    """Settings of the passes.  Sizes in bytes.  ``part``: see place.  ``disabled``: names of :data:`OPTIONAL_PASSES`."""
 
     hardware: Hardware
     policy: Policy = "chunkflow"
@@ -53,6 +53,7 @@ class Settings:
     slowdown: float | None = None
     yields: Yield = "auto"
     plan: Plan | None = None
+    part: bool = False
     timings: Timings | None = None
     disabled: frozenset[str] = field(default_factory=frozenset)
 
@@ -93,6 +94,7 @@ def make_plan(problem: Problem, settings: Settings) -> Plan:
         memory=settings.memory,
         slowdown=settings.slowdown,
         yields=settings.yields,
+        part=settings.part,
         disabled=settings.disabled,
         timings=settings.timings,
     )

@@ -17,7 +17,6 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
-from chunkflow_compile.weights.host_store import home_of
 
 
 def stack() -> Stack:
@@ -134,19 +133,6 @@ def test_gradients_are_refused() -> None:
     with pytest.raises(Exception, match=r"inference only.*torch.no_grad\(\)"):
         run(model)
     assert_untouched(model)
-
-
-def test_a_graph_break_is_refused(no_grad: None) -> None:
-    class Breaks(Stack):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = self.embed(x)
-            torch._dynamo.graph_break()
-            return self.head(x)
-
-    model = Breaks()
-    with pytest.raises(Exception, match=r"does not trace into one graph.*fullgraph=True"):
-        run(model, fullgraph=False)
-    assert all(home_of(p) is None and p.untyped_storage().nbytes() for p in model.parameters())
 
 
 def test_inputs_on_another_device_are_named(no_grad: None) -> None:

@@ -142,6 +142,11 @@ class Session:
         """Whether a weight of the session was dropped, restored or given other memory, so it can never run again."""
         return any(home.weight is None for home in self._homes.values())
 
+    def repeats(self, other: Session) -> bool:
+        """Whether it is the same program on the same weights."""
+        same = self._homes.keys() == other._homes.keys() and self.program.same_as(other.program)
+        return same and all(home is other._homes[name] for name, home in self._homes.items())
+
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run one step.  The caller holds the lock of the arena."""
         refuse_capture(self.arena.device)

@@ -7,9 +7,10 @@ objects that Python's garbage collector tracks, once per compilation.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
@@ -62,6 +63,18 @@ def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
             yield str(id(child)), prefix + name
         else:
             yield from _blocks(child, f"{prefix}{name}.")
+
+
+def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.Module]:
+    """The outermost lists of blocks that hold any of ``weights``."""
+    wanted = {id(w) for w in weights}
+    lists, inner = list[nn.Module](), set[int]()
+    for module in root.modules():
+        if isinstance(module, nn.ModuleList) and id(module) not in inner:
+            inner.update(id(m) for m in module.modules())
+            if any(held in wanted for m in module.modules() for held in _held(m)):
+                lists.append(module)
+    return lists
 
 
 def _held(module: nn.Module) -> Iterator[int]:

@@ -26,7 +26,7 @@ from .schedule import schedule, transfers
 from .search import ROUNDING, Candidate, Planner, Yield, barriers
 from .slots import Lifetime, Piece, assign_slots
 from .timeline import Simulator, Timeline
-from .windows import as_windows
+from .windows import as_windows, latest
 
 Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "layerwise-prefix", "host-yield", "resident"]
 POLICIES: tuple[Policy, ...] = (
@@ -51,6 +51,7 @@ def place(
     memory: int | None = None,
     slowdown: float | None = None,
     yields: Yield = "auto",
+    part: bool = False,
     disabled: Collection[str] = (),
     timings: Timings | None = None,
 ) -> Plan:
@@ -58,7 +59,9 @@ def place(
 
     ``memory``: most weight bytes on the device; the plan is the fastest within them.  ``slowdown``: longest predicted
     step, as a multiple of the step with all weights resident; the plan is the smallest that meets it.  Without either
-    goal, ``slowdown`` is 1.02.  ``yields``: how copies avoid collectives.  ``disabled``: "refine", or nothing.
+    goal, ``slowdown`` is 1.02.  ``yields``: how copies avoid collectives.  ``part``: the program is a part of a model, and
+    other parts run in the same arena before it runs again, so every weight streams and no copy serves the next call.
+    ``disabled``: "refine", or nothing.
     ``timings``: measurements of the problem, in place of the profile's rates.
     Raises ChunkflowError if both goals are passed, if ``slowdown`` is below 1, if ``memory`` is below the least that
     the program needs, if the policy ignores an argument, or if the timings are of another problem.
@@ -75,7 +78,9 @@ def place(
     builder = Builder(planner, planner.simulator.hardware, policy)
     if policy == "chunkflow":
         improve = unrefined if "refine" in disabled else refine
-        if memory is None:
+        if part:
+            plan = _within_call(planner, builder, memory)
+        elif memory is None:
             plan = _smallest(planner, builder, improve, slowdown)
         else:
             plan = _fastest(planner, builder, improve, memory)
@@ -128,7 +133,17 @@ def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: fl
     return builder.candidate(min(found, planner.everything(), key=builder.slots))
 
 
-def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) -> Plan:
+def _within_call(planner: Planner, builder: Builder, memory: int | None) -> Plan:
+    """Every weight streams, in time where that is possible without a copy in the call before."""
+    wanted = latest(planner.chunks, planner.link, planner.margin)
+    early = planner.play([max(0, window) for window in wanted])
+    if memory is None or builder.slots(early) <= memory:
+        return builder.candidate(early)
+    return builder.candidate(_barely(planner, builder, memory))
+
+
+def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
+    """The smallest placement.  Raises ChunkflowError if it exceeds ``memory``."""
     barely, floor = builder.least()
     if memory < floor:
         raise ChunkflowError(
@@ -137,7 +152,11 @@ def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) 
             f"reads. Give memory={floor} or more ({-(-floor // 2**20)} MiB), or cut finer regions with a smaller "
             "group_bytes."
         )
+    return barely
 
+
+def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) -> Plan:
+    barely = _barely(planner, builder, memory)
     quick = len(planner.chunks) > MOST_CHUNKS  # thorough slot assignment takes half a second for 2,000 chunks
 
     def cost(candidate: Candidate) -> tuple[float, ...]:

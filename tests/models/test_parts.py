@@ -1,0 +1,172 @@
+"""Models that run in parts: blocks compiled one by one, graph breaks, step caches, frames without weights."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+
+SIZE = Size(layers=3, singles=2)
+MIN_BYTES = OPTIONS["min_bytes"]
+EAGER = {**OPTIONS, "lowering": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def on_one_program() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def pair(family: str) -> tuple[nn.Module, nn.Module]:
+    return small_model(family, SIZE), small_model(family, SIZE)
+
+
+def large_bytes(module: nn.Module) -> int:
+    return sum(p.nbytes for p in module.parameters() if p.nbytes >= MIN_BYTES)
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("family", ["wan", "flux"])
+def test_blocks_compiled_one_by_one(family: str, placed: bool) -> None:
+    model, twin = pair(family)
+    blocks = [b for held in model.modules() if isinstance(held, nn.ModuleList) for b in held if hasattr(b, "attn")]
+    blocks = blocks or list(model.blocks)  # type: ignore[arg-type]
+    sizes = [large_bytes(b) for b in blocks]
+    if placed:
+        offload(model, min_bytes=MIN_BYTES)
+    model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
+    for step in range(3):
+        inputs = small_inputs(family, SIZE, step)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+    found = programs(model)
+    assert len(found) == len(blocks)
+    for program in found:
+        assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 3
+        assert all(m.primed_bytes == 0 for m in program.measurements), "no copy serves a call that comes later"
+    assert sorted(p.plan.moved_bytes for p in found) == sorted(sizes), "every weight streams, once a call"
+    (arena,) = {p.arena for p in found}
+    assert arena.nbytes <= max(sizes)
+    restore(model)
+    assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+
+
+class Breaks(Stack):
+    """Breaks the graph after each block."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](self.embed(x))
+        torch._dynamo.graph_break()
+        x = self.blocks[1](x)
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[2](x))
+
+
+@pytest.mark.parametrize("place", [True, False])
+def test_a_model_with_graph_breaks(place: bool, caplog: pytest.LogCaptureFixture) -> None:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Breaks(layers=3).eval())
+    model, twin = made
+    if place:
+        offload(model, min_bytes=MIN_BYTES)
+    run = torch.compile(model, backend="chunkflow", options=EAGER)
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
+    assert any(f"{__file__.rsplit('/', 1)[-1]}:" in r.message and "runs in parts" in r.message for r in caplog.records)
+    found = programs(model)
+    assert len({p.arena for p in found}) == 1 and len(found) == 3
+    assert sum(p.plan.moved_bytes for p in found) == large_bytes(twin)
+    x = torch.randn(6, 8)
+    for m in (model, twin):
+        m.blocks[1].up.weight.mul_(2)
+    assert torch.equal(run(x), twin(x))
+
+
+def _mag_ratios() -> torch.Tensor:
+    return torch.linspace(1.0, 0.9, 20)
+
+
+CACHES: dict[str, Callable[[], Any]] = {
+    "first block": lambda: diffusers.FirstBlockCacheConfig(threshold=0.2),
+    "pyramid attention broadcast": lambda: diffusers.PyramidAttentionBroadcastConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 1000),
+        current_timestep_callback=lambda: 500,
+    ),
+    "mag": lambda: diffusers.MagCacheConfig(
+        mag_ratios=_mag_ratios(), num_inference_steps=20, retention_ratio=0.1, threshold=0.5
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("family", ["wan", "flux"])
+def test_a_step_cache(family: str, kind: str) -> None:
+    """Hits and misses in turns: the inputs change little, and every third time a lot."""
+    model, twin = pair(family)
+    for m in (model, twin):
+        m.enable_cache(CACHES[kind]())  # type: ignore[operator]
+    offload(model, min_bytes=MIN_BYTES)
+    model.compile(backend="chunkflow", options=EAGER)
+    base = small_inputs(family, SIZE, 0)
+    for step in range(20):
+        changed = base["hidden_states"] + 0.01 * step + (step // 3)
+        outputs = []
+        for m in (model, twin):
+            context = m.cache_context("cond") if hasattr(m, "cache_context") else contextlib.nullcontext()
+            with context:
+                outputs.append(m(**{**base, "hidden_states": changed})[0])
+        assert torch.equal(*outputs)
+    moved = [m.moved_bytes for p in programs(model) for m in p.measurements]
+    assert sum(moved) >= large_bytes(twin)
+
+
+def test_a_frame_without_weights_is_lowered_as_it_is() -> None:
+    function = torch.compile(lambda x: torch.relu(x) + 1, backend="chunkflow", options=EAGER)
+    x = torch.randn(3, 4)
+    assert torch.equal(function(x), torch.relu(x) + 1)
+
+
+def test_a_class_of_diffusers_that_does_not_trace_whole() -> None:
+    """Lumina 2 reads the lengths of its prompts from a mask."""
+    sizes = {
+        "sample_size": 16,
+        "patch_size": 2,
+        "in_channels": 4,
+        "hidden_size": 48,
+        "num_layers": 4,
+        "cap_feat_dim": 32,
+    }
+    heads = {"num_refiner_layers": 1, "num_attention_heads": 3, "num_kv_heads": 1, "multiple_of": 2}
+    ropes = {"axes_dim_rope": (8, 4, 4), "axes_lens": (128, 128, 128)}
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(diffusers.Lumina2Transformer2DModel(**sizes, **heads, **ropes).eval())
+    model, twin = made
+    offload(model, min_bytes=MIN_BYTES)
+    model.compile(backend="chunkflow", options=EAGER)
+    for step in range(3):
+        torch.manual_seed(step)
+        inputs = {
+            "hidden_states": torch.randn(2, 4, 16, 16),
+            "encoder_hidden_states": torch.randn(2, 16, 32),
+            "timestep": torch.rand(2),
+            "encoder_attention_mask": torch.arange(16)[None] < torch.tensor([[16], [9 + step]]),
+        }
+        assert torch.equal(model(**inputs, return_dict=False)[0], twin(**inputs, return_dict=False)[0])
+    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > large_bytes(twin)
