@@ -52,6 +52,7 @@ def place(
     slowdown: float | None = None,
     yields: Yield = "auto",
     part: bool = False,
+    like: Plan | None = None,
     disabled: Collection[str] = (),
     timings: Timings | None = None,
 ) -> Plan:
@@ -61,7 +62,8 @@ def place(
     step, as a multiple of the step with all weights resident; the plan is the smallest that meets it.  Without either
     goal, ``slowdown`` is 1.02.  ``yields``: how copies avoid collectives.  ``part``: the program is a part of a model, and
     other parts run in the same arena before it runs again, so every weight streams and no copy serves the next call.
-    ``disabled``: "refine", or nothing.
+    ``like``: a plan for the same goal of a problem of the same structure (other sizes); its placement is taken over, so that
+    the two programs may run in turns without a cold start.  ``disabled``: "refine", or nothing.
     ``timings``: measurements of the problem, in place of the profile's rates.
     Raises ChunkflowError if both goals are passed, if ``slowdown`` is below 1, if ``memory`` is below the least that
     the program needs, if the policy ignores an argument, or if the timings are of another problem.
@@ -78,7 +80,10 @@ def place(
     builder = Builder(planner, planner.simulator.hardware, policy)
     if policy == "chunkflow":
         improve = unrefined if "refine" in disabled else refine
-        if part:
+        if like is not None:
+            kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
+            plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers)
+        elif part:
             plan = _within_call(planner, builder, memory)
         elif memory is None:
             plan = _smallest(planner, builder, improve, slowdown)
