@@ -23,7 +23,7 @@ from random_programs import Bench, Choices, Spec, choices, examples, specs
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, offload, programs, restore
-from chunkflow_compile.backend import _device
+from chunkflow_compile.frames import device_of
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import CARDS, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -341,9 +341,9 @@ def test_tensors_that_forward_moves_may_be_on_another_device() -> None:
     graph.output((graph.call_method("to", (moved, "cuda")), graph.call_function(torch.relu, (read,))))
     module, inputs = torch.fx.GraphModule({}, graph), [torch.empty(4, device="meta"), torch.empty(4)]
     weight = {2: nn.Parameter(torch.empty(4))}
-    assert _device(weight, inputs, module) == torch.device("cpu")
+    assert device_of(weight, inputs, module) == torch.device("cpu")
     with pytest.raises(ChunkflowError, match="input 1 is on meta: move the input to cpu"):
-        _device(weight, inputs[::-1], module)
+        device_of(weight, inputs[::-1], module)
 
 
 @pytest.mark.parametrize(("release", "forked"), [("5.4.0-150-generic", False), ("6.8.0-31-generic", True)])
