@@ -223,6 +223,7 @@ class Session:
         found_marks = arrivals(self.program)
         key = (
             self.plan.placement,
+            self.program.problem.structure,
             found_marks.order,
             tuple((n, id(self._homes[n]), self._homes[n].version) for n in slots),
         )
