@@ -116,6 +116,7 @@ class Arena:
                         if other is not tenant:
                             other.close()
                     self._memory = self.holder = None
+                    self._occupancies.clear()
                     self._memory = self._allocate(nbytes, advice)
             except BaseException:
                 self.leave(tenant)
@@ -149,6 +150,7 @@ class Arena:
             if not self._tenants and self._streams is not None:
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None
+                self._occupancies.clear()  # a program that was closed may still hold one, with events of these streams
                 streams.close()
                 del memory  # not sooner: copies into it may have been in flight
 
