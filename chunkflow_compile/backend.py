@@ -34,8 +34,10 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Settings, stages
 from chunkflow_compile.passes.placement.place import least_memory
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.placing import Placement, large_weights, placements_around
+from chunkflow_compile.placing import Placement, large_weights, placement_of, placements_around
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
@@ -84,7 +86,8 @@ def chunkflow(
     warm_up(chosen.lowering, device)
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
     parameters = describe_parameters(example_inputs, index, min_bytes)
-    settings = replace(chosen.settings(), part=is_part(found.values(), index.root, min_bytes))
+    part = is_part(found.values(), index.root, min_bytes)
+    settings = replace(chosen.settings(), likes=_likes(index.root, chosen), part=part)
     programs = list[Program]()
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
@@ -102,6 +105,7 @@ def chunkflow(
             poison="poison" in chosen.debugging(),
             verified="verify" not in chosen.disable,
             pin_bytes=chosen.pin_bytes(),
+            goal=chosen,
             advice=partial(_advice, program, chosen, memory=chosen.memory_bytes()),
         )
         place = partial(_place, device, min_bytes, code.kind, seen)
@@ -110,10 +114,18 @@ def chunkflow(
     compiled = lower_to_aten(graph, example_inputs, compile_inference)
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [found[p.key] for p in parameters if p.name in programs[-1].offloaded]
-        if settings.part and wanted:  # its guards then fit the other blocks too
+        if part and wanted:  # its guards then fit the other blocks too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         _move(index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if home_of(w) is None])
     return compiled
+
+
+def _likes(root: nn.Module | None, chosen: Options) -> tuple[tuple[Problem, Plan], ...]:
+    """The problems and plans of the model's programs for the same goal, for other sizes of its inputs."""
+    placement = None if root is None else placement_of(root)
+    if placement is None or chosen.policy != "chunkflow" or chosen.timings is not None:
+        return ()
+    return tuple((s.program.problem, s.plan) for s in placement.sessions if not s.closed and s.code.goal == chosen)
 
 
 def _is_first_compilation() -> bool:

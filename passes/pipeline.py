@@ -43,7 +43,9 @@ OPTIONAL_PASSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the passes.  Sizes in bytes.  ``part``: see place.  ``disabled``: names of :data:`OPTIONAL_PASSES`."""
+    """Settings of the passes.  Sizes in bytes.  ``part``: see place.  ``likes``: problems and their plans; a problem of the
+    same structure as one of them takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    """
 
     hardware: Hardware
     policy: Policy = "chunkflow"
@@ -54,6 +56,7 @@ class Settings:
     yields: Yield = "auto"
     plan: Plan | None = None
     part: bool = False
+    likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
     disabled: frozenset[str] = field(default_factory=frozenset)
 
@@ -86,6 +89,7 @@ def check_disabled(names: Iterable[str]) -> None:
 
 def make_plan(problem: Problem, settings: Settings) -> Plan:
     """The plan of ``settings``, or one placed for its goal.  Raises ChunkflowError if no plan meets the goal."""
+    like = next((plan for other, plan in settings.likes if other.structure == problem.structure), None)
     return settings.plan or place(
         problem,
         settings.hardware,
@@ -95,6 +99,7 @@ def make_plan(problem: Problem, settings: Settings) -> Plan:
         slowdown=settings.slowdown,
         yields=settings.yields,
         part=settings.part,
+        like=like,
         disabled=settings.disabled,
         timings=settings.timings,
     )

@@ -110,6 +110,16 @@ class Problem:
         return sum(w.nbytes for w in self.weights)
 
     @property
+    def structure(self) -> object:
+        """What a placement depends on, without the sizes of activations: problems with equal ones can share a placement.
+
+        The order of weights is left out, because it changes when the model is offloaded.
+        """
+        regions = tuple((r.block, frozenset(r.weights)) for r in self.regions)
+        collectives = tuple((c.kind, c.before, c.until) for c in self.collectives)
+        return regions, collectives, frozenset((w.name, w.nbytes, w.uses, w.keep is None) for w in self.weights)
+
+    @property
     def digest(self) -> str:
         """Sixteen hex digits that identify this problem; a plan carries them.
 

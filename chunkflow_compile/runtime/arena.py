@@ -9,12 +9,24 @@ from typing import Any, NoReturn, Protocol
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan
 
 from .device import Device, DeviceKind, check_device, make_device
 from .locks import ProcessLock
 
 Make = Callable[[torch.device, DeviceKind], Device]
+
+
+class Occupancy:
+    """What lies in the memory for one placement of weights.  Programs with the same placement share it.
+
+    ``arrived``: an event for each mark of the copies.  ``writes``: the prefetches, in the order of their newest issue.
+    """
+
+    def __init__(self, device: Device, marks: int) -> None:
+        self.arrived = [device.event() for _ in range(marks)]
+        self.writes: dict[Prefetch, None] = {}
 
 
 class Tenant(Protocol):
@@ -39,20 +51,21 @@ class Arena:
 
     The programs of one model share an arena automatically.  Models that run in turns, such as the two transformers of
     Wan 2.2 or a text encoder and a transformer, share one if it is passed to each as ``options={"arena": arena}``.
-    Each change from one program to another is a cold start.
+    Each change from one program to another is a cold start, unless both have the same placement of the same weights.
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
         """``make``: creates the streams for a device and its kind.  Raises ChunkflowError for an unsupported device."""
         self.device = check_device(torch.device(device))
         self.lock = ProcessLock()  # held for a step
-        self.holder: object = None  # the executor whose chunks lie in the memory
+        self.holder: Occupancy | None = None  # that of the program that ran last
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
         self._make = make
         self._kind = DeviceKind()
         self._streams: Device | None = None
         self._memory: torch.Tensor | None = None
         self._tenants: list[weakref.ref[Any]] = []
+        self._occupancies: weakref.WeakValueDictionary[object, Occupancy] = weakref.WeakValueDictionary()
         self._proved: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
     @property
@@ -103,11 +116,19 @@ class Arena:
                         if other is not tenant:
                             other.close()
                     self._memory = self.holder = None
+                    self._occupancies.clear()
                     self._memory = self._allocate(nbytes, advice)
             except BaseException:
                 self.leave(tenant)
                 raise
             return self._memory
+
+    def occupancy(self, placement: object, marks: int) -> Occupancy:
+        """The occupancy for a placement: the weights, their versions, slots and windows, and the marks of the copies."""
+        found = self._occupancies.get(placement)
+        if found is None:
+            found = self._occupancies[placement] = Occupancy(self.streams, marks)
+        return found
 
     def leave(self, tenant: Tenant) -> None:
         """Remove a tenant.  When the last one leaves, the memory is freed and the streams are closed."""
@@ -129,6 +150,7 @@ class Arena:
             if not self._tenants and self._streams is not None:
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None
+                self._occupancies.clear()  # a program that was closed may still hold one, with events of these streams
                 streams.close()
                 del memory  # not sooner: copies into it may have been in flight
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .arena import Arena
+from .arena import Arena, Occupancy
 from .measurement import WindowSeconds
 
 
@@ -20,12 +20,14 @@ class Binding:
     ``values``: offloaded weight -> the tensor that its readers get, a slot or a resident copy.  Readers of any other
     weight get the parameter, which is an input of every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device and on the host, uint8.
+    ``occupancy``: what lies in the slots, if it is shared with programs that have the same placement.
     """
 
     arena: Arena
     values: Mapping[str, torch.Tensor]
     slots: Mapping[str, torch.Tensor]
     hosts: Mapping[str, torch.Tensor]
+    occupancy: Occupancy | None = None
 
 
 @dataclass

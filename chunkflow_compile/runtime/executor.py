@@ -35,6 +35,7 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 
+from .arena import Occupancy
 from .binding import Binding, Cost, Step
 from .host_flag import HostFlag
 from .measurement import RegionWatch, StepMeasurement, no_seconds
@@ -71,7 +72,6 @@ class Executor:
         self._handover, self._opening = device.event(), device.event()
         self._started, self._ended = device.event(), device.event()
         self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
-        self._writes: dict[Prefetch, None] = {}  # in the order of their newest issue
         self._windows = len(program.problem.regions)
         self._crossing = {c.name: c.nbytes for c in program.problem.collectives}
         self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
@@ -79,7 +79,7 @@ class Executor:
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
         self._keeping = list(self._kept())
         self._arrivals = arrivals(program)
-        self._arrived = [device.event() for _ in self._arrivals.marked]
+        self.occupancy = binding.occupancy or Occupancy(device, len(self._arrivals.marked))
         self._priming: list[_Issue] = []
         self._instructions = list(self._prepare(program.module))
 
@@ -103,7 +103,7 @@ class Executor:
         step = Step(inputs + [None] * (len(self._number) - len(inputs)), Cost(no_seconds(self._windows)))
         begun = self.device.start(self._steps)
         self._steps += 1
-        step.cost.primed = 0 if self.binding.arena.holder is self else self._prime()
+        step.cost.primed = 0 if self.binding.arena.holder is self.occupancy else self._prime()
         for issue in self._instructions:
             issue(step)
         self.device.finish(begun, partial(self._finish, step.cost))  # not the step: its values would live too long
@@ -139,9 +139,9 @@ class Executor:
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
-        if self.binding.arena.holder is self:
+        if self.binding.arena.holder is self.occupancy:
             self.binding.arena.holder = None
-        self._writes.clear()
+        self.occupancy.writes.clear()
         if self._flag is not None:
             self._flag.drop()  # an error in a collective left it set
         for stream in (self.device.compute, self.device.collective, self.device.copy):
@@ -167,13 +167,13 @@ class Executor:
         except ChunkflowError:
             self.forget()
             raise
-        if self.binding.arena.holder is not self:
+        if self.binding.arena.holder is not self.occupancy:
             return {}
         plan = self.program.plan
         plans = {w.name: w for w in plan.streamed}
-        broken = {op.weight for op in self._prefetches if op not in self._writes}
+        broken = {op.weight for op in self._prefetches if op not in self.occupancy.writes}
         newer: list[tuple[str, int, int]] = []
-        for op in reversed(self._writes):
+        for op in reversed(self.occupancy.writes):
             begin, end = ((plans[op.weight].offset or 0) + b for b in plan.span(plans[op.weight], op.first, op.end))
             if any(name != op.weight and a < end and begin < b for name, a, b in newer):
                 broken.add(op.weight)
@@ -188,7 +188,7 @@ class Executor:
         compute, copy = self.device.compute, self.device.copy
         self.binding.arena.holder = None  # if this is interrupted, the chunks of no program are complete
         step = Step([], Cost(no_seconds(self._windows)))
-        self._writes.clear()
+        self.occupancy.writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
         for weight, target, source in self._keeping:
@@ -197,7 +197,7 @@ class Executor:
             step.cost.moved += source.numel()
         for issue in self._priming:
             issue(step)
-        self.binding.arena.holder = self
+        self.binding.arena.holder = self.occupancy
         return step.cost.moved
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
@@ -245,7 +245,7 @@ class Executor:
             return self._prefetch(prefetch, node)
         if node.target is WAIT:
             awaited = self._arrivals.awaited.get(node)
-            return _nothing if awaited is None else partial(self._wait, self._arrived[awaited], window)
+            return _nothing if awaited is None else partial(self._wait, self.occupancy.arrived[awaited], window)
         if node.target is EVICT:
             return self._evict(str(node.args[0]))
         if node.op == "get_attr":
@@ -263,7 +263,7 @@ class Executor:
     def _mark(self, copied: Node | str) -> None:
         """Record the arrival after a copy, if a region waits for it."""
         if (number := self._arrivals.marked.get(copied)) is not None:
-            self.device.copy.record(self._arrived[number])
+            self.device.copy.record(self.occupancy.arrived[number])
 
     def _prefetch(self, prefetch: Prefetch, node: Node) -> _Issue:
         weight = prefetch.weight
@@ -274,7 +274,7 @@ class Executor:
         length = size if self._flag is not None else end - first
         parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
         copies = [(slot[part], host[part]) for part in parts]
-        stream, flag = self.device.copy, self._flag
+        stream, flag, writes = self.device.copy, self._flag, self.occupancy.writes
         name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"
 
         def issue(step: Step) -> None:
@@ -284,8 +284,8 @@ class Executor:
                 self._copy(target, source, name)
             self._mark(node)
             step.cost.moved += nbytes
-            self._writes.pop(prefetch, None)
-            self._writes[prefetch] = None
+            writes.pop(prefetch, None)
+            writes[prefetch] = None
 
         return issue
 

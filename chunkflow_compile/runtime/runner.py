@@ -22,6 +22,7 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
@@ -48,6 +49,7 @@ class Code:
     ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
     ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
     ``verified``: whether the program was verified, and is to be verified together with others in its arena.
+    ``goal``: what it was planned for, None if it was planned again.
     ``pin_bytes``: most host bytes to pin.  ``advice``: returns a sentence on what would fit if the arena does not.
     """
 
@@ -60,14 +62,16 @@ class Code:
     poison: bool = False
     verified: bool = True
     pin_bytes: int = 0
+    goal: object = None
     advice: Callable[..., str] = str
 
     def remade(self, **settings: Any) -> Code:
         """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""
+        settings = {"likes": (), **settings}
         program, folder = self.make(**settings)
         advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
         make = partial(self.make, **settings)
-        return replace(self, program=program, folder=folder, make=make, advice=advice, replan_after=0)
+        return replace(self, program=program, folder=folder, make=make, advice=advice, replan_after=0, goal=None)
 
 
 @dataclass(eq=False)
@@ -215,7 +219,15 @@ class Session:
         if not all(self._homes[name].pinned for name in slots):
             self.arena.streams.stage()
         self.arena.streams.hold(value for name, value in values.items() if name not in slots)
-        return Binding(self.arena, values, slots, {name: flat_bytes(self._homes[name].host) for name in slots})
+        hosts = {name: flat_bytes(self._homes[name].host) for name in slots}
+        found_marks = arrivals(self.program)
+        key = (
+            self.plan.placement,
+            self.program.problem.structure,
+            found_marks.order,
+            tuple((n, id(self._homes[n]), self._homes[n].version) for n in slots),
+        )
+        return Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(found_marks.marked)))
 
     def _resident(self, home: Home, stagings: GpuStagings) -> torch.Tensor:
         try:

@@ -52,6 +52,7 @@ def place(
     slowdown: float | None = None,
     yields: Yield = "auto",
     part: bool = False,
+    like: Plan | None = None,
     disabled: Collection[str] = (),
     timings: Timings | None = None,
 ) -> Plan:
@@ -61,7 +62,8 @@ def place(
     step, as a multiple of the step with all weights resident; the plan is the smallest that meets it.  Without either
     goal, ``slowdown`` is 1.02.  ``yields``: how copies avoid collectives.  ``part``: the program is a part of a model, and
     other parts run in the same arena before it runs again, so every weight streams and no copy serves the next call.
-    ``disabled``: "refine", or nothing.
+    ``like``: a plan for the same goal of a problem of the same structure (other sizes); its placement is taken over if it
+    meets the goal here, so that the two programs may run in turns without a cold start.  ``disabled``: "refine", or nothing.
     ``timings``: measurements of the problem, in place of the profile's rates.
     Raises ChunkflowError if both goals are passed, if ``slowdown`` is below 1, if ``memory`` is below the least that
     the program needs, if the policy ignores an argument, or if the timings are of another problem.
@@ -78,7 +80,10 @@ def place(
     builder = Builder(planner, planner.simulator.hardware, policy)
     if policy == "chunkflow":
         improve = unrefined if "refine" in disabled else refine
-        if part:
+        taken = None if like is None else _taken_over(planner, builder, like, memory, slowdown)
+        if taken is not None:
+            plan = taken
+        elif part:
             plan = _within_call(planner, builder, memory)
         elif memory is None:
             plan = _smallest(planner, builder, improve, slowdown)
@@ -131,6 +136,19 @@ def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: fl
     found = improve(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s))
     # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
     return builder.candidate(min(found, planner.everything(), key=builder.slots))
+
+
+def _taken_over(
+    planner: Planner, builder: Builder, like: Plan, memory: int | None, slowdown: float | None
+) -> Plan | None:
+    """The placement of ``like`` for this problem, None if it misses the goal here."""
+    kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
+    plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers)
+    if memory is not None:
+        return plan if plan.device_bytes <= memory else None
+    assert plan.predicted is not None
+    target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
+    return plan if plan.predicted.step_s <= target * (1 + ROUNDING) else None
 
 
 def _within_call(planner: Planner, builder: Builder, memory: int | None) -> Plan:

@@ -27,6 +27,11 @@ class Arrivals:
     marked: Mapping[Node | str, int]
     awaited: Mapping[Node, int]
 
+    @property
+    def order(self) -> object:
+        """What is marked, by number, and what the waits await, in their order: equal in programs that share their marks."""
+        return tuple(m if isinstance(m, str) else prefetch_of(m) for m in self.marked), tuple(self.awaited.values())
+
 
 def arrivals(program: Program) -> Arrivals:
     """The marks of a program."""

@@ -203,3 +203,12 @@ def test_more_sizes_than_dynamo_compiles() -> None:
         inputs["encoder_hidden_states"] = torch.randn(1, length, text.shape[-1])
         assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
     assert len(programs(model)) == 2
+
+
+@pytest.mark.parametrize("placed", [True, False])
+def test_a_compiled_forward(placed: bool) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    if placed:
+        offload(model, min_bytes=MIN_BYTES)
+    model.forward = torch.compile(model.forward, backend="chunkflow", options={**OPTIONS, "lowering": "eager"})
+    assert_same(model, twin, steps=3)
