@@ -114,7 +114,7 @@ CACHES: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("family", ["wan", "flux"])
+@pytest.mark.parametrize("family", ["wan", pytest.param("flux", marks=pytest.mark.long)])
 def test_a_step_cache(family: str, kind: str) -> None:
     """Hits and misses in turns: the inputs change little, and every third time a lot."""
     model, twin = pair(family)
