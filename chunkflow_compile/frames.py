@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.leaves import leaves, tensors_of
+from chunkflow_compile.weights.leaves import leaves_of
 
 _log = logging.getLogger(__name__)
 
@@ -47,10 +47,9 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
     """
     if root is None:
         return False
-    whole = (leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor))
     mine, all_of_them = (
         sum(t.nbytes for t in {id(t): t for t in tensors}.values() if t.nbytes >= min_bytes)
-        for tensors in (weights, whole)
+        for tensors in (weights, leaves_of(root))
     )
     return 2 * mine <= all_of_them
 

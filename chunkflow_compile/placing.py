@@ -23,7 +23,7 @@ from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.guards import Guards, detach_guards
 from chunkflow_compile.weights.host_store import Home, HostStore, give_back, home_of, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, leaves, stream_inside, tensors_of
+from chunkflow_compile.weights.leaves import align, leaves, leaves_of, stream_inside, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
@@ -144,8 +144,7 @@ class Placement:
             self.free()
             self.store.release(device)
             before = {id(tensor): values for tensor, values in self._carried}
-            held = [leaf for _, tensor in tensors_of(self.root) for _, leaf in leaves(tensor)]
-            everything = [(t, device) for t in held if device is not None]
+            everything = [(t, device) for t in leaves_of(self.root) if device is not None]
             with torch.no_grad():
                 for tensor, target in everything or [(t, values.device) for t, values in self._carried]:
                     if tensor.device != target:
@@ -172,7 +171,7 @@ def offload(
     """
     root = _unwrap(model)
     index = ModelIndex.of(root)
-    parameters = [leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor)]
+    parameters = [*leaves_of(root)]
     if _placements(root):
         placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
         raise ChunkflowError(
@@ -215,10 +214,9 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     for module in _unwrap(model).modules() if placement_of(_unwrap(model)) is None else ():
         detach_guards(module)  # those of a copy
         module.__dict__.pop(_PLACEMENT, None)
-    for _, tensor in tensors_of(_unwrap(model)):  # those that a copy has, or that were assigned after the last call
-        for _, leaf in leaves(tensor):
-            if isinstance(leaf, HostWeight):
-                give_back(leaf, target or leaf.device, GpuStagings())
+    for leaf in [*leaves_of(_unwrap(model))]:  # those that a copy has, or that were assigned after the last call
+        if isinstance(leaf, HostWeight):
+            give_back(leaf, target or leaf.device, GpuStagings())
     return model
 
 
@@ -244,8 +242,7 @@ def _placements(model: nn.Module) -> list[Placement]:
     """The placements of a model, of its parts, and of the models that it is a part of."""
     root = _unwrap(model)
     own = [p for m in root.modules() if (p := placement_of(m)) is not None]
-    held = [leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor)]
-    return list(dict.fromkeys([*own, *placements_around(held)]))
+    return list(dict.fromkeys([*own, *placements_around(leaves_of(root))]))
 
 
 def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str | None:

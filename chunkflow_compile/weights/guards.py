@@ -197,8 +197,7 @@ def detach_guards(module: nn.Module) -> None:
             function = getattr(hook, "hook", hook)
             if getattr(function, "func", function) in ours:
                 del hooks[key]
-                for kind in ("_forward_pre_hooks_with_kwargs",):
-                    module.__dict__[kind].pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
 
 
 def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:

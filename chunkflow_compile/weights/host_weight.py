@@ -223,19 +223,14 @@ class HostWeight(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.inference_mode(False):
-                return self._copied(memo)
+                made = memo[id(self)] = like(self, HostWeight(self.host.clone(), self.device, label=self.label))
+                made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
         found: torch.Tensor = memo[id(self)]
         return found
 
     def __copy__(self) -> torch.Tensor:
         made: torch.Tensor = like(self, self._alias(self.host))
         made.__dict__.update(self._state())
-        return made
-
-    def _copied(self, memo: dict[int, Any]) -> torch.Tensor:
-        made: torch.Tensor = like(self, HostWeight(self.host.clone(), self.device, label=self.label))
-        memo[id(self)] = made
-        made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:

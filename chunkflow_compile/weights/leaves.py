@@ -61,6 +61,11 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         yield from beside(tensor, name)
 
 
+def leaves_of(root: nn.Module) -> Iterator[torch.Tensor]:
+    """The tensors with bytes of a model; a tied one once for each name."""
+    return (leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor))
+
+
 def beside(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that bitsandbytes keeps in an attribute of a parameter: ``weight.quant_state.absmax``."""
     state = tensor.__dict__.get("quant_state")
