@@ -32,7 +32,7 @@ from chunkflow_compile.lowering.lower import lower_regions, warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Settings, stages
+from chunkflow_compile.passes.pipeline import Settings, Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
@@ -93,10 +93,14 @@ def chunkflow(
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
         tables = move_tables(aten, device)
         make = partial(run_passes, describe_graph(aten, parameters, index.blocks), settings, chosen.dump)
-        program, folder = make()
+        stage, folder = make()
+        program = stage.program
+        assert program is not None and stage.cut is not None
         programs.append(program)
         code = Code(
             program=program,
+            cut=stage.cut,
+            settings=settings,
             regions=lower_regions(program, chosen.lowering, chosen.inductor),
             make=make,
             replan_after=chosen.replan_after,
@@ -147,10 +151,8 @@ def _move(index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequ
             placement.move((index.names[id(p)], p) for p in weights)
 
 
-def run_passes(
-    traced: Traced, settings: Settings, dump: str | Path | None, **other: Any
-) -> tuple[Program, Path | None]:
-    """Run the passes on an ATen graph, log every stage, and write it to ``dump`` if set; return program and folder.
+def run_passes(traced: Traced, settings: Settings, dump: str | Path | None, **other: Any) -> tuple[Stage, Path | None]:
+    """Run the passes on an ATen graph, log every stage, and write it to ``dump`` if set; return the last stage and folder.
 
     ``other``: fields of ``settings`` to replace.
     """
@@ -160,8 +162,7 @@ def run_passes(
         last, folder = [*run][-1], None
     else:
         last, folder = write_stages(run, dump, settings.hardware)
-    assert last.program is not None
-    return last.program, folder
+    return last, folder
 
 
 def _index(weights: Sequence[torch.Tensor]) -> tuple[ModelIndex, int | None]:

@@ -90,7 +90,7 @@ class Placement:
             if other.outlived:
                 other.close()
             if not other.closed and other is not session and session.repeats(other):
-                session.executor.adopt(other.measurements)
+                session.adopt(other.measurements)
                 other.close()
         self.sessions = [s for s in self.sessions if not s.closed and s is not session] + [session]
 

@@ -10,8 +10,8 @@ verified    the same program, proved safe                          verify
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args
 
 from chunkflow_compile.passes.cost.timings import Timings
@@ -21,6 +21,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.place import Policy, place
 from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
+from chunkflow_compile.passes.program.course import Call, Course, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
 
@@ -37,6 +38,7 @@ OPTIONAL_PASSES: Mapping[str, str] = {
     "views": "pieces that hold only views are moved into the regions around them",
     "sharing": "equal regions are lowered once",
     "refine": "short programs are improved chunk by chunk",
+    "course": "programs that run in turns are planned as one",
     "verify": "the program is proved safe before it runs",
 }
 
@@ -87,8 +89,11 @@ def check_disabled(names: Iterable[str]) -> None:
             )
 
 
-def make_plan(problem: Problem, settings: Settings) -> Plan:
-    """The plan of ``settings``, or one placed for its goal.  Raises ChunkflowError if no plan meets the goal."""
+def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> Plan:
+    """The plan of ``settings``, or one placed for its goal.  ``inside``: see place.
+
+    Raises ChunkflowError if no plan meets the goal.
+    """
     like = next((plan for other, plan in settings.likes if other.structure == problem.structure), None)
     return settings.plan or place(
         problem,
@@ -100,9 +105,19 @@ def make_plan(problem: Problem, settings: Settings) -> Plan:
         yields=settings.yields,
         part=settings.part,
         like=like,
+        inside=inside,
         disabled=settings.disabled,
         timings=settings.timings,
     )
+
+
+def make_course(calls: Sequence[Call], settings: Settings) -> Course:
+    """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
+    plan = make_plan(join(calls), replace(settings, likes=(), part=False), inside=True)
+    course = write(calls, plan, share="sharing" not in settings.disabled)
+    if "verify" not in settings.disabled:
+        verify(course)
+    return course
 
 
 def make_cut(traced: Traced, group_bytes: int = DEFAULT_GROUP_BYTES, disabled: Collection[str] = ()) -> Cut:

@@ -147,7 +147,7 @@ class Tenant:
     plan: Plan
     code: None = None
 
-    def close(self) -> None:
+    def unbind(self) -> None:
         raise AssertionError("the arena was made large enough")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -19,14 +20,17 @@ Make = Callable[[torch.device, DeviceKind], Device]
 
 
 class Occupancy:
-    """What lies in the memory for one placement of weights.  Programs with the same placement share it.
+    """What lies in the memory for one placement of weights.  Programs with the same placement share it, and the programs
+    of a course.
 
     ``arrived``: an event for each mark of the copies.  ``writes``: the prefetches, in the order of their newest issue.
+    ``next``: the call of the course for which the chunks are in order, None while a call runs.
     """
 
     def __init__(self, device: Device, marks: int) -> None:
         self.arrived = [device.event() for _ in range(marks)]
         self.writes: dict[Prefetch, None] = {}
+        self.next: int | None = None
 
 
 class Tenant(Protocol):
@@ -45,13 +49,30 @@ class Tenant(Protocol):
     def close(self) -> None:
         """Leave the arena.  The next call of the program creates a new tenant."""
 
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
+
+
+class Shared(Protocol):
+    """What several tenants have in the memory together."""
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
+
+    def prune(self) -> None:
+        """Drop what belongs to weights that no longer exist."""
+
+    def close(self) -> None:
+        """Unbind for good."""
+
 
 class Arena:
     """Device memory and streams that programs share: as large as the largest plan that ran in it, not as all together.
 
     The programs of one model share an arena automatically.  Models that run in turns, such as the two transformers of
     Wan 2.2 or a text encoder and a transformer, share one if it is passed to each as ``options={"arena": arena}``.
-    Each change from one program to another is a cold start, unless both have the same placement of the same weights.
+    Each change from one program to another is a cold start, unless both have the same placement of the same weights, or the
+    order of the programs repeats: then they run as a course (courses.py).
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
@@ -66,6 +87,7 @@ class Arena:
         self._memory: torch.Tensor | None = None
         self._tenants: list[weakref.ref[Any]] = []
         self._occupancies: weakref.WeakValueDictionary[object, Occupancy] = weakref.WeakValueDictionary()
+        self.courses: Any = None  # a Shared: what the tenants run as courses (courses.py)
         self._proved: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
     @property
@@ -95,8 +117,9 @@ class Arena:
     def join(self, tenant: Tenant, *, kind: DeviceKind | None = None, advice: Callable[[], str] = str) -> torch.Tensor:
         """Add a tenant; return the memory, uint8, at least its ``plan.arena_bytes`` long and aligned to 256 bytes.
 
-        If the memory was smaller, the other tenants are closed and it is allocated again.  Raises ChunkflowError if the
-        device has no room (``advice`` returns what would fit), or if the other tenants use another ``kind`` of device.
+        If the memory was smaller, it is allocated again, and the other tenants are bound again at their next step.  Raises
+        ChunkflowError if the device has no room (``advice`` returns what would fit), or if the other tenants use another
+        ``kind`` of device.
         """
         kind = kind or DeviceKind()
         with self.lock():
@@ -108,20 +131,44 @@ class Arena:
                     "Programs that share an arena run on the same streams, so they need the same kind of device: set "
                     'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
-            nbytes = tenant.plan.arena_bytes
             self._tenants.append(weakref.ref(tenant))
             try:
-                if self._memory is None or self.nbytes < nbytes:
-                    for other in self.tenants:
-                        if other is not tenant:
-                            other.close()
-                    self._memory = self.holder = None
-                    self._occupancies.clear()
-                    self._memory = self._allocate(nbytes, advice)
+                return self.reserve(tenant.plan.arena_bytes, advice)
             except BaseException:
                 self.leave(tenant)
                 raise
-            return self._memory
+
+    def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
+        """Make the memory at least ``nbytes`` large; return it.  The caller holds the lock.
+
+        The old memory is freed first.  Raises ChunkflowError if the device has no room; the memory is then as large as
+        before, or freed, if the device has lost the room for that too.
+        """
+        before = self.nbytes
+        if self._memory is None or before < nbytes:
+            if self._memory is not None:
+                self._unbind()
+            try:
+                self._memory = self._allocate(nbytes, advice)
+            except BaseException:
+                with contextlib.suppress(ChunkflowError):
+                    self._memory = self._allocate(before, str) if before else None
+                raise
+        return self._memory
+
+    @property
+    def memory(self) -> torch.Tensor | None:
+        """The memory that tenants are bound to."""
+        return self._memory
+
+    def _unbind(self) -> None:
+        """Free the memory."""
+        if self.courses is not None:
+            self.courses.unbind()
+        for tenant in self.tenants:
+            tenant.unbind()
+        self._memory = self.holder = None
+        self._occupancies.clear()
 
     def occupancy(self, placement: object, marks: int) -> Occupancy:
         """The occupancy for a placement: the weights, their versions, slots and windows, and the marks of the copies."""
@@ -142,11 +189,16 @@ class Arena:
         for tenant in self.tenants:
             if tenant.outlived:
                 tenant.close()
+        if self.courses is not None:
+            self.courses.prune()
 
     def sweep(self) -> None:
         """Remove tenants that were garbage-collected without being closed."""
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not None]
+            if not self._tenants and self.courses is not None:
+                self.courses.close()
+                self.courses = None
             if not self._tenants and self._streams is not None:
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from chunkflow_compile.passes.program.arrivals import Arrivals
+
 from .arena import Arena, Occupancy
 from .measurement import WindowSeconds
 
@@ -20,7 +22,8 @@ class Binding:
     ``values``: offloaded weight -> the tensor that its readers get, a slot or a resident copy.  Readers of any other
     weight get the parameter, which is an input of every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device and on the host, uint8.
-    ``occupancy``: what lies in the slots, if it is shared with programs that have the same placement.
+    ``occupancy``: what lies in the slots, if it is shared with other programs: of the same placement, or of the course.
+    ``marks``: the marks of the copies, if they were computed already.
     """
 
     arena: Arena
@@ -28,6 +31,7 @@ class Binding:
     slots: Mapping[str, torch.Tensor]
     hosts: Mapping[str, torch.Tensor]
     occupancy: Occupancy | None = None
+    marks: Arrivals | None = None
 
 
 @dataclass

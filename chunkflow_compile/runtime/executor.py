@@ -7,7 +7,8 @@ Only these events order the streams:
 * the arrival of a region's weights, recorded on the copy stream after the newest chunk issued for any of them; the
   region waits for it;
 * the handover of the arena, recorded on the compute stream after whatever ran in the arena before; the first copies of
-  a cold start wait for it;
+  a cold start or a jump wait for it; if a jump leads between the wait for a weight and its last reader, compute waits for
+  these copies;
 * the start and the end of a collective, if collectives have a stream of their own: the collective waits for its start,
   recorded on the compute stream, and compute waits for its end where the program awaits the collective.
 
@@ -19,7 +20,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -32,6 +34,7 @@ from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_ten
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.arrivals import arrivals
+from chunkflow_compile.passes.program.course import Course, border
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 
@@ -49,6 +52,18 @@ KEPT_MEASUREMENTS = 3600
 _Issue = Callable[[Step], None]
 
 
+@dataclass(frozen=True)
+class _Cold:
+    """What a cold start copies: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches``.
+
+    ``waits``: whether compute waits for all of it.
+    """
+
+    kept: Sequence[tuple[str, torch.Tensor, torch.Tensor]]
+    prefetches: Sequence[_Issue]
+    waits: bool
+
+
 class Executor:
     """Runs a program on a device, one step at a time.  Not thread-safe: the caller holds the lock of the arena."""
 
@@ -58,29 +73,34 @@ class Executor:
         regions: Mapping[str, Callable[..., Sequence[Any]]],
         binding: Binding,
         poison: bool = False,
+        course: Course | None = None,
+        measurements: deque[StepMeasurement] | None = None,
     ) -> None:
-        """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN."""
+        """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
+
+        ``course``: that of which the program is a call.  ``measurements``: where to write those of the steps.
+        """
         self.program = program
+        self.course = course or Course.of(program)
+        self.call = next(i for i, call in enumerate(self.course.calls) if call is program)
         self._poison = poison
         self.device = device = binding.arena.streams
         self.binding = binding
-        self._measurements: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self._measurements = deque[StepMeasurement](maxlen=KEPT_MEASUREMENTS) if measurements is None else measurements
         self._steps = 0
         self.traffic = Traffic()
         self._flag = HostFlag() if program.plan.policy == "host-yield" else None
         self._regions = regions
-        self._handover, self._opening = device.event(), device.event()
+        self._handover, self._opening, self._primed = device.event(), device.event(), device.event()
         self._started, self._ended = device.event(), device.event()
-        self._prefetches = [p for n in program.module.graph.nodes if (p := prefetch_of(n)) is not None]
         self._windows = len(program.problem.regions)
         self._crossing = {c.name: c.nbytes for c in program.problem.collectives}
         self._number = {n: i for i, n in enumerate(program.module.graph.nodes)}
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
-        self._keeping = list(self._kept())
-        self._arrivals = arrivals(program)
+        self._arrivals = binding.marks or arrivals(self.course)
         self.occupancy = binding.occupancy or Occupancy(device, len(self._arrivals.marked))
-        self._priming: list[_Issue] = []
+        self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
         self._instructions = list(self._prepare(program.module))
 
     def run(self, args: Sequence[Any]) -> Any:
@@ -103,9 +123,12 @@ class Executor:
         step = Step(inputs + [None] * (len(self._number) - len(inputs)), Cost(no_seconds(self._windows)))
         begun = self.device.start(self._steps)
         self._steps += 1
-        step.cost.primed = 0 if self.binding.arena.holder is self.occupancy else self._prime()
+        begins = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
+        step.cost.primed = 0 if begins else self._prime()
+        self.occupancy.next = None
         for issue in self._instructions:
             issue(step)
+        self.occupancy.next = (self.call + 1) % len(self.course.calls)
         self.device.finish(begun, partial(self._finish, step.cost))  # not the step: its values would live too long
         return step
 
@@ -113,10 +136,6 @@ class Executor:
         """The newest measured steps, oldest first; with ``wait``, including those in flight."""
         self.device.collect(wait)
         return tuple(self._measurements)
-
-    def adopt(self, steps: Iterable[StepMeasurement]) -> None:
-        """Take over the measurements of the program that this one replaces."""
-        self._measurements.extend(steps)
 
     def _finish(self, cost: Cost, begin: float, end: float, whole: bool) -> None:
         copied = self.traffic.settle(end)
@@ -154,7 +173,7 @@ class Executor:
     def vacate(self) -> None:
         """Wait for work in flight and drop every reference to the memory.  The executor cannot run again."""
         self.forget()
-        self._instructions, self._priming, self._keeping = [], [], []
+        self._instructions, self._cold = [], None
         self.binding = Binding(self.binding.arena, {}, {}, {})
 
     def intact_slots(self) -> dict[str, torch.Tensor]:
@@ -171,7 +190,7 @@ class Executor:
             return {}
         plan = self.program.plan
         plans = {w.name: w for w in plan.streamed}
-        broken = {op.weight for op in self._prefetches if op not in self.occupancy.writes}
+        broken = {op.weight for _, _, op in self.course.prefetches if op not in self.occupancy.writes}
         newer: list[tuple[str, int, int]] = []
         for op in reversed(self.occupancy.writes):
             begin, end = ((plans[op.weight].offset or 0) + b for b in plan.span(plans[op.weight], op.first, op.end))
@@ -181,24 +200,36 @@ class Executor:
         return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
 
     def _prime(self) -> int:
-        """Take over the arena: copy the chunks that stay, and those that the step before would have prefetched.
+        """Take over the arena, or jump to this call of the course: copy the chunks that stay, and those that are on their way
+        or in use here in a pass without jumps.
 
         Returns the bytes copied.
         """
-        compute, copy = self.device.compute, self.device.copy
-        self.binding.arena.holder = None  # if this is interrupted, the chunks of no program are complete
+        compute, copy, arena = self.device.compute, self.device.copy, self.binding.arena
+        jumps = arena.holder is self.occupancy  # then the chunks that stay are there
+        arena.holder = None  # if this is interrupted, the chunks of no program are complete
+        cold = self._cold = self._cold or self._make_cold()
         step = Step([], Cost(no_seconds(self._windows)))
         self.occupancy.writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
-        for weight, target, source in self._keeping:
+        for weight, target, source in () if jumps else cold.kept:
             self._copy(target, source, f"keep {weight}")
             self._mark(weight)
             step.cost.moved += source.numel()
-        for issue in self._priming:
+        for issue in cold.prefetches:
             issue(step)
-        self.binding.arena.holder = self.occupancy
+        if cold.waits:
+            copy.record(self._primed)
+            compute.wait(self._primed)
+        arena.holder = self.occupancy
         return step.cost.moved
+
+    def _make_cold(self) -> _Cold:
+        found = border(self.course, self.call)
+        return _Cold(
+            list(self._kept()), [self._prefetch(p, n) for n in found.prefetches if (p := prefetch_of(n))], found.waits
+        )
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
@@ -221,8 +252,6 @@ class Executor:
             issue = self._issue(module, node, min(window, self._windows - 1))
             window += node.op == "call_module"
             if (prefetch := prefetch_of(node)) is not None:
-                if prefetch.next_step:
-                    self._priming.append(issue)
                 if prefetch.window != opened:
                     issue = partial(self._open, issue)
                 opened = prefetch.window
@@ -312,7 +341,11 @@ class Executor:
     def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> _Issue:
         """A function that issues a node on the compute stream.  ``window``: where its compute time counts, or None."""
         number, run, read = self._number[node], self.device.compute.run, self._reader(node)
-        name = "" if window is None else " ".join(w for w in (node.name, *self.program.plan.regions[window]) if w)
+        name = (
+            ""
+            if window is None
+            else " ".join(w for w in (node.name, *self.program.plan.regions[self.program.start + window]) if w)
+        )
 
         def issue(step: Step) -> None:
             env = step.env

@@ -53,6 +53,7 @@ def place(
     yields: Yield = "auto",
     part: bool = False,
     like: Plan | None = None,
+    inside: bool = False,
     disabled: Collection[str] = (),
     timings: Timings | None = None,
 ) -> Plan:
@@ -63,7 +64,9 @@ def place(
     goal, ``slowdown`` is 1.02.  ``yields``: how copies avoid collectives.  ``part``: the program is a part of a model, and
     other parts run in the same arena before it runs again, so every weight streams and no copy serves the next call.
     ``like``: a plan for the same goal of a problem of the same structure (other sizes); its placement is taken over if it
-    meets the goal here, so that the two programs may run in turns without a cold start.  ``disabled``: "refine", or nothing.
+    meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
+    in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
+    ``disabled``: "refine", or nothing.
     ``timings``: measurements of the problem, in place of the profile's rates.
     Raises ChunkflowError if both goals are passed, if ``slowdown`` is below 1, if ``memory`` is below the least that
     the program needs, if the policy ignores an argument, or if the timings are of another problem.
@@ -77,7 +80,7 @@ def place(
     if yields != "auto" and policy != "chunkflow":
         raise ChunkflowError(f"Policy {policy} has one plan only: yield={yields} would change nothing.")
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields)
-    builder = Builder(planner, planner.simulator.hardware, policy)
+    builder = Builder(planner, planner.simulator.hardware, policy, inside)
     if policy == "chunkflow":
         improve = unrefined if "refine" in disabled else refine
         taken = None if like is None else _taken_over(planner, builder, like, memory, slowdown)
@@ -198,8 +201,10 @@ def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) 
 class Builder:
     """Builds plans from placements: slots, prediction, reasons."""
 
-    def __init__(self, planner: Planner, hardware: Hardware, policy: Policy) -> None:
+    def __init__(self, planner: Planner, hardware: Hardware, policy: Policy, inside: bool = False) -> None:
+        """``inside``: see place."""
         self.planner = planner
+        self.inside = inside
         self.problem = planner.problem
         self.digest = planner.problem.digest
         self.hardware = hardware
@@ -260,7 +265,8 @@ class Builder:
         return plan
 
     def _streamed(self, windows: Mapping[str, Windows]) -> list[Weight]:
-        return [w for w in self.problem.weights if any(k is not None for k in windows.get(w.name, ()))]
+        found = ((w, windows.get(w.name, ())) for w in self.problem.weights)
+        return [w for w, chunks in found if chunks and (self.inside or any(k is not None for k in chunks))]
 
     def _outside(self, streamed: list[Weight]) -> int:
         """Bytes of the weights without a slot."""

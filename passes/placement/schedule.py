@@ -65,8 +65,11 @@ class Transfers:
     barriers: Mapping[str, tuple[str, ...]]
 
 
-def transfers(problem: Problem, windows: Mapping[str, Windows], barriers: Iterable[Barrier] = ()) -> Transfers:
-    """Place the transfer ops.  ``windows``: streamed weight -> the window of each chunk.
+def transfers(
+    problem: Problem, windows: Mapping[str, Windows], barriers: Iterable[Barrier] = (), *, kept: bool = False
+) -> Transfers:
+    """Place the transfer ops.  ``windows``: streamed weight -> the window of each chunk.  ``kept``: whether a weight whose
+    chunks all stay in the arena gets a wait too, for a cold start.
 
     Within a window, chunks are in the order in which they are needed.
     """
@@ -76,7 +79,7 @@ def transfers(problem: Problem, windows: Mapping[str, Windows], barriers: Iterab
     evicts: dict[int, list[str]] = {}
     for position, weight in enumerate(sorted(problem.weights, key=lambda w: w.name)):
         chunks = windows.get(weight.name, ())
-        if all(w is None for w in chunks):
+        if all(w is None for w in chunks) and not (kept and chunks):
             continue
         first, last = weight.uses[0], weight.uses[-1]
         waits.setdefault(first, []).append(weight.name)

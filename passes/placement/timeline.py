@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import Lane, Span
 from chunkflow_compile.passes.problem import Problem
 
@@ -162,6 +163,7 @@ class _Run:
         return self._timeline(length)
 
     def _run(self, item: Item) -> None:
+        pace()
         step = self.step
         if isinstance(item, Prefetch):
             self._issue(item)

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate, chain
 
 from torch.fx import Node
 
 from chunkflow_compile.passes.ops import WAIT, prefetch_of
 
+from .course import Course
 from .rewrite import Program
 
 
@@ -33,25 +35,28 @@ class Arrivals:
         return tuple(m if isinstance(m, str) else prefetch_of(m) for m in self.marked), tuple(self.awaited.values())
 
 
-def arrivals(program: Program) -> Arrivals:
-    """The marks of a program."""
-    nodes = list(program.module.graph.nodes)
-    kept = [
-        w.name for w in program.plan.streamed if None in w.windows
-    ]  # in the order in which a cold start copies them
+def arrivals(course: Course | Program) -> Arrivals:
+    """The marks of a program, or of all programs of a course."""
+    course = Course.of(course)
+    # the resident chunks, in the order in which a cold start copies them
+    kept = [w.name for w in course.plan.streamed if None in w.windows]
     issued: dict[str, list[tuple[int, int, Node | str]]] = {}  # weight -> its copies: step, position, what
     for position, name in enumerate(kept):
         issued.setdefault(name, []).append((-2, position, name))
-    for position, node in enumerate(nodes):
+    nodes = [list(program.module.graph.nodes) for program in course.calls]
+    starts = [0, *accumulate(map(len, nodes))]
+    for position, node in enumerate(chain(*nodes)):
         if (prefetch := prefetch_of(node)) is not None:
             issued.setdefault(prefetch.weight, []).append((-1 if prefetch.next_step else 0, position, node))
     marked: dict[Node | str, int] = {}
     awaited: dict[Node, int] = {}
-    for position, group in _groups(nodes):
-        copies = [c for node in group for c in issued.get(str(node.args[0]), ()) if c[0] < 0 or c[1] < position]
-        if copies:
-            newest = max(copies, key=lambda c: c[:2])[2]
-            awaited[group[0]] = marked.setdefault(newest, len(marked))
+    for start, call in zip(starts, nodes, strict=False):
+        for position, group in _groups(call):
+            before = start + position
+            copies = [c for node in group for c in issued.get(str(node.args[0]), ()) if c[0] < 0 or c[1] < before]
+            if copies:
+                newest = max(copies, key=lambda c: c[:2])[2]
+                awaited[group[0]] = marked.setdefault(newest, len(marked))
     return Arrivals(marked, awaited)
 
 

@@ -16,16 +16,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from chunkflow_compile.passes.graph.discover import awaited, is_wait_tensor, list_of
+from chunkflow_compile.passes.graph.discover import awaited, collective_kind, is_wait_tensor, list_of
 
 from .happens_before import HappensBefore
 from .memory import Memory
 from .rewrite import SOURCE, Program
 
 
-def check_collectives(program: Program, order: HappensBefore, memory: Memory) -> Iterator[str]:
-    """The violations of a program around its collectives, as sentences.  ``order``: of the program alone."""
+def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
+    """The violations of a program around its collectives, as sentences.  ``order``: of the program alone, if computed."""
     yield from _check_last_readers(program)
+    if not any(collective_kind(node) is not None for node in program.module.graph.nodes):
+        return
+    order = order or HappensBefore((program,), 1)
     completions: dict[str, str] = {}
     for node in program.module.graph.nodes:
         for collective in awaited(node) if is_wait_tensor(node) else ():

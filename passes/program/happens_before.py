@@ -1,11 +1,12 @@
 """Happens-before: which operations of programs are ordered on the device, whatever the speed of its streams.
 
 Programs that share an arena are unrolled turn by turn, in the order in which the host issues their ops.  A turn is a
-cold start and some steps of one program.  There are three streams.  Two are each in order: *compute* (regions, waits,
-evicts, handovers, window openings, completions and releases) and *copy* (chunks).  The third is *collective*.  A
-collective runs there from its start, which waits for the newest op of compute, to its end, for which a completion makes
-compute wait.  Nothing else orders collectives: every NCCL communicator has a stream of its own, and gloo runs several
-at a time.  So the order of two collectives counts only if compute completes the first before it issues the second.
+cold start and some steps of one program, or some passes over the calls of a course.  There are three streams.  Two are
+each in order: *compute* (regions, waits, evicts, handovers, window openings, completions and releases) and *copy*
+(chunks).  The third is *collective*.  A collective runs there from its start, which waits for the newest op of compute,
+to its end, for which a completion makes compute wait.  Nothing else orders collectives: every NCCL communicator has a
+stream of its own, and gloo runs several at a time.  So the order of two collectives counts only if compute completes the
+first before it issues the second.
 
 Five kinds of events order one stream after another: a handover lets the first copies of a turn start, the opening of a
 window lets its chunks start, the arrival of the newest issued chunk of a region's weights ends its waits (arrivals.py),
@@ -23,8 +24,10 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.graph.discover import awaited, collective_kind, completes_itself, is_wait_tensor, list_of
 from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
+from chunkflow_compile.passes.pace import pace
 
-from .arrivals import arrivals
+from .arrivals import Arrivals, arrivals
+from .course import Course, border
 from .rewrite import Program
 
 StreamName = Literal["compute", "copy", "collective"]
@@ -37,6 +40,7 @@ PRIMING = -1
 @dataclass(frozen=True)
 class Op:
     """One operation of the unrolled programs.  ``step``: -1 for the priming.  ``label``: like a line of the listing.
+    ``call``: the call of a course that issues it.
 
     ``serves``: the step whose readers a chunk is copied for; None for a resident chunk, which serves all steps of its
     turn.  ``collectives``: those that the op is, takes an element of the results of, or completes.  ``values``: those
@@ -56,22 +60,24 @@ class Op:
     collectives: tuple[str, ...] = ()
     values: tuple[str, ...] = ()
     mark: int | None = None
+    call: int = 0
 
     def __str__(self) -> str:
         turn = f"turn {self.turn}, " if self.turn else ""
+        turn += f"call {self.call}, " if self.call else ""
         return f"{self.label} ({turn}{f'step {self.step}' if self.step >= 0 else 'priming'})"
 
 
 class HappensBefore:
     """The order of unrolled programs.  ``ops``: in the order of issue.  ``graph``: a DAG over their indices.
 
-    ``turns``: the programs that hold the arena one after the other; each runs ``steps`` steps.
+    ``turns``: the programs or courses that hold the arena one after the other; each runs ``steps`` steps.
     """
 
-    def __init__(self, turns: Sequence[Program], steps: int) -> None:
-        self.turns = tuple(turns)
+    def __init__(self, turns: Sequence[Program | Course], steps: int) -> None:
+        self.turns = tuple(Course.of(turn) for turn in turns)
         self.steps = steps
-        self.ops: list[Op] = [op for turn, program in enumerate(turns) for op in _unroll(program, turn, steps)]
+        self.ops: list[Op] = [op for turn, course in enumerate(self.turns) for op in _unroll(course, turn, steps)]
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(range(len(self.ops)))
         self._link()
@@ -90,6 +96,7 @@ class HappensBefore:
         running: dict[str, list[int]] = {}  # collective -> its ops that no completion has ended yet
         gate: int | None = None  # the newest event that the copy stream waits for
         for i, op in enumerate(self.ops):
+            pace()
             if op.stream == "collective":
                 (name,) = op.collectives
                 if op.kind == "collective":
@@ -119,6 +126,7 @@ class HappensBefore:
         """
         clocks: list[tuple[int, int]] = []
         for i, op in enumerate(self.ops):  # the order of issue is topological
+            pace()
             compute = copy = -1
             for before in self.graph.predecessors(i):
                 compute, copy = max(compute, clocks[before][0]), max(copy, clocks[before][1])
@@ -130,32 +138,39 @@ class HappensBefore:
         return clocks
 
 
-def _unroll(program: Program, turn: int, steps: int) -> Iterator[Op]:
-    nodes = list(program.module.graph.nodes)
-    weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
-    released, found = _released(program), arrivals(program)
+def _unroll(course: Course, turn: int, steps: int) -> Iterator[Op]:
+    found = arrivals(course)
     yield Op(turn, PRIMING, 0, "compute", "handover", "handover")
-    for weight in program.plan.streamed:
+    for weight in course.plan.streamed:
         for chunk in (i for i, window in enumerate(weight.windows) if window is None):
             label = f"keep({weight.name!r}, chunk {chunk})"
             kept = Op(turn, PRIMING, 0, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None)
             yield replace(kept, mark=found.marked.get(weight.name))
-    for node in nodes:  # on a cold start the executor first issues what the step before would have prefetched
-        if (prefetch := prefetch_of(node)) is not None and prefetch.next_step:
+    for node in border(course, 0).prefetches:  # what the step before would have prefetched
+        if (prefetch := prefetch_of(node)) is not None:
             yield from _chunks(prefetch, 0, turn, PRIMING, found.marked.get(node))
     for step in range(steps):
-        opened: int | None = None
-        for position, node in enumerate(nodes):
-            if (prefetch := prefetch_of(node)) is not None:
-                if prefetch.window != opened:
-                    opened = prefetch.window
-                    yield Op(turn, step, position, "compute", "open", f"opening of window {opened}")
-                yield from _chunks(prefetch, position, turn, step, found.marked.get(node))
-            elif node.op not in ("placeholder", "get_attr", "output"):
-                yield from _issued(weights, node, position, turn, step, found.awaited.get(node))
-            if (values := released.get(node.name)) and node.op != "placeholder":
-                label = f"release of {', '.join(values)}"
-                yield Op(turn, step, position, "compute", "release", label, values=values)
+        for number, program in enumerate(course.calls):
+            for op in _call(program, found, turn, step):
+                pace()
+                yield replace(op, call=number) if number else op
+
+
+def _call(program: Program, found: Arrivals, turn: int, step: int) -> Iterator[Op]:
+    weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
+    released = _released(program)
+    opened: int | None = None
+    for position, node in enumerate(program.module.graph.nodes):
+        if (prefetch := prefetch_of(node)) is not None:
+            if prefetch.window != opened:
+                opened = prefetch.window
+                yield Op(turn, step, position, "compute", "open", f"opening of window {opened}")
+            yield from _chunks(prefetch, position, turn, step, found.marked.get(node))
+        elif node.op not in ("placeholder", "get_attr", "output"):
+            yield from _issued(weights, node, position, turn, step, found.awaited.get(node))
+        if (values := released.get(node.name)) and node.op != "placeholder":
+            label = f"release of {', '.join(values)}"
+            yield Op(turn, step, position, "compute", "release", label, values=values)
 
 
 def _released(program: Program) -> dict[str, tuple[str, ...]]:

@@ -18,16 +18,17 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Graph, GraphModule, Node
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from chunkflow_compile.passes.graph.discover import collective_kind, collective_of, is_wait_tensor
 from chunkflow_compile.passes.graph.listing import listing
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
-from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute, Evict, Item, Wait, transfers
+from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute, Evict, Item, Transfers, Wait, transfers
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
@@ -43,7 +44,8 @@ class Program:
 
     ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> the region that
     it holds; equal regions share a submodule.  ``releases``: node -> the values that the executor drops after it, by
-    name.  ``data_flow``: that of the Cut, for verify.
+    name.  ``data_flow``: that of the Cut, for verify.  ``start``: its first window in the plan, if that is of a course
+    (course.py).
     """
 
     module: GraphModule
@@ -53,6 +55,7 @@ class Program:
     regions: Mapping[str, CutRegion]
     releases: Mapping[str, tuple[str, ...]]
     data_flow: Mapping[str, str]
+    start: int = 0
 
     @property
     def offloaded(self) -> frozenset[str]:
@@ -72,28 +75,50 @@ class Program:
         return listing(self.module)
 
 
-def rewrite(cut: Cut, plan: Plan, *, share: bool = True) -> Program:
+@dataclass(frozen=True)
+class Place:
+    """The place of a program in a course.
+
+    ``problem``: that of the cut, with the names of the course.  ``names``: name of a weight in the cut -> in the course.
+    ``transfers``: of the whole course.  ``start``: the program's first window.  ``collective``: the name in the course of a
+    collective.  ``flow``: the cut's data flow.
+    """
+
+    problem: Problem
+    names: Mapping[str, str]
+    transfers: Transfers
+    start: int
+    collective: Callable[[str], str]
+    flow: Mapping[str, str]
+
+
+def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: Place | None = None) -> Program:
     """Build the program of ``cut`` under ``plan``.  ``share``: whether equal regions share one submodule.
 
-    Raises ChunkflowError if the plan was made for another problem.
+    ``place``: if the plan is of a course.  Raises ChunkflowError if the plan was made for another problem.
     """
-    plan.check_problem(cut.problem)
-    return _Writer(cut, plan, share).write()
+    if place is None:
+        plan.check_problem(cut.problem)
+        ops = transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
+        names = {w.name: w.name for w in cut.problem.weights}
+        place = Place(cut.problem, names, ops, 0, str, cut.data_flow())
+    return _Writer(cut, plan, share, place).write()
 
 
 class _Writer:
-    def __init__(self, cut: Cut, plan: Plan, share: bool) -> None:
+    def __init__(self, cut: Cut, plan: Plan, share: bool, place: Place) -> None:
         self.cut = cut
         self.plan = plan
         self.share = share
-        self.transfers = transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers)
+        self.place = place
+        self.transfers = place.transfers
         self.graph = Graph()
         self.values: dict[Node, Node] = {}
         self.root: dict[str, object] = {}
         self.shared: dict[str, str] = {}
         self.inputs: set[str] = set()
         self.regions: dict[str, CutRegion] = {}
-        self.weight_names = {w.node: w.parameter.name for w in cut.discovery.weights}
+        self.weight_names = {w.node: place.names[w.parameter.name] for w in cut.discovery.weights}
 
     def write(self) -> Program:
         source = self.cut.source.graph
@@ -108,17 +133,18 @@ class _Writer:
             if isinstance(item, CutRegion):
                 self._region(item)
             else:
-                for weight in self.transfers.barriers.get(item.name, ()):
+                for weight in self.transfers.barriers.get(self.place.collective(item.name), ()):
                     self.graph.call_function(WAIT, (weight,))
                 self.values[item] = copy = self.graph.node_copy(item, self.values.__getitem__)
                 copy.meta[SOURCE] = item.name
         output = next(n for n in source.nodes if n.op == "output")
         self.graph.node_copy(output, self.values.__getitem__)
         self.graph.lint()
-        module = GraphModule(self.root, self.graph, class_name="ChunkflowProgram")
+        # lazy: the executor runs the graph node by node, so its Python code would be written for nothing
+        module = _LazyGraphModule(self.root, self.graph, class_name="ChunkflowProgram")
         names = {name: str(self.values[node].name) for node, name in self.weight_names.items()}
-        flow = self.cut.data_flow()
-        return Program(module, self.cut.problem, self.plan, names, self.regions, releases(self.graph), flow)
+        place, dropped = self.place, releases(self.graph)
+        return Program(module, place.problem, self.plan, names, self.regions, dropped, place.flow, place.start)
 
     def _placeholder(self, node: Node) -> None:
         name = self.weight_names.get(node)
@@ -131,7 +157,7 @@ class _Writer:
         self.values[node] = new
 
     def _region(self, region: CutRegion) -> None:
-        index = region.info.index
+        index = self.place.start + region.info.index
         for op in self.transfers.prefetches.get(index, ()):
             args = (op.weight, op.first, op.end, op.window)
             self.graph.call_function(PREFETCH, (*args, True) if op.next_step else args)

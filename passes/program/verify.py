@@ -1,7 +1,7 @@
 """Verify: prove, before a program runs, that every reader of a weight sees that weight's bytes.
 
 A cold start and two consecutive steps are checked.  Every step runs the same program, so these two stand for every pair
-of neighbouring steps.
+of neighbouring steps.  The same holds of a course, whose step is a pass over its calls.
 
 * Slots lie inside the arena, are aligned, and are as large as their weights.
 * Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
@@ -11,6 +11,8 @@ of neighbouring steps.
 * Two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
   other, wrap-around included.
 * Regions and collectives are those of the traced graph, in its order and on the same values.
+* A jump to a call of a course fetches first what is on its way or in use there in a pass without jumps, in the same
+  order.  So whatever ran before, the arena is then as it is in such a pass, and the proof of the pass holds from there.
 * Compute and collectives keep out of each other's memory, and values are released after their last use
   (collectives.py).
 
@@ -25,8 +27,9 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -34,18 +37,20 @@ from torch.fx.node import map_arg
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.regions import flow_line, structural_key
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
+from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 
 from .collectives import check_collectives
-from .happens_before import HappensBefore
+from .course import Course, border
+from .happens_before import HappensBefore, Op
 from .memory import Memory, memory_of
 from .rewrite import SOURCE, Program
 
 STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
-# version 3 the stream of the collectives, writes and releases.
-VERSION = 3
+# version 3 the stream of the collectives, writes and releases; version 4 courses and jumps.
+VERSION = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,17 +66,28 @@ class Proof:
         return f"{self.steps} steps, {self.ops} ops, {self.edges} edges; rules {self.version}"
 
 
-def verify(program: Program) -> Proof:
-    """Prove a program safe.  Raises FindingError naming the weight, the ops and the missing edge of each violation."""
+def verify(program: Program | Course) -> Proof:
+    """Prove a program or a course safe.
+
+    Raises FindingError naming the weight, the ops and the missing edge of each violation.
+    """
     order = HappensBefore((program,), STEPS)
     _refuse("The program is not safe to run", check(program, order))
     return Proof(version=VERSION, steps=STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
 
 
-def verify_together(*programs: Program) -> None:
+def verify_together(*programs: Program | Course) -> None:
     """Prove that programs, each safe alone, may take turns in one arena.  Raises FindingError if they may not."""
     order = HappensBefore((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
     _refuse("The programs are not safe in one arena", check_turns(order))
+
+
+def verify_call(course: Course, call: int, program: Program) -> None:
+    """Prove that a program may take the place of a call of a proved course: it moves and reads the same weights there.
+
+    Raises FindingError if it may not.
+    """
+    _refuse("The program is not safe in its place in the course", _check_place(course, call, program))
 
 
 def _refuse(what: str, found: Iterable[str]) -> None:
@@ -82,22 +98,31 @@ def _refuse(what: str, found: Iterable[str]) -> None:
         raise FindingError(f"{what}:\n{shown}{more}")
 
 
-def check(program: Program, order: HappensBefore | None = None) -> Iterator[str]:
-    """The violations of a program, as sentences.  ``order``: the program's own, if it has been computed already."""
-    order = order or HappensBefore((program,), STEPS)
-    memory = memory_of(program)
-    yield from _check_slots(program)
-    yield from _check_order(program)
-    yield from _check_readers(program, memory)
-    yield from _check_data_flow(program)
+def check(program: Program | Course, order: HappensBefore | None = None) -> Iterator[str]:
+    """The violations of a program or a course, as sentences.  ``order``: its own, if it has been computed already."""
+    course = Course.of(program)
+    order = order or HappensBefore((course,), STEPS)
+    alone = len(course.calls) == 1
+    yield from _check_slots(course)
+    keys: dict[int, str] = {}
+    memories = list[Memory]()
+    for call in course.calls:
+        pace()
+        memories.append(memory := memory_of(call))
+        yield from _check_order(call)
+        yield from _check_readers(call, memory)
+        yield from _check_data_flow(call, keys)
     yield from check_turns(order)
-    yield from check_collectives(program, order, memory)
+    yield from _check_borders(course, order)
+    for call, memory in zip(course.calls, memories, strict=True):
+        yield from check_collectives(call, memory, order if alone else None)
 
 
 def check_turns(order: HappensBefore) -> Iterator[str]:
     """The violations in the slots of unrolled programs, as sentences."""
     lives = _lives(order)
     for life in lives.values():
+        pace()
         yield from _check_life(order, life)
     yield from _check_overlaps(order, lives)
 
@@ -122,10 +147,11 @@ class _Life:
 _Lives = dict[tuple[int, str, int], _Life]
 
 
-def _check_slots(program: Program) -> Iterator[str]:
-    plan, sizes = program.plan, {w.name: w.nbytes for w in program.problem.weights}
+def _check_slots(course: Course) -> Iterator[str]:
+    plan, sizes = course.plan, {w.name: w.nbytes for w in course.problem.weights}
     names = [w.name for w in plan.weights]
-    if sorted(names) != sorted(sizes) or set(program.weight_inputs) != set(sizes):
+    inputs = {name for program in course.calls for name in program.weight_inputs}
+    if sorted(names) != sorted(sizes) or inputs != set(sizes):
         yield "the weights of the plan or of the program are not those of the traced graph"
     if plan.chunk_bytes <= 0:
         yield f"the plan has chunks of {plan.chunk_bytes} bytes, which is not a positive size"
@@ -168,9 +194,10 @@ def _check_readers(program: Program, memory: Memory) -> Iterator[str]:
 
     No region writes one: its slot is filled from host memory only, and the next copy would undo the write.
     """
-    streamed = {program.weight_inputs.get(w.name): w.name for w in program.plan.streamed}
+    moved = {w.name for w in program.plan.streamed}
+    streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
     for node in program.module.graph.nodes:
-        if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in streamed.values():
+        if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in moved:
             yield f"{node.args[0]}: {node.name} moves it, but it is not streamed"
     for node in program.module.graph.nodes:
         if node.op == "placeholder" and node.name in streamed:
@@ -182,10 +209,16 @@ def _check_readers(program: Program, memory: Memory) -> Iterator[str]:
             yield f"{streamed[place]}: {name} writes it, but its slot is filled from host memory only"
 
 
-def _check_data_flow(program: Program) -> Iterator[str]:
-    """Check that every region, output, constant, collective, completion and result is that of the traced graph."""
+def _check_data_flow(program: Program, keys: dict[int, str]) -> Iterator[str]:
+    """Check that every region, output, constant, collective, completion and result is that of the traced graph.
+
+    ``keys``: the structural keys of regions that other calls have too, by identity.
+    """
     for target, region in program.regions.items():
-        if structural_key(getattr(program.module, target), region.info.index) != region.info.key:
+        held = getattr(program.module, target)
+        if id(held) not in keys:
+            keys[id(held)] = structural_key(held, region.info.index)
+        if keys[id(held)] != region.info.key:
             yield f"{target} holds other code than its region"
     seen, before = set(), set[Node]()
     for node in program.module.graph.nodes:
@@ -252,6 +285,59 @@ def _lives(order: HappensBefore) -> _Lives:
     return lives
 
 
+def _check_borders(course: Course, order: HappensBefore) -> Iterator[str]:
+    """Check that a jump to each call first fetches what is on its way or in use there in the second of two passes."""
+    begins: dict[int, int] = {}
+    uses: dict[tuple[str, int | None], list[int]] = {}  # weight and pass -> its readers and its evict
+    waits: dict[str, list[int]] = {}
+    for i, op in enumerate(order.ops):
+        if op.step == 1:
+            begins.setdefault(op.call, i)
+            if op.kind == "wait":
+                waits.setdefault(op.weight, []).append(i)
+        for weight in (*op.reads, *([op.weight] if op.kind == "evict" else [])):
+            uses.setdefault((weight, op.step), []).append(i)
+    alive, seen = (
+        list[tuple[int, Op]](),
+        0,
+    )  # each copied chunk whose last use is still to come, with the index of that use
+    for call in range(1, len(course.calls)):
+        pace()
+        begin, found = begins[call], border(course, call)
+        fresh = (op for op in order.ops[seen:begin] if op.kind == "chunk" and op.serves is not None)
+        alive += [(_last_use(order, uses, op), op) for op in fresh]
+        alive, seen = [(last, op) for last, op in alive if last >= begin], begin
+        expected = [(op.weight, op.chunk) for _, op in alive]
+        chunks = [(p.weight, c) for n in found.prefetches if (p := prefetch_of(n)) for c in range(p.first, p.end)]
+        if chunks != expected:
+            odd = next(a or b for a, b in zip_longest(chunks, expected) if a != b)
+            yield f"{odd[0]}: a jump to call {call} does not fetch what is on its way there in a pass, see chunk {odd[1]}"
+        for name in () if found.waits else [w.name for w in course.plan.streamed]:
+            read = next((i for i in uses.get((name, 1), ()) if i >= begin), None)
+            if read is not None and not any(begin <= i < read for i in waits.get(name, ())):
+                yield f"{name}: after a jump to call {call}, {order.ops[read]} does not wait for it"
+
+
+def _last_use(order: HappensBefore, uses: Mapping[tuple[str, int | None], list[int]], op: Op) -> int:
+    """The index of the last op that uses a chunk; after all ops, if that is in a pass that is not unrolled."""
+    if op.serves is not None and op.serves >= order.steps:
+        return len(order.ops)
+    return max(uses.get((op.weight, op.serves), ()), default=-1)
+
+
+def _check_place(course: Course, call: int, program: Program) -> Iterator[str]:
+    yield from _check_order(program)
+    yield from _check_readers(program, memory := memory_of(program))
+    yield from _check_data_flow(program, {})
+    yield from check_collectives(program, memory)
+    known, found = (
+        [(op.kind, op.weight, op.chunk, op.serves, op.mark, op.reads) for op in order.ops if op.call == call]
+        for order in (HappensBefore((course,), 1), HappensBefore((course.at(call, program),), 1))
+    )
+    if known != found:
+        yield f"call {call}: the program does not move or read the weights of the course there"
+
+
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
     if life.step >= order.steps:  # the step after the last: only its wrap-around chunks are unrolled
         return
@@ -306,6 +392,7 @@ def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     edges: list[tuple[int, bool, _Stay]] = []
     for turn, program in enumerate(order.turns):
         for weight in program.plan.streamed:
+            pace()
             for chunk in range(len(weight.windows)):
                 begin, end = ((weight.offset or 0) + b for b in program.plan.span(weight, chunk, chunk + 1))
                 for stay in _stays(order, lives, weight, chunk, turn):
@@ -313,6 +400,7 @@ def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
     present: list[_Stay] = []
     seen: set[tuple[int, int]] = set()
     for byte, enters, stay in sorted(edges):
+        pace()
         at = bisect_left(present, stay)
         if enters:
             insort(present, stay)

@@ -27,6 +27,7 @@ from chunkflow_compile.frames import device_of
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import CARDS, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.passes.program.course import prefetches
 from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
@@ -93,7 +94,7 @@ def test_time_is_measured_by_the_device(no_grad: None) -> None:
         run(torch.randn(4, 8))
     session = programs(model)[0]
     step = min(session.measurements[1:], key=lambda m: m.step_s)  # the step that the rest of the machine delayed least
-    copies = len(session.executor._prefetches)
+    copies = len(list(prefetches(session.program)))
     assert step.copy_s >= 0.004 * copies > 0 and step.alone_s == step.copy_s and step.alone_bytes == step.moved_bytes
     assert 0.004 <= step.exposed_h2d_s < step.step_s < 1.0
     assert all(s > 0 for s in step.windows.compute_s)

@@ -253,10 +253,10 @@ def test_verify_names_the_conflict_of_a_collective_without_its_event(event: str,
     def look(spec: Spec, chosen: Choices) -> None:
         program = Bench(replace(spec, layers=(*spec.layers, Layer(20, False, True, True)))).program(chosen)
         order, memory = HappensBefore((program,), 1), memory_of(program)
-        assert not list(check_collectives(program, order, memory))
+        assert not list(check_collectives(program, memory, order))
         order.graph.remove_edges_from([(u, v) for u, v, kind in order.graph.edges(data="event") if kind == event])
         order._clocks = order._count()
-        shown.extend(check_collectives(program, order, memory))
+        shown.extend(check_collectives(program, memory, order))
 
     look()
     assert any(re.search(conflict, v) for v in shown), shown[:5]

@@ -92,7 +92,7 @@ def copied(make: Callable[[], nn.Module]) -> Program:
 
 def violations(program: Program) -> list[str]:
     """Those of the collectives alone."""
-    return list(check_collectives(program, HappensBefore((program,), 1), memory_of(program)))
+    return list(check_collectives(program, memory_of(program)))
 
 
 def node(program: Program, name: str) -> Node:

@@ -1,0 +1,412 @@
+"""Courses: the order in which the programs of an arena run, learnt while they run, and planned as one when it repeats.
+
+Every call is recorded by what it reads: a *key* stands for the weights of its regions.  When the keys repeat, another
+thread plans the calls between as one course.  From the next border on, each call runs the program of its place in the
+course.  A call other than the expected one is a *jump*: it finds its place in the course, or in another that is known, or
+runs its own program.  Whatever ran before, it then fetches what it needs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.pace import give_way
+from chunkflow_compile.passes.pipeline import Settings, make_course
+from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
+from chunkflow_compile.passes.program.course import Call, Course, rewritten
+from chunkflow_compile.passes.program.verify import verify_call
+from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.weights.host_store import Home
+
+from .arena import Arena, Occupancy
+from .binding import Binding
+from .executor import Executor
+
+if TYPE_CHECKING:
+    from .runner import Session
+
+_log = logging.getLogger(__name__)
+
+# Calls and regions of the longest course: 128 blocks of two models, twice a step.  Planning time grows with them.
+MOST_CALLS = 512
+MOST_REGIONS = 4096
+# Earlier calls of the same weights at which a period may begin; a step cache calls a block in several patterns.
+_TRIES = 4
+# Courses that an arena remembers.  Each keeps its plan, and its programs, but no device memory.
+_MOST_COURSES = 8
+
+
+class Key:
+    """What a call reads: the homes of its weights.  Calls that read the same weights in the same regions have one key."""
+
+    def __init__(self, homes: Iterable[Home]) -> None:
+        self._homes = [weakref.ref(home) for home in homes]
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the weights still exist."""
+        return all(ref() is not None for ref in self._homes)
+
+
+@dataclass(eq=False)
+class _Job:
+    """A course that is being planned on another thread.
+
+    ``course``: the result.  ``error``: why there is none.  ``hurried``: whether another thread waits for it.
+    """
+
+    keys: tuple[Key, ...]
+    calls: Sequence[Call]
+    homes: Mapping[str, weakref.ref[Home]]
+    thread: threading.Thread | None = None
+    course: Course | None = None
+    error: BaseException | None = None
+    hurried: bool = False
+
+    def plan(self, settings: Settings) -> None:
+        give_way(lambda: self.hurried)
+        try:
+            self.course = make_course(self.calls, settings)
+        except BaseException as error:
+            self.error = error.with_traceback(None)
+
+
+class Route:
+    """A course on the weights of its calls.  ``position``: the call that is expected next.  ``jumps``: those so far."""
+
+    def __init__(self, arena: Arena, job: _Job) -> None:
+        assert job.course is not None
+        self.arena = arena
+        self.keys = job.keys
+        self.course = job.course
+        self.position = 0
+        self.jumps = 0
+        self._calls = job.calls
+        self._homes = job.homes
+        self._versions: dict[str, int] = {}
+        self._places = [
+            {id(self._homes[n]()): n for n in call.names.values() if n in self._homes} for call in self._calls
+        ]
+        self._seen: list[tuple[int, ...] | None] = [
+            None for _ in self.keys
+        ]  # _versions, as the session of a call has them
+        self._marks = arrivals(self.course)
+        self._occupancy: Occupancy | None = None
+        self._slots: dict[str, torch.Tensor] = {}
+        self._hosts: dict[str, torch.Tensor] = {}
+        self._flat: dict[str, torch.Tensor] = {}
+        self._executors: list[weakref.WeakKeyDictionary[Session, Executor]] = [
+            weakref.WeakKeyDictionary() for _ in self.keys
+        ]
+
+    @property
+    def lasts(self) -> bool:
+        """Whether all weights of the course still exist where they were."""
+        return all((home := ref()) is not None and home.weight is not None for ref in self._homes.values())
+
+    def find(self, key: Key) -> int | None:
+        """The place of a call, the expected one first; None if it is not in the course."""
+        count = len(self.keys)
+        found = (c % count for c in range(self.position, self.position + count) if self.keys[c % count] is key)
+        return next(found, None)
+
+    def executor(self, session: Session, call: int) -> Executor:
+        """The executor of a session in the place of a call.  Raises ChunkflowError if the arena has no room."""
+        self._check_versions(session, call)
+        found = self._executors[call].get(session)
+        if found is None:
+            found = self._executors[call][session] = self._make(session, call)
+        self.position = (call + 1) % len(self.keys)
+        return found
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory."""
+        for executors in self._executors:
+            for executor in list(executors.values()):
+                executor.vacate()
+            executors.clear()
+        if self._occupancy is not None and self.arena.holder is self._occupancy:
+            self.arena.holder = None
+        self._occupancy = None
+        self._slots, self._hosts, self._flat = {}, {}, {}
+
+    def _check_versions(self, session: Session, call: int) -> None:
+        """Start cold if a weight of the call was written since the course took over the arena."""
+        if self._seen[call] == session.versions:
+            return
+        names = [self._name(home, call) for home in session.homes.values()]
+        known = tuple(self._versions.get(name) for name in names)
+        if known != session.versions:
+            if self._occupancy is not None and self.arena.holder is self._occupancy:
+                self.arena.holder = None
+            self._versions = {name: home.version for name, ref in self._homes.items() if (home := ref()) is not None}
+            self._seen = [None for _ in self.keys]
+        self._seen[call] = session.versions
+
+    def _make(self, session: Session, call: int) -> Executor:
+        course, marks, placed = self.course, self._marks, self._calls[call]
+        if session.code.cut is not placed.cut:  # another graph, such as one for another size
+            placed = session.as_call({n: self._name(home, call) for n, home in session.homes.items()})
+            program = rewritten(course, call, placed, share="sharing" not in session.code.settings.disabled)
+            if session.code.verified:
+                verify_call(course, call, program)
+            course = course.at(call, program)
+            marks = arrivals(course)
+        return self._bound(session, course, call, placed.names, marks)
+
+    def _name(self, home: Home, call: int) -> str:
+        """The name in the course of a weight of a call."""
+        return self._places[call][id(home)]
+
+    def _bound(
+        self, session: Session, course: Course, call: int, names: Mapping[str, str], marks: Arrivals
+    ) -> Executor:
+        memory = self.arena.reserve(course.plan.arena_bytes)
+        if self._occupancy is None:
+            homes = {w.name: self._home(w.name) for w in course.plan.streamed}
+            self._hosts = {name: home.host for name, home in homes.items()}
+            self._occupancy = Occupancy(self.arena.streams, len(marks.marked))
+            for home in homes.values():
+                home.pin(self.arena.streams, session.code.pin_bytes)
+            if not all(home.pinned for home in homes.values()):
+                self.arena.streams.stage()
+            for weight in course.plan.streamed:
+                assert weight.offset is not None
+                self._slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
+            self._flat = {name: flat_bytes(host) for name, host in self._hosts.items()}
+        values = {names[name]: value for name, value in session.residents().items()}
+        for name in session.homes:
+            if names[name] in self._slots:
+                values[names[name]] = as_weight(self._slots[names[name]], self._hosts[names[name]])
+        binding = Binding(self.arena, values, self._slots, self._flat, self._occupancy, marks)
+        program = course.calls[call]
+        return Executor(program, session.code.regions, binding, session.code.poison, course, session.measured)
+
+    def _home(self, name: str) -> Home:
+        home = self._homes[name]()
+        assert home is not None, "the course lasts"
+        return home
+
+
+class Courses:
+    """What an arena has learnt of the order in which its programs run."""
+
+    def __init__(self, arena: Arena) -> None:
+        self._arena = weakref.ref(arena)
+        self._keys: weakref.WeakValueDictionary[object, Key] = weakref.WeakValueDictionary()
+        self._history: list[Key] = []
+        self._where: dict[Key, list[int]] = {}
+        self._sessions: weakref.WeakKeyDictionary[Key, weakref.ref[Session]] = weakref.WeakKeyDictionary()
+        self._job: _Job | None = None
+        self._refused: set[tuple[Key, ...]] = set()
+        self._unexpected = 0
+        self.known: list[Route] = []
+        self.current: Route | None = None
+
+    def key(self, homes: Sequence[Sequence[Home]], collectives: object) -> Key:
+        """The key of calls that read ``homes``, region by region, with these collectives between."""
+        found = tuple(tuple(sorted(id(home) for home in region)) for region in homes), collectives
+        key = self._keys.get(found)
+        if key is None or not key.lasts:
+            key = self._keys[found] = Key(home for region in homes for home in region)
+        return key
+
+    def executor(self, session: Session) -> Executor | None:
+        """The executor for the call that follows; None for the session's own.  The caller holds the arena's lock."""
+        key = session.key
+        if key is None:
+            return None
+        previous = self._history[-1] if self._history else None
+        self._record(key)
+        self._sessions[key] = weakref.ref(session)
+        route = self.current
+        if route is not None and route.keys[route.position] is key:
+            self._unexpected = 0
+            return self._run(route, session, route.position)
+        if route is None and key is previous and not session.part:
+            return None  # a whole model, again and again
+        return self._unforeseen(key, previous, session)
+
+    def settle(self) -> None:
+        """Wait for a course that is being planned; the next call runs in it."""
+        if self._job is not None and self._job.thread is not None:
+            self._job.hurried = True
+            self._job.thread.join()
+
+    def unbind(self) -> None:
+        for route in self.known:
+            route.unbind()
+
+    def prune(self) -> None:
+        """Forget the courses whose weights no longer exist."""
+        for route in [r for r in self.known if not r.lasts]:
+            self._forget(route)
+
+    def close(self) -> None:
+        self.unbind()
+        self.known.clear()
+        self.current = self._job = None
+
+    def _unforeseen(self, key: Key, previous: Key | None, session: Session) -> Executor | None:
+        """A call that the current course does not expect, or that no course runs."""
+        self.prune()
+        self._unexpected += 1
+        if (made := self._finished()) is not None and made.find(key) is not None:
+            self.current, self._unexpected = made, 0
+            made.position = made.find(key) or 0
+        elif self.current is not None and self._unexpected > len(self.current.keys):
+            self.current = None
+        self._learn(key)
+        for route in [r for r in (self.current, *self.known) if r is not None]:
+            call = route.find(key)
+            if call is None or (
+                route is not self.current and not session.part and route.keys[call - 1] is not previous
+            ):
+                continue
+            route.jumps += route is not self.current or call != route.position
+            self.current = route
+            return self._run(route, session, call)
+        return None
+
+    def _run(self, route: Route, session: Session, call: int) -> Executor | None:
+        try:
+            return route.executor(session, call)
+        except ChunkflowError as error:  # the session's own program still runs
+            _log.warning("%s calls do not run as a course: %s", len(route.keys), error)
+            self._refuse(route.keys)
+            self._forget(route)
+            return None
+
+    def _forget(self, route: Route) -> None:
+        route.unbind()
+        self.known.remove(route)
+        if self.current is route:
+            self.current = None
+
+    def _record(self, key: Key) -> None:
+        if len(self._history) >= 4 * MOST_CALLS:
+            del self._history[: 2 * MOST_CALLS]
+            self._where.clear()
+            for i, known in enumerate(self._history):
+                self._where.setdefault(known, []).append(i)
+        self._where.setdefault(key, []).append(len(self._history))
+        self._history.append(key)
+
+    def _learn(self, key: Key) -> None:
+        """Plan the calls since an earlier one of the same weights: at once if no course runs, else when they have repeated
+        and are more than those of the course that runs."""
+        current = self.current
+        if self._job is not None or (current is not None and len(self.known) >= _MOST_COURSES):
+            return
+        for keys, repeated in self._periods(key):
+            if keys in self._refused or any(_turned(keys, route.keys) for route in self.known):
+                continue
+            if (current is None or (repeated and len(keys) > len(current.keys))) and self._plan(keys):
+                return
+
+    def _periods(self, key: Key) -> Iterator[tuple[tuple[Key, ...], bool]]:
+        """The calls since each of the newest earlier calls of ``key``, and whether the same calls came before them."""
+        end = len(self._history) - 1
+        for begin in reversed(self._where[key][-1 - _TRIES : -1]):
+            length = end - begin
+            if length > MOST_CALLS:
+                return
+            keys = self._history[begin:end]
+            repeated = begin >= length and self._history[begin - length : begin] == keys
+            yield tuple(keys), repeated
+
+    def _plan(self, keys: tuple[Key, ...]) -> bool:
+        """Plan a course on another thread.  Returns whether it can be one."""
+        sessions = [s for key in keys if (ref := self._sessions.get(key)) is not None and (s := ref()) is not None]
+        if len(sessions) < len(keys) or any(s.closed for s in sessions):
+            return False
+        settings = _common([s.code.settings for s in sessions])
+        regions = sum(len(s.program.problem.regions) for s in sessions)
+        again = any(a is b and not s.part for a, b, s in zip(keys, (*keys[1:], keys[0]), sessions, strict=True))
+        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a course already
+            self._refuse(keys)
+            return False
+        calls, homes = _calls(sessions)
+        job = self._job = _Job(keys, calls, {name: weakref.ref(home) for name, home in homes.items()})
+        job.thread = threading.Thread(target=job.plan, args=(settings,), name="chunkflow-plan", daemon=True)
+        job.thread.start()
+        return True
+
+    def _refuse(self, keys: tuple[Key, ...]) -> None:
+        if len(self._refused) >= 4 * _MOST_COURSES:
+            self._refused.clear()
+        self._refused.add(keys)
+
+    def _finished(self) -> Route | None:
+        """The course that has been planned since the last call."""
+        job, arena = self._job, self._arena()
+        if job is None or arena is None or (job.thread is not None and job.thread.is_alive()):
+            return None
+        self._job = None
+        if job.course is None:
+            self._refuse(job.keys)
+            if isinstance(job.error, ChunkflowError):
+                _log.warning(
+                    "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
+                    len(job.keys),
+                    job.error,
+                )
+            elif job.error is not None:  # the programs still run, each under its own plan
+                _log.error("planning %s calls as a course failed; please report it", len(job.keys), exc_info=job.error)
+            return None
+        route = Route(arena, job)
+        if not route.lasts:
+            return None
+        for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_COURSES)]:
+            self._forget(old)
+        self.known.append(route)
+        _log.info(
+            "%s calls repeat and run as a course: %s bytes on the device", len(job.keys), job.course.plan.device_bytes
+        )
+        return route
+
+
+def _turned(keys: tuple[Key, ...], others: tuple[Key, ...]) -> bool:
+    """Whether two cycles are the same, wherever they begin."""
+    if len(keys) != len(others):
+        return False
+    return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
+
+
+def _common(settings: Sequence[Settings]) -> Settings | None:
+    """The settings of a course, None if those of its calls do not agree.  The budget is the largest."""
+    bare = [replace(s, memory=None, likes=(), part=False) for s in settings]
+    if any(s != bare[0] for s in bare):
+        return None
+    return replace(bare[0], memory=max((s.memory for s in settings if s.memory is not None), default=None))
+
+
+def _calls(sessions: Sequence[Session]) -> tuple[list[Call], dict[str, Home]]:
+    """The calls of a course, and the homes of its weights by their names in it.
+
+    A weight that two calls read is two weights of the course: it is fetched for each.
+    """
+    calls = list[Call]()
+    homes: dict[str, Home] = {}
+    for session in sessions:
+        names: dict[str, str] = {}
+        for name, home in session.homes.items():
+            names[name] = next(n for n in _numbered(home.name) if n not in homes)
+            homes[names[name]] = home
+        calls.append(session.as_call(names))
+    return calls, homes
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """A name, and variants of it."""
+    yield name
+    yield from (f"{name} ({i})" for i in itertools.count(2))

@@ -1,0 +1,185 @@
+"""Course: programs that run one after the other, again and again, under one plan.
+
+A whole model is a course of one call.  Blocks that are compiled one by one, the frames around a graph break, and models
+that run in turns are courses of several.  The calls of a course are one Problem: its windows lie on one circle, so the
+last windows of a call fetch for the next calls, and those of the last call for the first.
+
+    join      the Problem of the calls, in their order
+    write     the program of each call, with the transfers of its windows
+    border    what is on its way or in use when a call begins, which a jump to that call fetches first
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from torch.fx import Node
+
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.ops import Prefetch, prefetch_of
+from chunkflow_compile.passes.pace import pace
+from chunkflow_compile.passes.placement.schedule import Transfers, transfers
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
+
+from .rewrite import Place, Program, rewrite
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a course: the regions of a graph, on weights that another call may read too.
+
+    ``names``: name of a weight in the graph -> its name in the course.  ``keep``: name in the course -> why it must stay
+    on the device, for those that the graph could stream.
+    """
+
+    cut: Cut
+    names: Mapping[str, str]
+    keep: Mapping[str, str]
+
+    def problem(self) -> Problem:
+        """The problem of the graph, with the names of the course."""
+        found = self.cut.problem
+        regions = tuple(self._region(r) for r in found.regions)
+        return replace(found, regions=regions, weights=tuple(self._weight(w) for w in found.weights))
+
+    def _region(self, region: Region) -> Region:
+        weights = tuple(self.names[w] for w in region.weights)
+        return replace(region, weights=weights, block=self._block(region))
+
+    def _block(self, region: Region) -> str:
+        """The block of a region, by the names of its weights: the graph may have been compiled for another block."""
+        for name in region.weights:
+            inner = name.removeprefix(region.block)
+            if region.block and inner != name and self.names[name].endswith(inner):
+                return self.names[name].removesuffix(inner)
+        return region.block
+
+    def _weight(self, weight: Weight) -> Weight:
+        name = self.names[weight.name]
+        return replace(weight, name=name, names=(name,), keep=weight.keep or self.keep.get(name))
+
+
+@dataclass(frozen=True)
+class Course:
+    """The programs of a course, in order, with the problem and the plan of the whole.  ``starts``: first window of each."""
+
+    problem: Problem
+    plan: Plan
+    calls: tuple[Program, ...]
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def of(program: Program | Course) -> Course:
+        """A program alone, as a course of one call."""
+        if isinstance(program, Course):
+            return program
+        return Course(program.problem, program.plan, (program,), (0,))
+
+    @cached_property
+    def prefetches(self) -> tuple[tuple[int, Node, Prefetch], ...]:
+        """The prefetches of all calls, in the order of issue, each with its call."""
+        return tuple((number, *found) for number, call in enumerate(self.calls) for found in prefetches(call))
+
+    def at(self, call: int, program: Program) -> Course:
+        """The course with another program in the place of a call."""
+        return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
+
+
+@dataclass(frozen=True)
+class Border:
+    """What a jump to a call fetches first, besides the resident chunks.
+
+    ``prefetches``: nodes of the calls before it, in the order in which they would have been issued.  ``waits``: whether
+    compute then waits for all of it, because a weight was waited for in a call before.
+    """
+
+    prefetches: tuple[Node, ...]
+    waits: bool
+
+
+def join(calls: Sequence[Call]) -> Problem:
+    """The problem of several calls in their order.  A weight that several calls read is one weight."""
+    regions, collectives = list[Region](), list[Collective]()
+    weights: dict[str, Weight] = {}
+    for number, call in enumerate(calls):
+        start, problem = len(regions), call.problem()
+        for region in problem.regions:
+            index = start + region.index
+            regions.append(replace(region, index=index, name=f"region_{index}"))
+        for c in problem.collectives:
+            name = collective_name(number, c.name)
+            collectives.append(replace(c, name=name, before=start + c.before, until=start + c.until))
+        for weight in problem.weights:
+            uses = tuple(start + use for use in weight.uses)
+            known = weights.get(weight.name)
+            if known is None:
+                weights[weight.name] = replace(weight, index=len(weights), uses=uses)
+            else:
+                weights[weight.name] = replace(known, uses=known.uses + uses, keep=known.keep or weight.keep)
+    return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()))
+
+
+def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Course:
+    """The programs of ``calls`` under a plan of their joined problem."""
+    problem = join(calls)
+    plan.check_problem(problem)
+    ops = transfers(problem, {w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
+    starts, start = list[int](), 0
+    programs = []
+    flows: dict[int, Mapping[str, str]] = {}  # calls of one graph share it
+    for number, call in enumerate(calls):
+        pace()
+        if id(call.cut) not in flows:
+            flows[id(call.cut)] = call.cut.data_flow()
+        flow = flows[id(call.cut)]
+        starts.append(start)
+        programs.append(_written(call, plan, ops, number, start, flow, share))
+        start += len(call.cut.regions)
+    return Course(problem, plan, tuple(programs), tuple(starts))
+
+
+def rewritten(course: Course, number: int, call: Call, *, share: bool = True) -> Program:
+    """The program of a call of another graph, with the same regions on the same weights, in the place of a call."""
+    streamed = {w.name: w.windows for w in course.plan.streamed}
+    ops = transfers(course.problem, streamed, course.plan.barriers, kept=True)
+    return _written(call, course.plan, ops, number, course.starts[number], call.cut.data_flow(), share)
+
+
+def _written(
+    call: Call, plan: Plan, ops: Transfers, number: int, start: int, flow: Mapping[str, str], share: bool
+) -> Program:
+    place = Place(call.problem(), call.names, ops, start, lambda name: collective_name(number, name), flow)
+    return rewrite(call.cut, plan, share=share, place=place)
+
+
+def collective_name(call: int, name: str) -> str:
+    """The name of a collective of a call in the problem of its course."""
+    return f"call_{call}.{name}"
+
+
+def prefetches(program: Program) -> Iterator[tuple[Node, Prefetch]]:
+    """The prefetches of a program, in the order of issue."""
+    for node in program.module.graph.nodes:
+        if (op := prefetch_of(node)) is not None:
+            yield node, op
+
+
+def border(course: Course, call: int) -> Border:
+    """What a jump to a call fetches first.
+
+    At the border before the call, a chunk is on its way or in use if it was issued, and if a reader of it is still to
+    come: those that the last pass has issued for this one, and those that the calls before it have issued in this pass.
+    """
+    begin, last = course.starts[call], {w.name: w.last_use for w in course.plan.streamed}
+    before, later = list[Node](), list[Node]()
+    for number, node, op in course.prefetches:
+        needed = last.get(op.weight, -1) >= begin
+        if number >= call and op.next_step and needed:
+            later.append(node)
+        elif number < call and (op.next_step or needed):
+            before.append(node)
+    waits = any(w.first_use < begin <= w.last_use for w in course.plan.streamed)
+    return Border((*later, *before), waits)
