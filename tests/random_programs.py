@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -179,9 +179,9 @@ class Bench:
     def inputs(self, steps: int) -> list[torch.Tensor]:
         return [torch.randn_like(self.x) for _ in range(steps)]
 
-    def expected(self, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    def expected(self, turns: Sequence[tuple[Program, torch.Tensor]]) -> list[torch.Tensor]:
         """The outputs of the model itself."""
-        return [self.model(x) for x in inputs]
+        return [self.model(x) for _, x in turns]
 
     def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
         """The arena's memory, for as long as the bench lives."""
@@ -213,8 +213,11 @@ class Bench:
         return [self.weights[names[n.name]] if n.name in names else x for n in nodes]
 
 
-def random_plan(problem: Problem, chosen: Choices) -> Plan:
-    """A random legal plan: each chunk has any window that is legal, or stays; some plans have barriers."""
+def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan:
+    """A random legal plan: each chunk has any window that is legal, or stays; some plans have barriers.
+
+    ``inside``: whether resident weights lie in the arena.
+    """
     rng = random.Random(chosen.seed)
     planner = Planner(problem, Simulator(problem, MACHINE, CHUNK))
     count = planner.count
@@ -224,4 +227,4 @@ def random_plan(problem: Problem, chosen: Choices) -> Plan:
         placed.append(None if rng.random() < chosen.stay else rng.randint(earliest, chunk.first))
     windows = as_windows(planner.chunks, placed, count)
     hard = barriers(problem, transfers(problem, windows)) if chosen.hard else ()
-    return Builder(planner, MACHINE, "chunkflow").plan(windows, hard)
+    return Builder(planner, MACHINE, "chunkflow", inside).plan(windows, hard)

@@ -151,6 +151,8 @@ def _check_slots(course: Course) -> Iterator[str]:
     plan, sizes = course.plan, {w.name: w.nbytes for w in course.problem.weights}
     names = [w.name for w in plan.weights]
     inputs = {name for program in course.calls for name in program.weight_inputs}
+    if any(program.plan is not plan for program in course.calls):
+        yield "a program has another plan than its course"
     if sorted(names) != sorted(sizes) or inputs != set(sizes):
         yield "the weights of the plan or of the program are not those of the traced graph"
     if plan.chunk_bytes <= 0:

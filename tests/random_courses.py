@@ -1,0 +1,112 @@
+"""Random courses: models that run in turns under one random legal plan, in their order or with jumps."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from random_programs import Bench, Choices, Layer, Spec, Tenant, choices, random_plan
+
+from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.program.arrivals import arrivals
+from chunkflow_compile.passes.program.course import Call, Course, join, write
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.runtime.arena import Arena, Occupancy
+from chunkflow_compile.runtime.binding import Binding
+from chunkflow_compile.runtime.executor import Executor
+from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
+
+Turn = tuple[Program, torch.Tensor]
+_RNG = random.Random(0)
+# Few, because tracing one takes longer than running a course of several.
+POOL = [
+    Spec(
+        _RNG.choice([8, 16, 24]),
+        tuple(
+            Layer(_RNG.choice([8, 20, 36, 200]), *(_RNG.random() < 0.5 for _ in range(3)))
+            for _ in range(_RNG.randint(1, 3))
+        ),
+        *(_RNG.random() < 0.5 for _ in range(2)),
+        seed,
+    )
+    for seed in range(20)
+]
+
+# The models of a course, the order of the calls, whether calls of one model share its weights, and the plan's choices.
+Drawn = tuple[list[Spec], list[int], bool, Choices]
+courses: st.SearchStrategy[Drawn] = st.tuples(
+    st.lists(st.sampled_from(POOL), min_size=1, max_size=3),
+    st.lists(st.integers(0, 2), min_size=2, max_size=4),
+    st.booleans(),
+    choices,
+)
+
+
+class CourseBench:
+    """A course of random models, with its weights."""
+
+    def __init__(self, drawn: Drawn) -> None:
+        found, order, shared, self.chosen = drawn
+        self.benches = [Bench(spec) for spec in found]
+        self.of = [self.benches[i % len(found)] for i in order]
+        self.weights: dict[str, torch.Tensor] = {}
+        self.tenants: list[Tenant] = []
+        calls = []
+        for number, bench in enumerate(self.of):
+            prefix = f"{self.benches.index(bench)}." if shared else f"{number}."
+            names = {w.name: prefix + w.name for w in bench.problem.weights}
+            self.weights |= {names[n]: bench.weights[n] for n in names}
+            calls.append(Call(bench.cut, names, {}))
+        self.course = write(calls, random_plan(join(calls), self.chosen, inside=True))
+        self.occupancies: dict[int, Occupancy] = {}
+
+    def running(self, course: Course) -> CourseBench:
+        """The bench for another course of the same calls, such as a mutated one."""
+        other = copy.copy(self)
+        other.course, other.occupancies = course, {}
+        return other
+
+    def turns(self, jumps: float, count: int) -> list[Turn]:
+        """Calls in their order, with jumps to any other call at random."""
+        rng, call = random.Random(self.chosen.seed), 0
+        found = []
+        for _ in range(count):
+            if rng.random() < jumps:
+                call = rng.randrange(len(self.of))
+            found.append((self.course.calls[call], torch.randn_like(self.of[call].x)))
+            call = (call + 1) % len(self.of)
+        return found
+
+    def expected(self, turns: Sequence[Turn]) -> list[torch.Tensor]:
+        """The outputs of the models themselves."""
+        number = {id(call): i for i, call in enumerate(self.course.calls)}
+        return [self.of[number[id(program)]].model(x) for program, x in turns]
+
+    def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
+        self.tenants.append(Tenant(plan))
+        return arena.join(self.tenants[-1])
+
+    def executor(self, program: Program, arena: Arena) -> Executor:
+        """An executor of a call that poisons evicted weights.  The slots are full of NaN before the first call."""
+        course = self.course
+        memory = self.join(arena, course.plan)
+        if arena.holder is None:
+            memory.fill_(255)
+        streamed = {w.name: w for w in course.plan.streamed}
+        slots = {n: slot_bytes(memory, w.offset or 0, w.nbytes) for n, w in streamed.items()}
+        values = {n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in program.weight_inputs}
+        marks = arrivals(course)
+        occupancy = self.occupancies.setdefault(id(arena), Occupancy(arena.streams, len(marks.marked)))
+        hosts = {n: flat_bytes(self.weights[n]) for n in slots}
+        binding = Binding(arena, values, slots, hosts, occupancy, marks)
+        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, course=course)
+
+    def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
+        names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
+        nodes = program.module.graph.find_nodes(op="placeholder")
+        return [self.weights[names[n.name]] if n.name in names else x for n in nodes]

@@ -1,0 +1,144 @@
+"""Courses of random models: what verify accepts gives the models' numbers on every schedule, with and without jumps."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from mutations import MUTATIONS, Mutation
+from random_courses import CourseBench, Drawn, courses
+from random_programs import examples
+from schedules import goes_wrong, matches
+
+from chunkflow_compile.passes.ops import PREFETCH
+from chunkflow_compile.passes.program.course import Course, prefetches
+from chunkflow_compile.passes.program.verify import check, verify
+
+# Calls in a run: two passes over the longest course, and a jump or two.
+CALLS = 9
+
+
+@pytest.fixture(autouse=True)
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A real process group of one rank: its collectives are real, and return their input."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    with torch.no_grad():
+        yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2, 3))])
+def test_random_courses_give_the_models_numbers_on_every_schedule(
+    part: int, record_property: Callable[[str, object], None]
+) -> None:
+    count: Counter[str] = Counter()
+
+    wanted = 90 if part else 40
+
+    @examples(100 + part, wanted)
+    @given(courses, st.sampled_from([0.0, 0.2, 0.5]))
+    def check_all(drawn: Drawn, jumps: float) -> None:
+        found = CourseBench(drawn)
+        verify(found.course)
+        runs = matches(found, found.turns(jumps, CALLS), found.chosen.seed)
+        count.update(courses=1, runs=runs, moved=found.course.plan.moved_bytes * runs)
+
+    check_all()
+    assert count["courses"] >= wanted and count["moved"] > 0
+    record_property("counts", f"{count['courses']} courses, part {part}: {count['runs']} runs, 0 mismatches")
+
+
+def _in_a_call(mutation: Mutation) -> Callable[[Course, random.Random], Course | None]:
+    """A mutation of a program, in a call of a course."""
+
+    def mutate(course: Course, rng: random.Random) -> Course | None:
+        number = rng.randrange(len(course.calls))
+        try:
+            program = mutation(course.calls[number], rng)
+        except (KeyError, StopIteration):  # it moves a weight that another call reads
+            return None
+        if program is None:
+            return None
+        mutated = course.at(number, program)
+        return mutated if program.plan is course.plan else _with_plan(mutated, program.plan)
+
+    mutate.__name__ = mutation.__name__
+    return mutate
+
+
+def prefetch_in_another_call(course: Course, rng: random.Random) -> Course | None:
+    """Moves a prefetch to the end of another call, with its window."""
+    found = [(i, node) for i, node, _ in course.prefetches]
+    if not found or len(course.calls) < 2:
+        return None
+    number, node = rng.choice(found)
+    other = rng.choice([i for i in range(len(course.calls)) if i != number])
+    graph = course.calls[other].module.graph
+    with graph.inserting_before(next(iter(graph.find_nodes(op="output")))):
+        graph.call_function(PREFETCH, node.args)
+    course.calls[number].module.graph.erase_node(node)
+    return replace(course)
+
+
+def forget_a_later_call(course: Course, rng: random.Random) -> Course | None:
+    """A jump takes the last reader of a weight for its first."""
+    found = [w for w in course.plan.streamed if w.first_use < w.last_use]
+    if not found:
+        return None
+    chosen = rng.choice(found)
+    weights = tuple(replace(w, last_use=w.first_use) if w is chosen else w for w in course.plan.weights)
+    return _with_plan(course, replace(course.plan, weights=weights))
+
+
+def take_a_border_for_another(course: Course, rng: random.Random) -> Course | None:
+    """A jump takes the window at which a call begins for another."""
+    number = rng.randrange(1, len(course.calls))
+    starts = list(course.starts)
+    starts[number] += rng.choice([-1, 1])
+    return replace(course, starts=tuple(starts))
+
+
+def _with_plan(course: Course, plan: object) -> Course:
+    return replace(course, plan=plan, calls=tuple(replace(c, plan=plan) for c in course.calls))
+
+
+OF_BORDERS = (prefetch_in_another_call, forget_a_later_call, take_a_border_for_another)
+
+
+@pytest.mark.parametrize("mutation", [*map(_in_a_call, MUTATIONS), *OF_BORDERS], ids=lambda m: m.__name__)
+def test_what_verify_accepts_of_a_course_is_right(
+    mutation: Callable[[Course, random.Random], Course | None], record_property: Callable[[str, object], None]
+) -> None:
+    count: Counter[str] = Counter()
+
+    @examples(7, 16)
+    @given(courses, st.integers(0, 2**16))
+    def check_all(drawn: Drawn, seed: int) -> None:
+        found = CourseBench(drawn)
+        course = mutation(found.course, random.Random(seed))
+        if course is None:
+            return
+        refused = bool(list(check(course)))
+        broken = found.running(course)
+        wrong = goes_wrong(broken, broken.turns(0.4, CALLS), found.chosen.seed)
+        assert refused or not wrong
+        count.update(tried=1, rejected=refused, shown=wrong == "number", failed=wrong == "error")
+
+    check_all()
+    assert count["tried"] >= 3 and count["rejected"] > 0
+    record_property(
+        "counts",
+        f"{mutation.__name__}: {count['tried']} courses, {count['rejected']} rejected, on a schedule {count['shown']} with "
+        f"wrong numbers, {count['failed']} with an error",
+    )
