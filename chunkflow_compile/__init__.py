@@ -11,16 +11,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from chunkflow_compile.explaining import explain
     from chunkflow_compile.passes.errors import ChunkflowError
-    from chunkflow_compile.placing import offload, programs, restore
+    from chunkflow_compile.placing import courses, offload, programs, restore
     from chunkflow_compile.replanning import replan
     from chunkflow_compile.runtime.arena import Arena
 
-__all__ = ["Arena", "ChunkflowError", "__version__", "explain", "offload", "programs", "replan", "restore"]
+__all__ = ["Arena", "ChunkflowError", "__version__", "courses", "explain", "offload", "programs", "replan", "restore"]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Arena": "chunkflow_compile.runtime.arena",
     "ChunkflowError": "chunkflow_compile.passes.errors",
+    "courses": "chunkflow_compile.placing",
     "explain": "chunkflow_compile.explaining",
     "offload": "chunkflow_compile.placing",
     "programs": "chunkflow_compile.placing",

@@ -29,6 +29,7 @@ from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
+    from chunkflow_compile.runtime.courses import Route
     from chunkflow_compile.runtime.runner import Session
 
 # A FakeTensor is a weight of a model that is planned without its values.
@@ -224,6 +225,16 @@ def programs(model: nn.Module) -> tuple[Session, ...]:
     """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
     sessions = (s for placement in _placements(model) for s in placement.sessions if not s.closed)
     return tuple(sorted(dict.fromkeys(sessions), key=lambda s: s.started))
+
+
+def courses(model: nn.Module) -> tuple[Route, ...]:
+    """The courses that programs of a placed model run in, the one that runs now first: their plan and their jumps.
+
+    Programs that run in turns become a course when their order has repeated and its plan is ready.
+    """
+    known = [arena.courses for arena in dict.fromkeys(session.arena for session in programs(model)) if arena.courses]
+    found = [route for c in known for route in sorted(c.known, key=lambda route: route is not c.current)]
+    return tuple(found)
 
 
 def placement_of(root: nn.Module) -> Placement | None:

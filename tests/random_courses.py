@@ -99,7 +99,9 @@ class CourseBench:
             memory.fill_(255)
         streamed = {w.name: w for w in course.plan.streamed}
         slots = {n: slot_bytes(memory, w.offset or 0, w.nbytes) for n, w in streamed.items()}
-        values = {n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in program.weight_inputs}
+        values = {
+            n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in program.weight_inputs
+        }
         marks = arrivals(course)
         occupancy = self.occupancies.setdefault(id(arena), Occupancy(arena.streams, len(marks.marked)))
         hosts = {n: flat_bytes(self.weights[n]) for n in slots}

@@ -62,7 +62,9 @@ def schedules(seed: int) -> dict[str, Callable[[], ThreadsDevice]]:
     }
 
 
-def run_ahead(bench: Bench | CourseBench, turns: Sequence[Turn], device: ThreadsDevice, exact: bool = True) -> list[Any]:
+def run_ahead(
+    bench: Bench | CourseBench, turns: Sequence[Turn], device: ThreadsDevice, exact: bool = True
+) -> list[Any]:
     """The outputs of several steps, of one program or of several in one arena, all enqueued before any has run."""
     arena = Arena(make=lambda *_: device)
     programs = list({id(program): program for program, _ in turns}.values())

@@ -22,7 +22,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pace import give_way
 from chunkflow_compile.passes.pipeline import Settings, make_course
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
-from chunkflow_compile.passes.program.course import Call, Course, rewritten
+from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 from chunkflow_compile.weights.host_store import Home
@@ -113,6 +113,11 @@ class Route:
         """Whether all weights of the course still exist where they were."""
         return all((home := ref()) is not None and home.weight is not None for ref in self._homes.values())
 
+    @property
+    def ready(self) -> bool:
+        """Whether it is bound to the memory, or can be."""
+        return self._occupancy is not None or self.lasts
+
     def find(self, key: Key) -> int | None:
         """The place of a call, the expected one first; None if it is not in the course."""
         count = len(self.keys)
@@ -155,7 +160,7 @@ class Route:
     def _make(self, session: Session, call: int) -> Executor:
         course, marks, placed = self.course, self._marks, self._calls[call]
         if session.code.cut is not placed.cut:  # another graph, such as one for another size
-            placed = session.as_call({n: self._name(home, call) for n, home in session.homes.items()})
+            placed = session.as_call(_names(session) | {n: self._name(home, call) for n, home in session.homes.items()})
             program = rewritten(course, call, placed, share="sharing" not in session.code.settings.disabled)
             if session.code.verified:
                 verify_call(course, call, program)
@@ -229,6 +234,9 @@ class Courses:
         self._record(key)
         self._sessions[key] = weakref.ref(session)
         route = self.current
+        if route is not None and not route.ready:
+            self.prune()
+            route = self.current
         if route is not None and route.keys[route.position] is key:
             self._unexpected = 0
             return self._run(route, session, route.position)
@@ -397,13 +405,26 @@ def _calls(sessions: Sequence[Session]) -> tuple[list[Call], dict[str, Home]]:
     """
     calls = list[Call]()
     homes: dict[str, Home] = {}
+    taken = set[str]()
     for session in sessions:
         names: dict[str, str] = {}
-        for name, home in session.homes.items():
-            names[name] = next(n for n in _numbered(home.name) if n not in homes)
-            homes[names[name]] = home
+        for name, wanted in _names(session).items():
+            names[name] = next(n for n in _numbered(wanted) if n not in taken)
+            taken.add(names[name])
+            if name in session.homes:
+                homes[names[name]] = session.homes[name]
         calls.append(session.as_call(names))
     return calls, homes
+
+
+def _names(session: Session) -> dict[str, str]:
+    """The names of a call's weights in their model.  A graph that was compiled for another block has the names of that."""
+    found = {name: home.name for name, home in session.homes.items()}
+    blocks = {block_of(old): block_of(new) for old, new in found.items()}
+    for weight in session.program.problem.weights:
+        block = block_of(weight.name)
+        found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
+    return found
 
 
 def _numbered(name: str) -> Iterator[str]:

@@ -46,6 +46,10 @@ from .tables import Tables
 _log = logging.getLogger(__name__)
 
 
+# Why a weight stays that other calls of the same code stream.
+_NOT_OFFLOADED = "on the device: not offloaded"
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Code:
     """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
@@ -237,13 +241,8 @@ class Session:
             executor.vacate()
 
     def as_call(self, names: Mapping[str, str]) -> Call:
-        """The program as a call of a course.  ``names``: offloaded weight -> its name in the course."""
-        kept = {name: f"{name} of {id(self)}" for name in self._in_place}
-        return Call(
-            self.code.cut,
-            {**kept, **names},
-            dict.fromkeys(kept.values(), "it is on the device: it was not offloaded"),
-        )
+        """The program as a call of a course.  ``names``: of its weights in the course."""
+        return Call(self.code.cut, names, dict.fromkeys((names[name] for name in self._in_place), _NOT_OFFLOADED))
 
     def residents(self) -> Mapping[str, torch.Tensor]:
         """The copies on the device of the offloaded weights that the program does not stream."""
@@ -328,7 +327,8 @@ class Runner:
         self._tables = tables
         self._place = place
         self._arena = arena
-        self._sessions: weakref.WeakValueDictionary[int, Session] = weakref.WeakValueDictionary()
+        # by the ids of the first and the last weight: blocks may share one of them
+        self._sessions: weakref.WeakValueDictionary[tuple[int, int], Session] = weakref.WeakValueDictionary()
         self._choices: list[tuple[weakref.ref[nn.Parameter], Choice]] = []  # by the model's first parameter
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
@@ -336,15 +336,16 @@ class Runner:
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
+        places = list(self._position.values())
+        self._ends = places[0], places[-1]
 
     def __call__(self, args: list[Any]) -> Any:
         """Run one step.  A second thread waits until the first has finished its step."""
         inputs = list(args)
         args.clear()
         parameters = {name: inputs[position] for name, position in self._position.items()}
-        first = next(iter(parameters.values()))  # identifies the model
         self._tables.move(inputs)
-        key = id(first)
+        key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]])
         while True:
             session = self._sessions.get(key)
             if session is not None:
@@ -353,10 +354,10 @@ class Runner:
                         return session.run(inputs)
             with self._lock():
                 if self._sessions.get(key) is session:  # no other thread has replaced it meanwhile
-                    self._renew(first, session, parameters)
+                    self._renew(key, session, parameters)
 
-    def _renew(self, first: nn.Parameter, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        choice = self._choice(first)
+    def _renew(self, key: tuple[int, int], stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        choice = self._choice(next(iter(parameters.values())))
         if stale is not None:
             stale.close()
         wanted = choice.code.program.offloaded
@@ -372,7 +373,7 @@ class Runner:
             return
         if stale is not None and stale.plan == fresh.plan:
             fresh.adopt(stale.measurements)
-        self._sessions[id(first)] = fresh
+        self._sessions[key] = fresh
 
     def _choice(self, first: nn.Parameter) -> Choice:
         """The choice of a model, created if there is none.

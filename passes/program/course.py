@@ -11,6 +11,7 @@ last windows of a call fetch for the next calls, and those of the last call for 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +26,10 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
 
 from .rewrite import Place, Program, rewrite
+
+
+# The name of an element of an outermost ModuleList, at the start of the name of a weight inside.
+_BLOCK = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -50,12 +55,9 @@ class Call:
         return replace(region, weights=weights, block=self._block(region))
 
     def _block(self, region: Region) -> str:
-        """The block of a region, by the names of its weights: the graph may have been compiled for another block."""
-        for name in region.weights:
-            inner = name.removeprefix(region.block)
-            if region.block and inner != name and self.names[name].endswith(inner):
-                return self.names[name].removesuffix(inner)
-        return region.block
+        """The block of a region, by the names of its weights: the graph may be that of a block, compiled for another."""
+        found = {block_of(self.names[name]) for name in region.weights}
+        return found.pop() if len(found) == 1 else region.block
 
     def _weight(self, weight: Weight) -> Weight:
         name = self.names[weight.name]
@@ -98,6 +100,12 @@ class Border:
 
     prefetches: tuple[Node, ...]
     waits: bool
+
+
+def block_of(weight: str) -> str:
+    """The name of the block that a weight is in, by its own name; empty if it is in none."""
+    found = _BLOCK.match(weight)
+    return found[0] if found is not None else ""
 
 
 def join(calls: Sequence[Call]) -> Problem:

@@ -332,11 +332,16 @@ def _check_place(course: Course, call: int, program: Program) -> Iterator[str]:
     yield from _check_readers(program, memory := memory_of(program))
     yield from _check_data_flow(program, {})
     yield from check_collectives(program, memory)
+    streamed = {w.name for w in course.plan.streamed}  # others need not have the names of the course
     known, found = (
-        [(op.kind, op.weight, op.chunk, op.serves, op.mark, op.reads) for op in order.ops if op.call == call]
+        [
+            (op.kind, op.weight, op.chunk, op.serves, op.mark, streamed.intersection(op.reads))
+            for op in order.ops
+            if op.call == call
+        ]
         for order in (HappensBefore((course,), 1), HappensBefore((course.at(call, program),), 1))
     )
-    if known != found:
+    if known != found or program.plan is not course.plan:
         yield f"call {call}: the program does not move or read the weights of the course there"
 
 

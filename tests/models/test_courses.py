@@ -1,0 +1,311 @@
+"""Models whose programs run in turns: what repeats runs as a course, and everything else is right at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import Arena, courses, offload, programs, restore
+from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.runtime.courses import Route
+
+SIZE = Size(layers=4, singles=2)
+MIN_BYTES = OPTIONS["min_bytes"]
+EAGER = {**OPTIONS, "lowering": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def arena_of(*models: nn.Module) -> Arena:
+    (arena,) = {program.arena for model in models for program in programs(model)}
+    return arena
+
+
+def learn(*models: nn.Module) -> None:
+    """Wait for a course that is being planned."""
+    arena_of(*models).courses.settle()
+
+
+def newest(model: nn.Module) -> dict[str, int]:
+    """Bytes that the newest call of each program has moved, all together."""
+    found = [p.measurements[-1] for p in programs(model)]
+    return {"moved": sum(m.moved_bytes for m in found), "primed": sum(m.primed_bytes for m in found)}
+
+
+def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
+    """Runs steps until a course runs, and checks that it runs warm."""
+    for i in range(2):
+        step(i)
+    learn(model)
+    step(2)  # from here on, in the course
+    for i in range(3, steps):
+        step(i)
+        (route,) = courses(model)
+        assert newest(model) == {"moved": route.course.plan.moved_bytes, "primed": 0} and route.jumps == 0
+    return route
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize("family", ["wan", "flux"])
+def test_blocks_compiled_one_by_one_run_as_one_program(family: str, placed: bool) -> None:
+    model, twin = small_model(family, SIZE), small_model(family, SIZE)
+    if placed:
+        offload(model, min_bytes=MIN_BYTES)
+    model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
+
+    def step(i: int) -> None:
+        inputs = small_inputs(family, SIZE, i)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+
+    route = settled(model, step)
+    plan = route.course.plan
+    large = sum(
+        p.nbytes for b in twin.modules() if isinstance(b, nn.ModuleList) for p in b.parameters() if p.nbytes >= 4096
+    )
+    assert 0 < plan.moved_bytes <= large, "a weight is fetched once a pass, or stays"
+    assert arena_of(model).nbytes == max(plan.arena_bytes, *(p.plan.arena_bytes for p in programs(model)))
+    assert {r.block for r in plan.regions} >= {"blocks.1" if family == "wan" else "transformer_blocks.1"}
+    restore(model)
+    step(9)
+
+
+def test_a_course_keeps_to_the_budget_of_its_calls(tmp_path: Path) -> None:
+    """On a slow link, what the budget has room for stays, inside the arena."""
+    slow = replace(load_profile(OPTIONS["hardware"]), h2d_bandwidth=1e6)
+    (tmp_path / "slow.json").write_text(slow.to_json())
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    offload(model, min_bytes=MIN_BYTES)
+    options = {k: v for k, v in EAGER.items() if k != "slowdown"}
+    options |= {"memory": 700_000, "hardware": str(tmp_path / "slow.json")}
+    model.compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
+
+    def step(i: int) -> None:
+        inputs = small_inputs("wan", SIZE, i)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        assert arena_of(model).nbytes <= 700_000
+
+    plan = settled(model, step).course.plan
+    kept = sum(
+        plan.span(w, i, i + 1)[1] - plan.span(w, i, i + 1)[0]
+        for w in plan.streamed
+        for i, k in enumerate(w.windows)
+        if k is None
+    )
+    assert kept > 100_000 and 600_000 < plan.device_bytes <= 700_000
+
+
+class Taken(nn.Module):
+    """Runs its blocks in the order that a call asks for; each is compiled on its own."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([b for b in Stack(layers).blocks])
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
+        for i in order:
+            x = self.blocks[i](x)
+        return x
+
+
+def taken(layers: int = 5, **options: Any) -> tuple[Taken, Taken]:
+    torch.manual_seed(0)
+    model = Taken(layers).eval()
+    torch.manual_seed(0)
+    twin = Taken(layers).eval()
+    offload(model, min_bytes=MIN_BYTES)
+    for block in model.blocks:
+        block.compile(backend="chunkflow", options={**EAGER, **options})
+    return model, twin
+
+
+def test_any_order_of_calls_is_right(record_property: Callable[[str, object], None]) -> None:
+    """Passes, skipped blocks, repeated blocks, two sizes, in any order."""
+    jumps = 0
+    for seed in range(4):
+        torch._dynamo.reset()
+        rng = random.Random(seed)
+        model, twin = taken(debug="poison")
+        for i in range(40):
+            order = list(range(5))
+            if i > 2 and rng.random() < 0.5:
+                order = rng.sample(order, rng.randint(1, 5)) + [rng.randrange(5)]
+            x = torch.randn(rng.choice([2, 4]), 32)
+            assert torch.equal(model(x, order), twin(x, order)), (seed, i, order)
+            if rng.random() < 0.3:
+                learn(model)
+        assert courses(model)
+        jumps += sum(route.jumps for route in courses(model))
+    assert jumps > 20
+    record_property("counts", f"{jumps} jumps")
+
+
+def test_a_jump_moves_what_runs_and_at_most_an_arena() -> None:
+    """A step cache that skips all blocks but the first, in turns with whole steps."""
+    model, twin = taken()
+    for i in range(12):
+        order = list(range(5)) if i < 4 or i % 2 else [0]
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x, order), twin(x, order))
+        if i == 1:
+            learn(model)
+        if i > 4 and order == [0]:
+            (first,) = [
+                p
+                for p in programs(model)
+                if p.measurements and "blocks.0.up.weight" in {home.name for home in p.homes.values()}
+            ]
+            cost = first.measurements[-1]
+            assert cost.moved_bytes + cost.primed_bytes <= first.plan.moved_bytes + 2 * arena_of(model).nbytes
+    assert courses(model)[0].jumps >= 4
+
+
+def test_jumps_that_repeat_become_a_course() -> None:
+    model, twin = taken()
+    for i in range(16):
+        x = torch.randn(4, 32)
+        for order in ([0, 1, 2, 3, 4], [0]):
+            assert torch.equal(model(x, order), twin(x, order))
+        learn(model)
+    assert len(courses(model)[0].course.calls) == 6
+    before = courses(model)[0].jumps
+    for order in ([0, 1, 2, 3, 4], [0]) * 2:
+        assert torch.equal(model(x, order), twin(x, order))
+    assert courses(model)[0].jumps == before
+
+
+def test_two_sizes_in_turns_are_one_course() -> None:
+    """Guidance with two text lengths: both calls of a block read the same weights."""
+    model, twin = taken()
+    for i in range(10):
+        for rows in (4, 6):
+            x = torch.randn(rows, 32)
+            assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
+            if i > 3:
+                assert newest(model)["primed"] == 0
+        learn(model)
+    (route,) = courses(model)
+    assert len(route.course.calls) == 5 and route.jumps == 0
+
+
+def test_models_in_one_arena_run_as_a_course() -> None:
+    """A text encoder, a transformer and a decoder."""
+    arena = Arena()
+    made = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        made.append([Stack(n).eval() for n in (2, 4, 3)])
+    models, twins = made
+    runs = [torch.compile(m, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena}) for m in models]
+    for i in range(8):
+        for run, twin in zip(runs, twins, strict=True):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
+        arena.courses.settle()
+    route = courses(models[0])[0]
+    assert len(route.course.calls) == 3 and all(newest(m)["primed"] == 0 for m in models)
+    restore(models[1])
+    x = torch.randn(4, 8)
+    assert torch.equal(models[1](x), twins[1](x))
+    for run, twin in zip(runs, twins, strict=True):
+        assert torch.equal(run(x), twin(x))
+
+
+def test_weights_that_change_in_the_middle_of_a_course() -> None:
+    model, twin = taken()
+    order = list(range(5))
+    for i in range(12):
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x, order[:2]), twin(x, order[:2]))
+        if i > 4:
+            for m in (model, twin):
+                m.blocks[i % 5].up.weight.mul_(1.5)
+        assert torch.equal(model(x, order[2:]), twin(x, order[2:]))
+        if i == 2:
+            learn(model)
+    assert courses(model)[0].course.calls
+
+
+def test_a_tied_weight_and_one_on_the_device() -> None:
+    """What stays is settled for the weights of each call, not for those of the block that was compiled first."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found = Taken(5).eval()
+        found.blocks[3].up.weight = found.blocks[2].up.weight
+        found.blocks[4].down.weight = nn.Parameter(found.blocks[4].down.weight[:, ::2].repeat_interleave(2, 1).t())
+        found.blocks[4].down.weight = nn.Parameter(found.blocks[4].down.weight.t())  # other strides
+        made.append(found)
+    model, twin = made
+    offload(model, min_bytes=MIN_BYTES)
+    for block in model.blocks:
+        block.compile(backend="chunkflow", options=EAGER)
+    for i in range(6):
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
+        learn(model)
+    assert newest(model)["primed"] == 0 and courses(model)
+
+
+def test_a_model_that_is_dropped_in_the_middle_of_a_course() -> None:
+    arena = Arena()
+    models = [Stack(n).eval() for n in (2, 3)]
+    twins = [Stack(n).eval() for n in (2, 3)]
+    for model, twin in zip(models, twins, strict=True):
+        twin.load_state_dict(model.state_dict())
+    runs = [torch.compile(m, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena}) for m in models]
+    for _ in range(4):
+        for run, twin in zip(runs, twins, strict=True):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
+        arena.courses.settle()
+    assert courses(models[0])
+    del runs[1], models[1], run, model
+    torch._dynamo.reset()
+    run = torch.compile(models[0], backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena})
+    for _ in range(3):
+        assert torch.equal(run(x), twins[0](x))
+    assert all(route.lasts for route in courses(models[0]))
+
+
+@pytest.mark.parametrize("call", range(3))
+def test_an_error_between_two_calls_and_in_one(call: int) -> None:
+    model, twin = taken(3)
+    order = [0, 1, 2]
+    x = torch.randn(4, 32)
+    for i in range(4):
+        assert torch.equal(model(x, order), twin(x, order))
+        if i == 1:
+            learn(model)
+    device = arena_of(model).streams
+    copy, failed = device.copy_bytes, []
+
+    def fail(*args: object) -> None:
+        if not failed:
+            failed.append(call)
+            raise OSError("the link is gone")
+        copy(*args)
+
+    model(x, order[:call])
+    device.copy_bytes = fail
+    with pytest.raises(Exception, match="the link is gone"):
+        for _ in range(3):
+            model(x, order)
+    device.copy_bytes = copy
+    for _ in range(3):
+        assert torch.equal(model(x, order), twin(x, order))
+    restore(model)
+    assert torch.equal(model(x, order), twin(x, order))
