@@ -43,7 +43,8 @@ from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
-from chunkflow_compile.runtime.runner import Code, Runner, Session
+from chunkflow_compile.runtime.runner import Runner
+from chunkflow_compile.runtime.session import Code, Session
 from chunkflow_compile.runtime.tables import Tables
 from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten, move_tables, weights_among
 from chunkflow_compile.weights.host_store import home_of

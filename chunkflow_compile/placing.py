@@ -29,8 +29,8 @@ from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.courses import Route
-    from chunkflow_compile.runtime.runner import Session
+    from chunkflow_compile.runtime.route import Route
+    from chunkflow_compile.runtime.session import Session
 
 # A FakeTensor is a weight of a model that is planned without its values.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)

@@ -12,7 +12,7 @@ from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import programs, restore
-from chunkflow_compile.runtime.runner import Session
+from chunkflow_compile.runtime.session import Session
 
 EAGER = {**OPTIONS, "lowering": "eager"}
 

@@ -27,7 +27,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.runner import Session
+from chunkflow_compile.runtime.session import Session
 
 
 @pytest.fixture

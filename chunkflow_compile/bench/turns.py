@@ -29,7 +29,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.placing import offload, programs, restore
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
-from chunkflow_compile.runtime.runner import Code, Session
+from chunkflow_compile.runtime.session import Code, Session
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of

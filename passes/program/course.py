@@ -27,7 +27,6 @@ from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
 
 from .rewrite import Place, Program, rewrite
 
-
 # The name of an element of an outermost ModuleList, at the start of the name of a weight inside.
 _BLOCK = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 

@@ -27,9 +27,8 @@ from __future__ import annotations
 
 import operator
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -37,13 +36,14 @@ from torch.fx.node import map_arg
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.regions import flow_line, structural_key
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 
+from .borders import check_borders
 from .collectives import check_collectives
-from .course import Course, border
-from .happens_before import HappensBefore, Op
+from .course import Course
+from .happens_before import HappensBefore
 from .memory import Memory, memory_of
 from .rewrite import SOURCE, Program
 
@@ -113,7 +113,7 @@ def check(program: Program | Course, order: HappensBefore | None = None) -> Iter
         yield from _check_readers(call, memory)
         yield from _check_data_flow(call, keys)
     yield from check_turns(order)
-    yield from _check_borders(course, order)
+    yield from check_borders(course, order)
     for call, memory in zip(course.calls, memories, strict=True):
         yield from check_collectives(call, memory, order if alone else None)
 
@@ -285,46 +285,6 @@ def _lives(order: HappensBefore) -> _Lives:
             if life := lives.get((op.turn, weight, op.step)):
                 life.reads.append(i)
     return lives
-
-
-def _check_borders(course: Course, order: HappensBefore) -> Iterator[str]:
-    """Check that a jump to each call first fetches what is on its way or in use there in the second of two passes."""
-    begins: dict[int, int] = {}
-    uses: dict[tuple[str, int | None], list[int]] = {}  # weight and pass -> its readers and its evict
-    waits: dict[str, list[int]] = {}
-    for i, op in enumerate(order.ops):
-        if op.step == 1:
-            begins.setdefault(op.call, i)
-            if op.kind == "wait":
-                waits.setdefault(op.weight, []).append(i)
-        for weight in (*op.reads, *([op.weight] if op.kind == "evict" else [])):
-            uses.setdefault((weight, op.step), []).append(i)
-    alive, seen = (
-        list[tuple[int, Op]](),
-        0,
-    )  # each copied chunk whose last use is still to come, with the index of that use
-    for call in range(1, len(course.calls)):
-        pace()
-        begin, found = begins[call], border(course, call)
-        fresh = (op for op in order.ops[seen:begin] if op.kind == "chunk" and op.serves is not None)
-        alive += [(_last_use(order, uses, op), op) for op in fresh]
-        alive, seen = [(last, op) for last, op in alive if last >= begin], begin
-        expected = [(op.weight, op.chunk) for _, op in alive]
-        chunks = [(p.weight, c) for n in found.prefetches if (p := prefetch_of(n)) for c in range(p.first, p.end)]
-        if chunks != expected:
-            odd = next(a or b for a, b in zip_longest(chunks, expected) if a != b)
-            yield f"{odd[0]}: a jump to call {call} does not fetch what is on its way there in a pass, see chunk {odd[1]}"
-        for name in () if found.waits else [w.name for w in course.plan.streamed]:
-            read = next((i for i in uses.get((name, 1), ()) if i >= begin), None)
-            if read is not None and not any(begin <= i < read for i in waits.get(name, ())):
-                yield f"{name}: after a jump to call {call}, {order.ops[read]} does not wait for it"
-
-
-def _last_use(order: HappensBefore, uses: Mapping[tuple[str, int | None], list[int]], op: Op) -> int:
-    """The index of the last op that uses a chunk; after all ops, if that is in a pass that is not unrolled."""
-    if op.serves is not None and op.serves >= order.steps:
-        return len(order.ops)
-    return max(uses.get((op.weight, op.serves), ()), default=-1)
 
 
 def _check_place(course: Course, call: int, program: Program) -> Iterator[str]:

@@ -17,7 +17,7 @@ from torch import nn
 from chunkflow_compile import Arena, courses, offload, programs, restore
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.runtime.courses import Route
+from chunkflow_compile.runtime.route import Route
 
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
@@ -113,7 +113,7 @@ class Taken(nn.Module):
 
     def __init__(self, layers: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([b for b in Stack(layers).blocks])
+        self.blocks = nn.ModuleList(list(Stack(layers).blocks))
 
     def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
         for i in order:
@@ -142,7 +142,7 @@ def test_any_order_of_calls_is_right(record_property: Callable[[str, object], No
         for i in range(40):
             order = list(range(5))
             if i > 2 and rng.random() < 0.5:
-                order = rng.sample(order, rng.randint(1, 5)) + [rng.randrange(5)]
+                order = [*rng.sample(order, rng.randint(1, 5)), rng.randrange(5)]
             x = torch.randn(rng.choice([2, 4]), 32)
             assert torch.equal(model(x, order), twin(x, order)), (seed, i, order)
             if rng.random() < 0.3:
@@ -175,7 +175,7 @@ def test_a_jump_moves_what_runs_and_at_most_an_arena() -> None:
 
 def test_jumps_that_repeat_become_a_course() -> None:
     model, twin = taken()
-    for i in range(16):
+    for _i in range(16):
         x = torch.randn(4, 32)
         for order in ([0, 1, 2, 3, 4], [0]):
             assert torch.equal(model(x, order), twin(x, order))
@@ -210,7 +210,7 @@ def test_models_in_one_arena_run_as_a_course() -> None:
         made.append([Stack(n).eval() for n in (2, 4, 3)])
     models, twins = made
     runs = [torch.compile(m, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena}) for m in models]
-    for i in range(8):
+    for _i in range(8):
         for run, twin in zip(runs, twins, strict=True):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
@@ -253,7 +253,7 @@ def test_a_tied_weight_and_one_on_the_device() -> None:
     offload(model, min_bytes=MIN_BYTES)
     for block in model.blocks:
         block.compile(backend="chunkflow", options=EAGER)
-    for i in range(6):
+    for _i in range(6):
         x = torch.randn(4, 32)
         assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
         learn(model)

@@ -59,7 +59,7 @@ def run_and_compare(name: str, lowering: str, degree: int) -> None:
         assert programs(reference)[0].plan.moved_bytes == 0
 
 
-def check_transfers(runner: chunkflow_compile.runtime.runner.Session) -> None:
+def check_transfers(runner: chunkflow_compile.runtime.session.Session) -> None:
     """Count the bytes: an offloader that does nothing would pass the test of outputs."""
     plan, steps = runner.plan, runner.measurements
     assert plan.moved_bytes > 0.9 * runner.program.problem.total_bytes
@@ -70,7 +70,7 @@ def check_transfers(runner: chunkflow_compile.runtime.runner.Session) -> None:
     assert runner.executor.traffic.copied_bytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
 
 
-def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.runner.Session) -> None:
+def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.session.Session) -> None:
     """If a kernel had written an activation into a slot, its bytes would differ from the weight's."""
     homes = {home.name: home for _, t in tensors_of(model) if (home := home_of(t)) is not None}
     whole = runner.executor.intact_slots()

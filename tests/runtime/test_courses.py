@@ -19,7 +19,7 @@ from random_programs import examples
 from schedules import goes_wrong, matches
 
 from chunkflow_compile.passes.ops import PREFETCH
-from chunkflow_compile.passes.program.course import Course, prefetches
+from chunkflow_compile.passes.program.course import Course
 from chunkflow_compile.passes.program.verify import check, verify
 
 # Calls in a run: two passes over the longest course, and a jump or two.

@@ -13,7 +13,7 @@ from helpers import Coalesced, Stack
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, programs, restore
-from chunkflow_compile.runtime.runner import Session
+from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
 
 

@@ -1,0 +1,196 @@
+"""A route is a course on the weights of its calls: the executors of its places, and what they have in the arena."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
+from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
+from chunkflow_compile.passes.program.verify import verify_call
+from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.weights.host_store import Home
+
+from .arena import Arena, Occupancy
+from .binding import Binding
+from .executor import Executor
+
+if TYPE_CHECKING:
+    from .session import Session
+
+# The homes of the weights of a course, by their names in it.
+Homes = Mapping[str, weakref.ref[Home]]
+
+
+class Key:
+    """What a call reads: the homes of its weights.  Calls that read the same weights in the same regions have one key."""
+
+    def __init__(self, homes: Iterable[Home]) -> None:
+        self._homes = [weakref.ref(home) for home in homes]
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the weights still exist."""
+        return all(ref() is not None for ref in self._homes)
+
+
+class Route:
+    """A course on the weights of its calls.  ``position``: the call that is expected next.  ``jumps``: those so far."""
+
+    def __init__(
+        self, arena: Arena, keys: tuple[Key, ...], calls: Sequence[Call], homes: Homes, course: Course
+    ) -> None:
+        self.arena = arena
+        self.keys = keys
+        self.course = course
+        self.position = 0
+        self.jumps = 0
+        self._calls = calls
+        self._homes = homes
+        self._versions: dict[str, int] = {}
+        self._places = [
+            {id(self._homes[n]()): n for n in call.names.values() if n in self._homes} for call in self._calls
+        ]
+        self._seen: list[tuple[int, ...] | None] = [
+            None for _ in self.keys
+        ]  # _versions, as the session of a call has them
+        self._marks = arrivals(self.course)
+        self._occupancy: Occupancy | None = None
+        self._slots: dict[str, torch.Tensor] = {}
+        self._hosts: dict[str, torch.Tensor] = {}
+        self._flat: dict[str, torch.Tensor] = {}
+        self._executors: list[weakref.WeakKeyDictionary[Session, Executor]] = [
+            weakref.WeakKeyDictionary() for _ in self.keys
+        ]
+
+    @property
+    def lasts(self) -> bool:
+        """Whether all weights of the course still exist where they were."""
+        return all((home := ref()) is not None and home.weight is not None for ref in self._homes.values())
+
+    @property
+    def ready(self) -> bool:
+        """Whether it is bound to the memory, or can be."""
+        return self._occupancy is not None or self.lasts
+
+    def find(self, key: Key) -> int | None:
+        """The place of a call, the expected one first; None if it is not in the course."""
+        count = len(self.keys)
+        found = (c % count for c in range(self.position, self.position + count) if self.keys[c % count] is key)
+        return next(found, None)
+
+    def executor(self, session: Session, call: int) -> Executor:
+        """The executor of a session in the place of a call.  Raises ChunkflowError if the arena has no room."""
+        self._check_versions(session, call)
+        found = self._executors[call].get(session)
+        if found is None:
+            found = self._executors[call][session] = self._make(session, call)
+        self.position = (call + 1) % len(self.keys)
+        return found
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory."""
+        for executors in self._executors:
+            for executor in list(executors.values()):
+                executor.vacate()
+            executors.clear()
+        if self._occupancy is not None and self.arena.holder is self._occupancy:
+            self.arena.holder = None
+        self._occupancy = None
+        self._slots, self._hosts, self._flat = {}, {}, {}
+
+    def _check_versions(self, session: Session, call: int) -> None:
+        """Start cold if a weight of the call was written since the course took over the arena."""
+        if self._seen[call] == session.versions:
+            return
+        names = [self._name(home, call) for home in session.homes.values()]
+        known = tuple(self._versions.get(name) for name in names)
+        if known != session.versions:
+            if self._occupancy is not None and self.arena.holder is self._occupancy:
+                self.arena.holder = None
+            self._versions = {name: home.version for name, ref in self._homes.items() if (home := ref()) is not None}
+            self._seen = [None for _ in self.keys]
+        self._seen[call] = session.versions
+
+    def _make(self, session: Session, call: int) -> Executor:
+        course, marks, placed = self.course, self._marks, self._calls[call]
+        if session.code.cut is not placed.cut:  # another graph, such as one for another size
+            placed = session.as_call(_names(session) | {n: self._name(home, call) for n, home in session.homes.items()})
+            program = rewritten(course, call, placed, share="sharing" not in session.code.settings.disabled)
+            if session.code.verified:
+                verify_call(course, call, program)
+            course = course.at(call, program)
+            marks = arrivals(course)
+        return self._bound(session, course, call, placed.names, marks)
+
+    def _name(self, home: Home, call: int) -> str:
+        """The name in the course of a weight of a call."""
+        return self._places[call][id(home)]
+
+    def _bound(
+        self, session: Session, course: Course, call: int, names: Mapping[str, str], marks: Arrivals
+    ) -> Executor:
+        memory = self.arena.reserve(course.plan.arena_bytes)
+        if self._occupancy is None:
+            homes = {w.name: self._home(w.name) for w in course.plan.streamed}
+            self._hosts = {name: home.host for name, home in homes.items()}
+            self._occupancy = Occupancy(self.arena.streams, len(marks.marked))
+            for home in homes.values():
+                home.pin(self.arena.streams, session.code.pin_bytes)
+            if not all(home.pinned for home in homes.values()):
+                self.arena.streams.stage()
+            for weight in course.plan.streamed:
+                assert weight.offset is not None
+                self._slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
+            self._flat = {name: flat_bytes(host) for name, host in self._hosts.items()}
+        values = {names[name]: value for name, value in session.residents().items()}
+        for name in session.homes:
+            if names[name] in self._slots:
+                values[names[name]] = as_weight(self._slots[names[name]], self._hosts[names[name]])
+        binding = Binding(self.arena, values, self._slots, self._flat, self._occupancy, marks)
+        program = course.calls[call]
+        return Executor(program, session.code.regions, binding, session.code.poison, course, session.measured)
+
+    def _home(self, name: str) -> Home:
+        home = self._homes[name]()
+        assert home is not None, "the course lasts"
+        return home
+
+
+def calls_of(sessions: Sequence[Session]) -> tuple[list[Call], dict[str, Home]]:
+    """The calls of a course, and the homes of its weights by their names in it.
+
+    A weight that two calls read is two weights of the course: it is fetched for each.
+    """
+    calls = list[Call]()
+    homes: dict[str, Home] = {}
+    taken = set[str]()
+    for session in sessions:
+        names: dict[str, str] = {}
+        for name, wanted in _names(session).items():
+            names[name] = next(n for n in _numbered(wanted) if n not in taken)
+            taken.add(names[name])
+            if name in session.homes:
+                homes[names[name]] = session.homes[name]
+        calls.append(session.as_call(names))
+    return calls, homes
+
+
+def _names(session: Session) -> dict[str, str]:
+    """The names of a call's weights in their model.  A graph that was compiled for another block has the names of that."""
+    found = {name: home.name for name, home in session.homes.items()}
+    blocks = {block_of(old): block_of(new) for old, new in found.items()}
+    for weight in session.program.problem.weights:
+        block = block_of(weight.name)
+        found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
+    return found
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """A name, and variants of it."""
+    yield name
+    yield from (f"{name} ({i})" for i in itertools.count(2))

@@ -1,0 +1,333 @@
+"""A session is a program bound to memory: compiled code on the weights of one model, and its place in an arena."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.pipeline import Settings, Stage
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.program.arrivals import arrivals
+from chunkflow_compile.passes.program.course import Call
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.passes.program.verify import verify_together
+from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.weights.host_store import Home, home_of
+from chunkflow_compile.weights.progress import moving
+from chunkflow_compile.weights.staging import GpuStagings
+
+from .arena import Arena
+from .binding import Binding
+from .courses import Courses
+from .device import DeviceKind, check_kind, refuse_capture
+from .executor import KEPT_MEASUREMENTS, Executor
+from .measurement import MEASURED_FILE, StepMeasurement, measured
+from .route import Key
+
+_log = logging.getLogger(__name__)
+
+# Why a weight stays that other calls of the same code stream.
+_NOT_OFFLOADED = "on the device: not offloaded"
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Code:
+    """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
+
+    ``cut`` and ``settings``: what the program was made of.
+    ``make``: runs the passes with other settings, passed by name, for the same regions; returns the last stage and folder.
+    ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
+    ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
+    ``verified``: whether the program was verified, and is to be verified together with others in its arena.
+    ``goal``: what it was planned for, None if it was planned again.
+    ``pin_bytes``: most host bytes to pin.  ``advice``: returns a sentence on what would fit if the arena does not.
+    """
+
+    program: Program
+    cut: Cut
+    settings: Settings
+    regions: Mapping[str, Callable[..., Sequence[Any]]]
+    make: Callable[..., tuple[Stage, Path | None]]
+    replan_after: int = 0
+    folder: Path | None = None
+    kind: DeviceKind
+    poison: bool = False
+    verified: bool = True
+    pin_bytes: int = 0
+    goal: object = None
+    advice: Callable[..., str] = str
+
+    def remade(self, **settings: Any) -> Code:
+        """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""
+        settings = {"likes": (), **settings}
+        stage, folder = self.make(**settings)
+        assert stage.program is not None
+        advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
+        make = partial(self.make, **settings)
+        made = replace(self, program=stage.program, settings=replace(self.settings, **settings), goal=None)
+        return replace(made, folder=folder, make=make, advice=advice, replan_after=0)
+
+
+@dataclass(eq=False)
+class Choice:
+    """The code that runs on the weights of one model.  It outlives the model's sessions.
+
+    ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.
+    """
+
+    code: Code
+    by_itself: bool = False
+
+
+class Session:
+    """A program bound to memory: its place in an arena, and its resident copies."""
+
+    def __init__(self, choice: Choice, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
+        """Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it."""
+        self.choice = choice
+        self.code = code = choice.code
+        self._replan_after = code.replan_after
+        self.program = code.program
+        self.arena = arena
+        check_kind(arena.device, code.kind, code.program.plan.policy)
+        refuse_capture(arena.device)
+        self._folder = code.folder
+        self._steps = 0
+        self.started = time.monotonic()
+        self.closed = False
+        self.homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
+        self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
+        self.versions = _versions(self.homes.values())
+        self._residents: dict[str, torch.Tensor] | None = None
+        self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self._executor: Executor | None = None
+        died = partial(_weight_died, weakref.ref(arena))
+        self._weights = [weakref.ref(home.weight, died) for home in self.homes.values()]
+        self._gone = weakref.finalize(self, _sweep, weakref.ref(arena))
+        self._gone.atexit = False
+        with arena.lock():
+            if code.verified:
+                arena.prove(code, lambda other: verify_together(other.program, code.program))
+            arena.join(self, kind=code.kind, advice=code.advice)
+            self._device = arena.streams
+            try:
+                self._executor = self._bound()
+            except BaseException:
+                arena.leave(self)
+                raise
+            arena.courses = arena.courses or Courses(arena)
+            self.key = self._key(arena.courses)
+
+    @property
+    def plan(self) -> Plan:
+        return self.program.plan
+
+    @property
+    def executor(self) -> Executor:
+        """The executor of the program outside courses.  Raises ChunkflowError if the session is closed."""
+        if self.closed:
+            raise ChunkflowError("This program has ended: call the compiled model again.")
+        if self._executor is None:
+            self._executor = self._bound()
+        return self._executor
+
+    @property
+    def part(self) -> bool:
+        """Whether the program is a part of a model, and so runs in turns with others."""
+        return self.code.settings.part
+
+    @property
+    def measurements(self) -> tuple[StepMeasurement, ...]:
+        """The newest measured steps, oldest first; waits for those in flight."""
+        return self._measurements(wait=True)
+
+    def _measurements(self, wait: bool = False) -> tuple[StepMeasurement, ...]:
+        self._device.collect(wait)
+        return tuple(self.measured)
+
+    def adopt(self, steps: Iterable[StepMeasurement]) -> None:
+        """Take over the measurements of the session that this one replaces."""
+        self.measured.extend(steps)
+
+    def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
+        """Whether the session can run on ``parameters`` as they are now; if not, a new session is needed."""
+        if self.closed or self.choice.code is not self.code:
+            return False
+        for name, home in self.homes.items():
+            if home_of(parameters[name]) is not home:  # it was restored, replaced, or given other memory
+                return False
+        for name, parameter in self._in_place.items():
+            if parameters[name] is not parameter or home_of(parameter) is not None:
+                return False
+        # load_state_dict may have written new values: then the copies on the device are out of date
+        return self.versions == _versions(self.homes.values())
+
+    @property
+    def outlived(self) -> bool:
+        """Whether a weight of the session was dropped, moved or given other memory, so it can never run again."""
+        gone = any(home.weight is None for home in self.homes.values())
+        return gone or any(home_of(p) is not None for p in self._in_place.values())
+
+    def repeats(self, other: Session) -> bool:
+        """Whether it is the same program on the same weights."""
+        same = self.homes.keys() == other.homes.keys() and self.program.same_as(other.program)
+        return same and all(home is other.homes[name] for name, home in self.homes.items())
+
+    def run(self, inputs: Sequence[Any]) -> Any:
+        """Run one step.  The caller holds the lock of the arena."""
+        refuse_capture(self.arena.device)
+        if self.arena.outdated:
+            self.arena.close_outlived()
+        outputs = (self.arena.courses.executor(self) or self.executor).run(inputs)
+        self._steps += 1
+        if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
+            self._save()
+        if self._replan_after:
+            self._replan()
+        return outputs
+
+    def _replan(self) -> None:
+        """After ``replan_after`` warm steps, plan from their times; a new placement runs from the next step on."""
+        warm = [m for m in self._measurements()[1:] if not m.primed_bytes]  # step 0 pays for first touches
+        if len(warm) < self._replan_after:
+            return
+        self._replan_after = 0
+        try:
+            code = self.code.remade(timings=measured(self.plan, warm).timings())
+        except ChunkflowError as error:  # the current plan still works
+            _log.warning("the current plan is kept: %s", error)
+            return
+        if code.program.plan.placement != self.plan.placement:
+            self.choice.code, self.choice.by_itself = code, True
+
+    def close(self) -> None:
+        """Wait for the step and the copies in flight, then leave the arena."""
+        with self.arena.lock():
+            if not self.closed:
+                try:
+                    self._save(wait=True)
+                    self.unbind()
+                    self.arena.courses.unbind()  # its programs move the weights of this session too
+                finally:  # also after an interrupt: the memory must be released
+                    self.closed = True
+                    self.homes, self._in_place, self._weights, self._residents = {}, {}, [], None
+                    self._gone.detach()
+                    self.arena.leave(self)
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory; the next step binds the program again."""
+        executor, self._executor = self._executor, None
+        if executor is not None:
+            executor.vacate()
+
+    def as_call(self, names: Mapping[str, str]) -> Call:
+        """The program as a call of a course.  ``names``: of its weights in the course."""
+        return Call(self.code.cut, names, dict.fromkeys((names[name] for name in self._in_place), _NOT_OFFLOADED))
+
+    def residents(self) -> Mapping[str, torch.Tensor]:
+        """The copies on the device of the offloaded weights that the program does not stream."""
+        if self._residents is None:
+            outside = [w for w in self.plan.weights if w.offset is None and w.name in self.homes]
+            made, stagings = dict[str, torch.Tensor](), GpuStagings()
+            with moving("placing weights", sum(w.nbytes for w in outside)) as placed:
+                for weight in outside:
+                    made[weight.name] = self._resident(self.homes[weight.name], stagings)
+                    placed(weight.nbytes)
+            self.arena.streams.hold(made.values())
+            self._residents = made
+        return self._residents
+
+    def _save(self, wait: bool = False) -> None:
+        """Write the measurements to the dump folder, if there is one.  A full disk or a failed device is no error."""
+        if self._folder is None:
+            return
+        with contextlib.suppress(OSError, ChunkflowError):
+            if steps := self._measurements(wait):
+                path = self._folder / MEASURED_FILE
+                part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
+                part.write_text(measured(self.plan, steps).to_json())
+                part.replace(path)
+
+    def _bound(self) -> Executor:
+        """The executor of the program outside courses, on the arena's memory."""
+        memory = self.arena.reserve(self.plan.arena_bytes, self.code.advice)
+        values = dict(self.residents())
+        slots: dict[str, torch.Tensor] = {}
+        for weight in self.plan.streamed:
+            if (home := self.homes.get(weight.name)) is not None and weight.offset is not None:
+                home.pin(self.arena.streams, self.code.pin_bytes)
+                slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
+                values[weight.name] = as_weight(slots[weight.name], home.host)
+        if not all(self.homes[name].pinned for name in slots):
+            self.arena.streams.stage()
+        hosts = {name: flat_bytes(self.homes[name].host) for name in slots}
+        marks = arrivals(self.program)
+        key = (
+            self.plan.placement,
+            self.program.problem.structure,
+            marks.order,
+            tuple((n, id(self.homes[n]), self.homes[n].version) for n in slots),
+        )
+        binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks)
+        return Executor(self.program, self.code.regions, binding, self.code.poison, measurements=self.measured)
+
+    def _key(self, courses: Courses) -> Key | None:
+        """What its calls read, for a course; None if the user chose its placement."""
+        settings = self.code.settings
+        chosen = settings.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
+        if chosen or self.code.goal is None or "course" in settings.disabled or not self.homes:
+            return None
+        problem = self.program.problem
+        regions = [[home for name in r.weights if (home := self.homes.get(name)) is not None] for r in problem.regions]
+        return courses.key(regions, tuple((c.kind, c.before, c.until) for c in problem.collectives))
+
+    def _resident(self, home: Home, stagings: GpuStagings) -> torch.Tensor:
+        try:
+            return home.resident(stagings)
+        except torch.OutOfMemoryError as error:
+            raise ChunkflowError(
+                f"The device {self.arena.device} has no room for {home.name} ({home.nbytes} bytes), which is resident. "
+                f"{self.code.advice()}Free memory on the device, or lower the option memory."
+            ) from error
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _weight_died(ref: weakref.ref[Arena], _: object) -> None:
+    """Let the next step close the programs that have outlived a weight; the collector may run anywhere."""
+    if (arena := ref()) is not None:
+        arena.outdated = True
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _sweep(ref: weakref.ref[Arena]) -> None:
+    """Remove a session that was dropped with its model from its arena, which other models may share."""
+    if (arena := ref()) is not None:
+        aside(arena.sweep)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def aside(work: Callable[[], None]) -> None:
+    """Run a finalizer's work on its own thread: it waits for locks and streams, and the collector may run anywhere.
+
+    Does nothing while the process exits, which frees everything.
+    """
+    if threading.main_thread().is_alive():
+        threading.Thread(target=work, name="chunkflow-close").start()
+
+
+def _versions(homes: Iterable[Home]) -> tuple[int, ...]:
+    return tuple(h.version for h in homes)

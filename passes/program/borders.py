@@ -1,0 +1,60 @@
+"""Borders: prove that a jump to a call of a course finds the arena as a pass without jumps leaves it there.
+
+A pass without jumps is proved by verify.  At the border before a call, some chunks are on their way or in use.  A jump
+first fetches just these, in the order in which the pass would have issued them.  So the call, and every call after it,
+finds what it would have found in the pass, and the proof of the pass holds.
+
+Contract
+    Reads a course and its order only: what is alive at a border follows from the ops, not from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import zip_longest
+
+from chunkflow_compile.passes.ops import prefetch_of
+from chunkflow_compile.passes.pace import pace
+
+from .course import Course, border
+from .happens_before import HappensBefore, Op
+
+
+def check_borders(course: Course, order: HappensBefore) -> Iterator[str]:
+    """Check that a jump to each call first fetches what is on its way or in use there in the second of two passes."""
+    begins: dict[int, int] = {}
+    uses: dict[tuple[str, int | None], list[int]] = {}  # weight and pass -> its readers and its evict
+    waits: dict[str, list[int]] = {}
+    for i, op in enumerate(order.ops):
+        if op.step == 1:
+            begins.setdefault(op.call, i)
+            if op.kind == "wait":
+                waits.setdefault(op.weight, []).append(i)
+        for weight in (*op.reads, *([op.weight] if op.kind == "evict" else [])):
+            uses.setdefault((weight, op.step), []).append(i)
+    alive, seen = (
+        list[tuple[int, Op]](),
+        0,
+    )  # each copied chunk whose last use is still to come, with the index of that use
+    for call in range(1, len(course.calls)):
+        pace()
+        begin, found = begins[call], border(course, call)
+        fresh = (op for op in order.ops[seen:begin] if op.kind == "chunk" and op.serves is not None)
+        alive += [(_last_use(order, uses, op), op) for op in fresh]
+        alive, seen = [(last, op) for last, op in alive if last >= begin], begin
+        expected = [(op.weight, op.chunk) for _, op in alive]
+        chunks = [(p.weight, c) for n in found.prefetches if (p := prefetch_of(n)) for c in range(p.first, p.end)]
+        if chunks != expected:
+            odd = next(a or b for a, b in zip_longest(chunks, expected) if a != b)
+            yield f"{odd[0]}: a jump to call {call} does not fetch what is on its way there in a pass, see chunk {odd[1]}"
+        for name in () if found.waits else [w.name for w in course.plan.streamed]:
+            read = next((i for i in uses.get((name, 1), ()) if i >= begin), None)
+            if read is not None and not any(begin <= i < read for i in waits.get(name, ())):
+                yield f"{name}: after a jump to call {call}, {order.ops[read]} does not wait for it"
+
+
+def _last_use(order: HappensBefore, uses: Mapping[tuple[str, int | None], list[int]], op: Op) -> int:
+    """The index of the last op that uses a chunk; after all ops, if that is in a pass that is not unrolled."""
+    if op.serves is not None and op.serves >= order.steps:
+        return len(order.ops)
+    return max(uses.get((op.weight, op.serves), ()), default=-1)
