@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.placing import programs
+from chunkflow_compile.placing import courses, programs
+from chunkflow_compile.report.calls import calls_of
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.runtime.measurement import measured
 
@@ -13,10 +16,16 @@ from chunkflow_compile.runtime.measurement import measured
 def explain(compiled: nn.Module) -> Explanation:
     """Compare prediction and measurement of the newest program on a compiled or placed model; print the result.
 
-    Times are for one call of the model.  Raises ChunkflowError if the model has not run yet.
+    If the model's programs run as a course, that is explained instead.  Times are for one call of the model, or one pass
+    over the course.  Raises ChunkflowError if the model has not run yet.
     """
     found = [p for p in programs(compiled) if p.measurements]
     if not found:
         raise ChunkflowError("No program of this model has run yet: compile it with ChunkFlow and call it first.")
+    route = next((r for r in courses(compiled) if r.measurements), None)
+    if route is not None:
+        plan = route.course.plan
+        explanation = explain_plan(plan, measured(plan, route.measurements))
+        return replace(explanation, calls=tuple(calls_of(route.course)), jumps=route.jumps)
     newest = found[-1]
     return explain_plan(newest.plan, measured(newest.plan, newest.measurements))

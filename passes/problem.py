@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .hardware import Hardware
 
@@ -108,6 +108,21 @@ class Problem:
     @property
     def total_bytes(self) -> int:
         return sum(w.nbytes for w in self.weights)
+
+    @property
+    def in_blocks(self) -> Problem:
+        """The part inside blocks, which is what runs if each block is compiled on its own (compile_repeated_blocks)."""
+        inside = [r.index for r in self.regions if r.block]
+        index = {old: new for new, old in enumerate(inside)}
+        regions = tuple(replace(self.regions[old], index=new, name=f"region_{new}") for old, new in index.items())
+        uses = {w.name: tuple(index[use] for use in w.uses if use in index) for w in self.weights}
+        weights = tuple(replace(w, uses=uses[w.name]) for w in self.weights if uses[w.name])
+        collectives = tuple(
+            replace(c, before=index[c.before], until=next((index[k] for k in inside if k >= c.until), len(inside)))
+            for c in self.collectives
+            if c.before in index
+        )
+        return Problem(regions=regions, collectives=collectives, weights=weights)
 
     @property
     def structure(self) -> object:

@@ -33,6 +33,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     target.add_arguments(parser)
     add_json(parser, "the plan, or the points of the curve,")
+    parser.add_argument(
+        "--regional",
+        action="store_true",
+        help="plan the blocks as compile_repeated_blocks runs them, as a course; the weights outside blocks are not counted",
+    )
     parser.add_argument("--weights", action="store_true", help="a line for every weight, with the reason")
     parser.add_argument(
         "--curve",

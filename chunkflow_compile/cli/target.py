@@ -31,22 +31,33 @@ from .output import Progress, first_line, save_traceback
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A traced model and the machine it is planned for.  ``forwards``: calls of the model per denoising step."""
+    """A traced model and the machine it is planned for.  ``forwards``: calls of the model per denoising step.
+
+    ``regional``: whether its blocks are compiled one by one, and run as a course.
+    """
 
     title: str
     traced: Traced
     degree: int
     forwards: int
     settings: Settings
+    regional: bool = False
 
     @cached_property
     def cut(self) -> Cut:
         """The regions; takes a second for 10,000 nodes."""
         return make_cut(self.traced, self.settings.group_bytes, self.settings.disabled)
 
-    @property
+    @cached_property
     def problem(self) -> Problem:
-        return self.cut.problem
+        if not self.regional:
+            return self.cut.problem
+        found = self.cut.problem.in_blocks
+        if not found.regions:
+            raise ChunkflowError(
+                f"{self.title} has no blocks in a ModuleList to compile one by one: leave out --regional."
+            )
+        return found
 
     @property
     def hardware(self) -> Hardware:
@@ -54,12 +65,13 @@ class Target:
 
     def plan(self, **other: Any) -> Plan:
         """The plan for the goal of the command, or for ``other`` settings."""
-        return make_plan(self.problem, replace(self.settings, **other))
+        return make_plan(self.problem, replace(self.settings, **other), inside=self.regional)
 
     @property
     def heading(self) -> str:
         forwards = f"{self.forwards} forward{'s' * (self.forwards != 1)} a step"
         without = f"; without {', '.join(sorted(self.settings.disabled))}" if self.settings.disabled else ""
+        without += "; its blocks compiled one by one" if self.regional else ""
         return f"{self.title}; Ulysses degree {self.degree} on {self.hardware.name}, {forwards}{without}"
 
 
@@ -210,6 +222,7 @@ def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: 
         degree=arguments.ulysses,
         forwards=arguments.forwards or forwards,
         settings=settings,
+        regional=getattr(arguments, "regional", False),
     )
 
 

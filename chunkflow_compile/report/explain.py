@@ -14,6 +14,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import Measured
 
+from .calls import CallFigures, calls_table
 from .lanes import HELD, Lanes, lanes_of
 from .record import fine, seconds, size
 
@@ -71,7 +72,10 @@ class WorstStall:
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """A plan beside its measurement.  ``str()`` gives the report."""
+    """A plan beside its measurement.  ``str()`` gives the report.
+
+    ``calls``, ``jumps``: of a course, if the plan is of one.
+    """
 
     plan: str
     policy: str
@@ -83,6 +87,8 @@ class Explanation:
     stalls: tuple[WorstStall, ...]
     limit: str
     advice: str
+    calls: tuple[CallFigures, ...] = ()
+    jumps: int = 0
 
     @property
     def waited_s(self) -> float:
@@ -115,6 +121,10 @@ class Explanation:
             parts.append(f"compute waited {fine(self.waited_s)} for weights, nowhere longer than {fine(_SHORT)}")
         else:
             parts.append("compute waited for no weight")
+        if self.calls:
+            parts.append(
+                f"a course of {len(self.calls)} calls, {self.jumps} jumps so far:\n\n{calls_table(self.calls)}"
+            )
         if every_window:
             parts.append(f"windows:\n\n{_windows(self.windows)}")
         else:

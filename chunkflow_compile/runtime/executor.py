@@ -74,7 +74,7 @@ class Executor:
         binding: Binding,
         poison: bool = False,
         course: Course | None = None,
-        measurements: deque[StepMeasurement] | None = None,
+        measurements: Sequence[deque[StepMeasurement]] = (),
     ) -> None:
         """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
 
@@ -86,7 +86,7 @@ class Executor:
         self._poison = poison
         self.device = device = binding.arena.streams
         self.binding = binding
-        self._measurements = deque[StepMeasurement](maxlen=KEPT_MEASUREMENTS) if measurements is None else measurements
+        self._measurements = measurements or (deque(maxlen=KEPT_MEASUREMENTS),)
         self._steps = 0
         self.traffic = Traffic()
         self._flag = HostFlag() if program.plan.policy == "host-yield" else None
@@ -135,26 +135,26 @@ class Executor:
     def measured_steps(self, wait: bool = False) -> tuple[StepMeasurement, ...]:
         """The newest measured steps, oldest first; with ``wait``, including those in flight."""
         self.device.collect(wait)
-        return tuple(self._measurements)
+        return tuple(self._measurements[0])
 
     def _finish(self, cost: Cost, begin: float, end: float, whole: bool) -> None:
         copied = self.traffic.settle(end)
         if not whole:
             return
-        self._measurements.append(
-            StepMeasurement(
-                step_s=end - begin,
-                exposed_h2d_s=sum(cost.windows.exposed_s),
-                collective_s=sum(cost.windows.collective_s),
-                copy_s=copied.seconds,
-                alone_s=copied.alone_s,
-                alone_bytes=copied.alone_bytes,
-                collectives=cost.collectives,
-                moved_bytes=cost.moved,
-                primed_bytes=cost.primed,
-                windows=cost.windows,
-            )
+        found = StepMeasurement(
+            step_s=end - begin,
+            exposed_h2d_s=sum(cost.windows.exposed_s),
+            collective_s=sum(cost.windows.collective_s),
+            copy_s=copied.seconds,
+            alone_s=copied.alone_s,
+            alone_bytes=copied.alone_bytes,
+            collectives=cost.collectives,
+            moved_bytes=cost.moved,
+            primed_bytes=cost.primed,
+            windows=cost.windows,
         )
+        for measurements in self._measurements:
+            measurements.append(found)
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -17,7 +18,8 @@ from chunkflow_compile.weights.host_store import Home
 
 from .arena import Arena, Occupancy
 from .binding import Binding
-from .executor import Executor
+from .executor import KEPT_MEASUREMENTS, Executor
+from .measurement import StepMeasurement, as_one
 
 if TYPE_CHECKING:
     from .session import Session
@@ -55,9 +57,8 @@ class Route:
         self._places = [
             {id(self._homes[n]()): n for n in call.names.values() if n in self._homes} for call in self._calls
         ]
-        self._seen: list[tuple[int, ...] | None] = [
-            None for _ in self.keys
-        ]  # _versions, as the session of a call has them
+        self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the session of a call has them
+        self._measured = [deque[StepMeasurement](maxlen=KEPT_MEASUREMENTS) for _ in self.keys]
         self._marks = arrivals(self.course)
         self._occupancy: Occupancy | None = None
         self._slots: dict[str, torch.Tensor] = {}
@@ -76,6 +77,15 @@ class Route:
     def ready(self) -> bool:
         """Whether it is bound to the memory, or can be."""
         return self._occupancy is not None or self.lasts
+
+    @property
+    def measurements(self) -> tuple[StepMeasurement, ...]:
+        """The newest passes over the calls, oldest first, each as one step; waits for those in flight."""
+        if self._occupancy is not None:
+            self.arena.streams.collect(True)
+        count = min(map(len, self._measured))
+        newest = [list(found)[len(found) - count :] for found in self._measured]
+        return tuple(as_one(calls) for calls in zip(*newest, strict=True))
 
     def find(self, key: Key) -> int | None:
         """The place of a call, the expected one first; None if it is not in the course."""
@@ -153,7 +163,8 @@ class Route:
                 values[names[name]] = as_weight(self._slots[names[name]], self._hosts[names[name]])
         binding = Binding(self.arena, values, self._slots, self._flat, self._occupancy, marks)
         program = course.calls[call]
-        return Executor(program, session.code.regions, binding, session.code.poison, course, session.measured)
+        measured = session.measured, self._measured[call]
+        return Executor(program, session.code.regions, binding, session.code.poison, course, measured)
 
     def _home(self, name: str) -> Home:
         home = self._homes[name]()

@@ -283,7 +283,7 @@ class Session:
             tuple((n, id(self.homes[n]), self.homes[n].version) for n in slots),
         )
         binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks)
-        return Executor(self.program, self.code.regions, binding, self.code.poison, measurements=self.measured)
+        return Executor(self.program, self.code.regions, binding, self.code.poison, measurements=(self.measured,))
 
     def _key(self, courses: Courses) -> Key | None:
         """What its calls read, for a course; None if the user chose its placement."""

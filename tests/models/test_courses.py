@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,10 @@ from conftest import OPTIONS
 from helpers import Stack
 from torch import nn
 
-from chunkflow_compile import Arena, courses, offload, programs, restore
+from chunkflow_compile import Arena, courses, explain, offload, programs, restore
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.runtime.route import Route
 
 SIZE = Size(layers=4, singles=2)
@@ -309,3 +311,99 @@ def test_an_error_between_two_calls_and_in_one(call: int) -> None:
         assert torch.equal(model(x, order), twin(x, order))
     restore(model)
     assert torch.equal(model(x, order), twin(x, order))
+
+
+def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
+    """Blocks compiled one by one on two ranks.  One of them learns its course; jumps of transfers are its own affair."""
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    offload(model, min_bytes=MIN_BYTES)
+    model.compile_repeated_blocks(backend="chunkflow", options={**EAGER, "debug": list(debug)})  # type: ignore[operator]
+    for step in range(6):
+        inputs = small_inputs("wan", SIZE, step)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        if step == 1 and rank:
+            learn(model)
+    assert sum(m.collectives for p in programs(model) for m in p.measurements) > 0
+    if rank:
+        (route,) = courses(model)
+        assert newest(model) == {"moved": route.course.plan.moved_bytes, "primed": 0}
+        assert route.course.problem.collectives and route.jumps == 0
+
+
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+def test_blocks_at_ulysses_2(debug: tuple[str, ...], on_ranks: Callable[..., None]) -> None:
+    on_ranks(blocks_on_a_rank, debug)
+
+
+def test_two_threads_on_one_arena() -> None:
+    """Each call that the course does not expect is a jump."""
+    arena = Arena()
+    pairs = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model, twin = Taken(3).eval(), Taken(3).eval()
+        twin.load_state_dict(model.state_dict())
+        offload(model, min_bytes=MIN_BYTES)
+        for block in model.blocks:
+            block.compile(backend="chunkflow", options={**EAGER, "arena": arena})
+        for _ in range(3):
+            x = torch.randn(4, 32)
+            assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
+            arena.courses.settle()
+        pairs.append((model, twin))
+    wrong: list[str] = []
+
+    def serve(model: Taken, twin: Taken, seed: int) -> None:
+        numbers = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for i in range(30):
+                x = torch.randn(4, 32, generator=numbers)
+                if not torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2])):
+                    wrong.append(f"thread {seed}, step {i}")
+
+    threads = [threading.Thread(target=serve, args=(*pair, seed)) for seed, pair in enumerate(pairs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert not wrong and not any(thread.is_alive() for thread in threads)
+
+
+def test_a_course_is_explained_call_by_call() -> None:
+    model, _ = taken(3)
+    for i in range(6):
+        model(torch.randn(4, 32), [0, 1, 2])
+        if i == 1:
+            learn(model)
+    explained = explain(model)
+    (route,) = courses(model)
+    plan = route.course.plan
+    assert explained.plan == plan.digest and explained.jumps == 0
+    assert [c.block for c in explained.calls] == ["blocks.0", "blocks.1", "blocks.2"]
+    assert sum(c.own_bytes + c.ahead_bytes for c in explained.calls) == plan.moved_bytes
+    assert "a course of 3 calls, 0 jumps so far" in str(explained)
+    assert [len(m.windows.compute_s) for m in route.measurements] == [len(plan.regions)] * len(route.measurements)
+    model(torch.randn(4, 32), [0])
+    model(torch.randn(4, 32), [0, 1, 2])
+    assert explain(model).jumps == 1
+    cost = programs(model)[0].measurements[-1]
+    assert cost.primed_bytes == explained.calls[0].jump_bytes
+
+
+def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
+    """``plan --regional`` cuts the blocks out of the whole model; the course is joined from blocks."""
+    whole = small_model("wan", SIZE)
+    torch.compile(whole, backend="chunkflow", fullgraph=True, options=EAGER)(**small_inputs("wan", SIZE, 0))
+    planned = programs(whole)[0].program.problem.in_blocks
+    model = small_model("wan", SIZE)
+    model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
+    for i in range(3):
+        model(**small_inputs("wan", SIZE, i))
+        learn(model)
+    (route,) = courses(model)
+    found = route.course.problem
+    assert [r.block for r in planned.regions] == [r.block for r in found.regions]
+    sizes = [{w.name: (w.nbytes, w.uses) for w in p.weights if w.keep is None} for p in (planned, found)]
+    assert sizes[0] == sizes[1]

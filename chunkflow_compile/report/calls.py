@@ -1,0 +1,61 @@
+"""The calls of a course: what each moves for itself and ahead for later calls, and what a jump to it costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tabulate import tabulate
+
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.program.course import Course, border, prefetches
+
+from .record import size
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallFigures:
+    """One call of a course.  ``block``: that of its first region.  ``windows``: how many it has.
+
+    ``own_bytes``: those that it fetches for itself; ``ahead_bytes``: for later calls.  ``jump_bytes``: those that a jump to
+    it fetches first, if the chunks that stay are there.
+    """
+
+    number: int
+    block: str
+    windows: int
+    own_bytes: int
+    ahead_bytes: int
+    jump_bytes: int
+
+
+def calls_of(course: Course) -> Iterator[CallFigures]:
+    """The figures of each call, in order."""
+    plan = course.plan
+    first = {w.name: w.first_use for w in plan.streamed}
+    ends = [*course.starts[1:], len(plan.regions)]
+    ops = {node: op for _, node, op in course.prefetches}
+    for number, (begin, end, program) in enumerate(zip(course.starts, ends, course.calls, strict=True)):
+        fetched = [op for _, op in prefetches(program)]
+        own = [op for op in fetched if not op.next_step and begin <= first[op.weight] < end]
+        yield CallFigures(
+            number=number,
+            block=plan.regions[begin].block,
+            windows=end - begin,
+            own_bytes=_bytes(plan, own),
+            ahead_bytes=_bytes(plan, fetched) - _bytes(plan, own),
+            jump_bytes=_bytes(plan, [ops[node] for node in border(course, number).prefetches]),
+        )
+
+
+def calls_table(calls: Sequence[CallFigures]) -> str:
+    rows = [(c.number, c.block, c.windows, size(c.own_bytes), size(c.ahead_bytes), size(c.jump_bytes)) for c in calls]
+    headers = ("call", "block", "windows", "fetches for itself", "for later calls", "a jump to it fetches")
+    return str(tabulate(rows, headers=headers, disable_numparse=True))
+
+
+def _bytes(plan: Plan, ops: Sequence[Prefetch]) -> int:
+    weights = {w.name: w for w in plan.streamed}
+    spans = (plan.span(weights[op.weight], op.first, op.end) for op in ops)
+    return sum(end - begin for begin, end in spans)
