@@ -33,8 +33,8 @@ def note_graph_break(graph: GraphModule) -> None:
     if reason is not None and reason.graph_break:
         where = "".join(f" at {f.filename}:{f.lineno}" for f in reason.user_stack[-1:])
         _log.warning(
-            "graph break%s: %s. The model runs in parts, and each part fetches its weights when it starts, in every "
-            "step; compile with fullgraph=True to see the cause.",
+            "graph break%s: %s. The model runs in parts; until their order has repeated, each part fetches its weights when "
+            "it starts. Compile with fullgraph=True to see the cause.",
             where,
             reason.reason.splitlines()[0],
         )
