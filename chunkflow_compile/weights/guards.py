@@ -169,7 +169,7 @@ def _memory_format(made: torch.Tensor) -> torch.memory_format:
 
 def _version(tensor: Any) -> int:
     """Changes with every write to a tensor."""
-    found: int = tensor.cell.version + tensor.host._version if isinstance(tensor, HostWeight) else tensor._version
+    found: int = tensor.writes if isinstance(tensor, HostWeight) else tensor._version
     return found
 
 

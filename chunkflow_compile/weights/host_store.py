@@ -56,7 +56,8 @@ class Home:
     @property
     def version(self) -> int:
         """Changes with every write to the values, through a weight or to the host tensor itself."""
-        return self.cell.version + self.host._version
+        weight = self._weight()
+        return self.cell.version + self.host._version if weight is None else weight.writes
 
     @property
     def nbytes(self) -> int:

@@ -184,6 +184,11 @@ class HostWeight(torch.Tensor):
                 return written[0]
             return _fetched(func, args, kwargs, written)
 
+    @property
+    def writes(self) -> int:
+        """Changes with every write to the values: through this or another weight, to the host memory, by compiled code."""
+        return self.cell.version + self.host._version + self._version
+
     def fetch(self) -> torch.Tensor:
         """A copy of the values on the device; on the CPU the host memory itself."""
         if type(self.host) is not torch.Tensor:  # traced

@@ -71,6 +71,17 @@ def test_a_write_in_a_function_that_another_backend_compiled(policy: str, write:
     assert_steps(run, twin)
 
 
+@pytest.mark.parametrize("write", ["row", pytest.param("transposed", marks=pytest.mark.long)])
+def test_a_write_that_inductor_compiled_is_noticed(write: str, no_grad: None) -> None:
+    """Its kernels write the host memory past every op, and only torch's counter on the weight tells."""
+    model, twin = pair()
+    run = compiled(model, policy="resident", slowdown=None)
+    assert_steps(run, twin)
+    torch.compile(WRITERS[write])(model.get_parameter(NAMES[0]).detach())
+    WRITERS[write](twin.get_parameter(NAMES[0]).detach())
+    assert_steps(run, twin)
+
+
 def test_writes_of_two_models_at_once_end() -> None:
     a, b = pair()[0], pair()[0]
     weights = [m.get_parameter(NAMES[0]) for m in (a, b)]
