@@ -23,7 +23,7 @@ Turn = tuple[Program, torch.Tensor]
 
 
 class Jitter:
-    """Seeded delays before pieces of work, of all streams or of one."""
+    """Seeded delays before some pieces of work, of all streams or of one."""
 
     def __init__(self, seed: int, slow: str = "", seconds: float = 2e-4) -> None:
         self.random = random.Random(seed)
@@ -34,7 +34,7 @@ class Jitter:
     def __call__(self, stream: str) -> None:
         with self.lock:
             wait = self.random.random()
-        if stream == self.slow:
+        if stream == self.slow and wait < 0.3:
             time.sleep(self.seconds)
         elif not self.slow and wait < 0.2:
             time.sleep(self.seconds * wait)

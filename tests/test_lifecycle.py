@@ -238,7 +238,7 @@ print("over", flush=True)
 """
 
 
-@pytest.mark.parametrize("debug", ["()", "'threads'"])
+@pytest.mark.parametrize("debug", [pytest.param("()", marks=pytest.mark.long), "'threads'"])
 def test_a_process_that_ends_with_copies_under_way_ends_well(debug: str) -> None:
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # torch cannot use a GPU after a fork

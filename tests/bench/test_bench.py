@@ -63,6 +63,7 @@ def test_the_slowdown_by_copies_is_measured_on_all_arms() -> None:
     assert seen_slowdown([{"resident": Share(2.0, 0.0), "chunkflow": Share(2.2, 0.01)}]) == 1, "too few copies"
 
 
+@pytest.mark.long
 def test_arms_of_a_model_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own, record, picture = tmp_path / "own.py", tmp_path / "bench.json", tmp_path / "bench.png"
     own.write_text(OWN)

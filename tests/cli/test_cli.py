@@ -117,6 +117,7 @@ def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(
     assert "step to layerwise" in shown and "2 forwards a step" in shown
 
 
+@pytest.mark.long
 def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "curve.png"
     slow = tmp_path / "slow.json"

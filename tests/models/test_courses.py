@@ -24,6 +24,7 @@ from chunkflow_compile.runtime.route import Route
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
 EAGER = {**OPTIONS, "lowering": "eager"}
+LONG = [pytest.param(*case, marks=pytest.mark.long) for case in (("wan", False), ("flux", True))]
 
 
 @pytest.fixture(autouse=True)
@@ -61,8 +62,7 @@ def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Ro
     return route
 
 
-@pytest.mark.parametrize("placed", [True, False])
-@pytest.mark.parametrize("family", ["wan", "flux"])
+@pytest.mark.parametrize(("family", "placed"), [("wan", True), ("flux", False), *LONG])
 def test_blocks_compiled_one_by_one_run_as_one_program(family: str, placed: bool) -> None:
     model, twin = small_model(family, SIZE), small_model(family, SIZE)
     if placed:
@@ -332,7 +332,7 @@ def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
         assert route.course.problem.collectives and route.jumps == 0
 
 
-@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+@pytest.mark.parametrize("debug", [pytest.param((), marks=pytest.mark.long), ("threads", "poison")])
 def test_blocks_at_ulysses_2(debug: tuple[str, ...], on_ranks: Callable[..., None]) -> None:
     on_ranks(blocks_on_a_rank, debug)
 

@@ -37,7 +37,7 @@ def large_bytes(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize("placed", [True, False])
-@pytest.mark.parametrize("family", ["wan", "flux"])
+@pytest.mark.parametrize("family", ["wan", pytest.param("flux", marks=pytest.mark.long)])
 def test_blocks_compiled_one_by_one(family: str, placed: bool) -> None:
     model, twin = pair(family)
     blocks = [b for held in model.modules() if isinstance(held, nn.ModuleList) for b in held if hasattr(b, "attn")]
@@ -114,7 +114,10 @@ CACHES: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", CACHES)
+SHORT = [pytest.param(kind, marks=() if kind == "first block" else pytest.mark.long) for kind in CACHES]
+
+
+@pytest.mark.parametrize("kind", SHORT)
 @pytest.mark.parametrize("family", ["wan", pytest.param("flux", marks=pytest.mark.long)])
 def test_a_step_cache(family: str, kind: str) -> None:
     """Hits and misses in turns: the inputs change little, and every third time a lot."""
@@ -142,6 +145,7 @@ def test_a_frame_without_weights_is_lowered_as_it_is() -> None:
     assert torch.equal(function(x), torch.relu(x) + 1)
 
 
+@pytest.mark.long
 def test_a_class_of_diffusers_that_does_not_trace_whole() -> None:
     """Lumina 2 reads the lengths of its prompts from a mask."""
     sizes = {

@@ -79,7 +79,7 @@ def test_an_adapter_before_and_after() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("safe", [pytest.param(False, marks=pytest.mark.long), True])
 def test_fusing_an_adapter(safe: bool) -> None:
     model, twin = pair()
     assert_same(model, twin)

@@ -277,6 +277,7 @@ def test_tied_and_overlapping_parameters_stay_together(no_grad: None) -> None:
     assert programs(model)[0].plan.moved_bytes > 0
 
 
+@pytest.mark.long
 def test_two_arms_on_one_model_agree(no_grad: None) -> None:
     """The resident program reads the parameters in place; then the streaming program empties them."""
     model, size = small_model("wan", WIDE), {"chunk_bytes": 1 << 18}
