@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, programs, restore
+from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.session import Session
@@ -260,3 +260,29 @@ def test_a_rank_that_is_killed_or_late_mid_step(how: str, debug: tuple[str, ...]
             rank.kill()
     assert sorted(r for r, _ in told) == [0, 1] and [r.exitcode for r in ranks[:2]] == [0, 0]
     assert all(took < 8 + 4 for _, took in told), "within the timeout of the process group"
+
+
+def blocks_in_another_order(rank: int, folder: str) -> None:
+    """The exchanges of both blocks have one size: without a roll call, nothing but the numbers would tell."""
+    dist.destroy_process_group()
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/short", rank=rank, world_size=2, timeout=timedelta(seconds=5)
+    )
+    model = UlyssesStack(2).eval()
+    offload(model, min_bytes=4096)
+    for block in model.blocks:
+        block.compile(backend="chunkflow", options=EAGER)
+    x = torch.randn(4, 32)
+    model(x)
+    if rank:
+        model.blocks = nn.ModuleList(reversed(model.blocks))
+    begun = time.monotonic()
+    with pytest.raises(ChunkflowError, match=r"The ranks call different programs: call 3 is blocks\.[01] "):
+        while time.monotonic() < begun + 20:
+            model(x)
+            time.sleep(0.05)
+    assert time.monotonic() < begun + 5
+
+
+def test_ranks_that_call_different_programs_are_told(tmp_path: Path, on_ranks: Callable[..., None]) -> None:
+    on_ranks(blocks_in_another_order, str(tmp_path))

@@ -210,6 +210,7 @@ def test_the_contracts_find_what_is_broken(two_ranks: None, no_grad: None) -> No
         check_plan(plan, cut.problem, 1)
 
 
+@pytest.mark.long
 def test_stage_files_are_the_same_every_time_and_in_every_process(tmp_path: Path) -> None:
     for name, seed in (("a", "1"), ("b", "2")):
         command = [sys.executable, "-m", "chunkflow_compile.cli.main", "dump", MODEL, *SIZES, "--annotate"]

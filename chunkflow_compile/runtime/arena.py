@@ -15,6 +15,7 @@ from chunkflow_compile.passes.plan import ALIGNMENT, Plan
 
 from .device import Device, DeviceKind, check_device, make_device
 from .locks import ProcessLock
+from .roll_call import RollCall, begin_roll_call
 
 Make = Callable[[torch.device, DeviceKind], Device]
 
@@ -82,6 +83,7 @@ class Arena:
         self.holder: Occupancy | None = None  # that of the program that ran last
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
         self._make = make
+        self._roll: RollCall | None = None
         self._kind = DeviceKind()
         self._streams: Device | None = None
         self._memory: torch.Tensor | None = None
@@ -89,6 +91,16 @@ class Arena:
         self._occupancies: weakref.WeakValueDictionary[object, Occupancy] = weakref.WeakValueDictionary()
         self.courses: Any = None  # a Shared: what the tenants run as courses (courses.py)
         self._proved: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+
+    def roll_call(self) -> RollCall | None:
+        """The roll call of the calls in this arena, None on one rank."""
+        if self._roll is None:
+            self._roll = begin_roll_call()
+        return self._roll
+
+    def disagreement(self) -> str | None:
+        """A sentence on ranks that call different programs, None if none is known."""
+        return None if self._roll is None else self._roll.newest()
 
     @property
     def nbytes(self) -> int:
@@ -202,6 +214,9 @@ class Arena:
             if not self._tenants and self._streams is not None:
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None
+                if self._roll is not None:
+                    self._roll.close()
+                    self._roll = None
                 self._occupancies.clear()  # a program that was closed may still hold one, with events of these streams
                 streams.close()
                 del memory  # not sooner: copies into it may have been in flight

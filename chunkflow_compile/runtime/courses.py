@@ -70,19 +70,19 @@ class Courses:
         self._keys: weakref.WeakValueDictionary[object, Key] = weakref.WeakValueDictionary()
         self._history: list[Key] = []
         self._where: dict[Key, list[int]] = {}
-        self._sessions: weakref.WeakKeyDictionary[Key, weakref.ref[Session]] = weakref.WeakKeyDictionary()
         self._job: _Job | None = None
         self._refused: set[tuple[Key, ...]] = set()
         self._unexpected = 0
         self.known: list[Route] = []
         self.current: Route | None = None
 
-    def key(self, homes: Sequence[Sequence[Home]], collectives: object) -> Key:
-        """The key of calls that read ``homes``, region by region, with these collectives between."""
+    def key(self, session: Session, homes: Sequence[Sequence[Home]], collectives: object) -> Key:
+        """The key of the calls of a session, which read ``homes``, region by region, with these collectives between."""
         found = tuple(tuple(sorted(id(home) for home in region)) for region in homes), collectives
         key = self._keys.get(found)
         if key is None or not key.lasts:
             key = self._keys[found] = Key(home for region in homes for home in region)
+        key.session = weakref.ref(session)
         return key
 
     def executor(self, session: Session) -> Executor | None:
@@ -92,7 +92,6 @@ class Courses:
             return None
         previous = self._history[-1] if self._history else None
         self._record(key)
-        self._sessions[key] = weakref.ref(session)
         route = self.current
         if route is not None and not route.ready:
             self.prune()
@@ -194,7 +193,7 @@ class Courses:
 
     def _plan(self, keys: tuple[Key, ...]) -> bool:
         """Plan a course on another thread.  Returns whether it can be one."""
-        sessions = [s for key in keys if (ref := self._sessions.get(key)) is not None and (s := ref()) is not None]
+        sessions = [s for key in keys if (s := key.session()) is not None]
         if len(sessions) < len(keys) or any(s.closed for s in sessions):
             return False
         settings = _common([s.code.settings for s in sessions])

@@ -100,6 +100,7 @@ class Executor:
         self._inputs = [names.get(n.name) for n in self._number if n.op == "placeholder"]
         self._arrivals = binding.marks or arrivals(self.course)
         self.occupancy = binding.occupancy or Occupancy(device, len(self._arrivals.marked))
+        self._streams = bool(program.plan.streamed)
         self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
         self._instructions = list(self._prepare(program.module))
 
@@ -123,8 +124,9 @@ class Executor:
         step = Step(inputs + [None] * (len(self._number) - len(inputs)), Cost(no_seconds(self._windows)))
         begun = self.device.start(self._steps)
         self._steps += 1
-        begins = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
-        step.cost.primed = 0 if begins else self._prime()
+        ready = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
+        # a program that streams nothing leaves the arena to the others
+        step.cost.primed = 0 if ready or not self._streams else self._prime()
         self.occupancy.next = None
         for issue in self._instructions:
             issue(step)
@@ -423,9 +425,10 @@ class Executor:
                     self.device.received(brought)
                 return result
             except RuntimeError as error:
+                cause = self.binding.arena.disagreement() or "a rank died or did not arrive in time"
                 raise ChunkflowError(
-                    f"The collective {name} failed in step {self._steps - 1}: a rank died or did not arrive in time "
-                    f"({error}). The model is intact: restore(model) brings its weights back."
+                    f"The collective {name} failed in step {self._steps - 1}: {cause.rstrip('.')} ({error}). The model is "
+                    "intact: restore(model) brings its weights back."
                 ) from error
 
         return call

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -29,7 +29,12 @@ Homes = Mapping[str, weakref.ref[Home]]
 
 
 class Key:
-    """What a call reads: the homes of its weights.  Calls that read the same weights in the same regions have one key."""
+    """What a call reads: the homes of its weights.  Calls that read the same weights in the same regions have one key.
+
+    ``session``: the newest with this key, weakly.
+    """
+
+    session: Callable[[], Session | None]
 
     def __init__(self, homes: Iterable[Home]) -> None:
         self._homes = [weakref.ref(home) for home in homes]
@@ -144,6 +149,10 @@ class Route:
     def _bound(
         self, session: Session, course: Course, call: int, names: Mapping[str, str], marks: Arrivals
     ) -> Executor:
+        if self._occupancy is None:
+            for tenant in self.arena.tenants:
+                if tenant.key in self.keys:
+                    tenant.step_aside()
         memory = self.arena.reserve(course.plan.arena_bytes)
         if self._occupancy is None:
             homes = {w.name: self._home(w.name) for w in course.plan.streamed}
@@ -157,7 +166,8 @@ class Route:
                 assert weight.offset is not None
                 self._slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
             self._flat = {name: flat_bytes(host) for name, host in self._hosts.items()}
-        values = {names[name]: value for name, value in session.residents().items()}
+        outside = [name for name in session.homes if names[name] not in self._slots]
+        values = {names[name]: value for name, value in session.residents(outside).items()}
         for name in session.homes:
             if names[name] in self._slots:
                 values[names[name]] = as_weight(self._slots[names[name]], self._hosts[names[name]])

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.pipeline import Settings, Stage
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
-from chunkflow_compile.passes.program.course import Call
+from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
@@ -112,7 +112,7 @@ class Session:
         self.homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
         self.versions = _versions(self.homes.values())
-        self._residents: dict[str, torch.Tensor] | None = None
+        self._residents: dict[str, torch.Tensor] = {}
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self._executor: Executor | None = None
         died = partial(_weight_died, weakref.ref(arena))
@@ -131,6 +131,8 @@ class Session:
                 raise
             arena.courses = arena.courses or Courses(arena)
             self.key = self._key(arena.courses)
+            self._roll = arena.roll_call() if self.program.problem.collectives else None
+        self._called = self._name()
 
     @property
     def plan(self) -> Plan:
@@ -192,6 +194,8 @@ class Session:
         refuse_capture(self.arena.device)
         if self.arena.outdated:
             self.arena.close_outlived()
+        if self._roll is not None:
+            self._roll.answer(self._called)
         outputs = (self.arena.courses.executor(self) or self.executor).run(inputs)
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
@@ -224,7 +228,7 @@ class Session:
                     self.arena.courses.unbind()  # its programs move the weights of this session too
                 finally:  # also after an interrupt: the memory must be released
                     self.closed = True
-                    self.homes, self._in_place, self._weights, self._residents = {}, {}, [], None
+                    self.homes, self._in_place, self._weights, self._residents = {}, {}, [], {}
                     self._gone.detach()
                     self.arena.leave(self)
 
@@ -234,22 +238,26 @@ class Session:
         if executor is not None:
             executor.vacate()
 
+    def step_aside(self) -> None:
+        """Give up what the program has on the device outside courses: a course has its weights in the arena."""
+        self.unbind()
+        self._residents = {}
+
     def as_call(self, names: Mapping[str, str]) -> Call:
         """The program as a call of a course.  ``names``: of its weights in the course."""
         return Call(self.code.cut, names, dict.fromkeys((names[name] for name in self._in_place), _NOT_OFFLOADED))
 
-    def residents(self) -> Mapping[str, torch.Tensor]:
-        """The copies on the device of the offloaded weights that the program does not stream."""
-        if self._residents is None:
-            outside = [w for w in self.plan.weights if w.offset is None and w.name in self.homes]
-            made, stagings = dict[str, torch.Tensor](), GpuStagings()
-            with moving("placing weights", sum(w.nbytes for w in outside)) as placed:
-                for weight in outside:
-                    made[weight.name] = self._resident(self.homes[weight.name], stagings)
-                    placed(weight.nbytes)
-            self.arena.streams.hold(made.values())
-            self._residents = made
-        return self._residents
+    def residents(self, names: Collection[str]) -> Mapping[str, torch.Tensor]:
+        """Copies on the device, outside the arena, of these offloaded weights.  Those of others are given up."""
+        made, stagings = {name: self._residents[name] for name in names if name in self._residents}, GpuStagings()
+        missing = {name: self.homes[name] for name in names if name not in made}
+        with moving("placing weights", sum(home.nbytes for home in missing.values())) as placed:
+            for name, home in missing.items():
+                made[name] = self._resident(home, stagings)
+                placed(home.nbytes)
+        self.arena.streams.hold(made[name] for name in missing)
+        self._residents = made
+        return made
 
     def _save(self, wait: bool = False) -> None:
         """Write the measurements to the dump folder, if there is one.  A full disk or a failed device is no error."""
@@ -265,7 +273,8 @@ class Session:
     def _bound(self) -> Executor:
         """The executor of the program outside courses, on the arena's memory."""
         memory = self.arena.reserve(self.plan.arena_bytes, self.code.advice)
-        values = dict(self.residents())
+        outside = [w.name for w in self.plan.weights if w.offset is None and w.name in self.homes]
+        values = dict(self.residents(outside))
         slots: dict[str, torch.Tensor] = {}
         for weight in self.plan.streamed:
             if (home := self.homes.get(weight.name)) is not None and weight.offset is not None:
@@ -285,6 +294,14 @@ class Session:
         binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks)
         return Executor(self.program, self.code.regions, binding, self.code.poison, measurements=(self.measured,))
 
+    def _name(self) -> str:
+        """The name of its calls, the same on every rank, whose shards may differ in size."""
+        problem = self.program.problem
+        block = next((block for home in self.homes.values() if (block := block_of(home.name))), "")
+        whole = not self.part or not block
+        name = "the model" if whole else block
+        return f"{name} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
+
     def _key(self, courses: Courses) -> Key | None:
         """What its calls read, for a course; None if the user chose its placement."""
         settings = self.code.settings
@@ -293,7 +310,7 @@ class Session:
             return None
         problem = self.program.problem
         regions = [[home for name in r.weights if (home := self.homes.get(name)) is not None] for r in problem.regions]
-        return courses.key(regions, tuple((c.kind, c.before, c.until) for c in problem.collectives))
+        return courses.key(self, regions, tuple((c.kind, c.before, c.until) for c in problem.collectives))
 
     def _resident(self, home: Home, stagings: GpuStagings) -> torch.Tensor:
         try:

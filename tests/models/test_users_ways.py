@@ -110,6 +110,7 @@ def test_swapping_an_adapter_in_place() -> None:
     assert len(programs(model)) == before, "nothing was compiled again"
 
 
+@pytest.mark.long
 def test_fused_projections() -> None:
     model, twin = pair("flux")
     assert_same(model, twin, "flux")
@@ -176,6 +177,7 @@ def generate(pipe: Any, seed: int) -> torch.Tensor:
     return frames
 
 
+@pytest.mark.long
 def test_a_pipeline_under_model_cpu_offload() -> None:
     """Accelerate's hooks leave the graph, with every backend; so without fullgraph."""
     pytest.importorskip("accelerate")

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import Stack
-from surviving import assert_survives, compiled, fail_at, goes_on, run_once, stack
+from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 
-from chunkflow_compile import Arena, offload, programs, restore
+from chunkflow_compile import Arena, courses, offload, programs, restore
 from chunkflow_compile.weights.host_store import home_of
 
 
@@ -126,3 +126,43 @@ def test_an_interrupt_while_weights_move(no_grad: None, monkeypatch: pytest.Monk
                 offload(model, min_bytes=4096)
         assert torch.equal(model(torch.ones(4, 8)), twin(torch.ones(4, 8)))
         assert_survives(model, twin)
+
+
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+def test_an_interrupt_during_a_course(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
+    """Ctrl-C, at twelve moments of passes over blocks that are compiled one by one."""
+    model, twin = stack(), stack()
+    offload(model, min_bytes=4096)
+    for block in model.blocks:
+        block.compile(backend="chunkflow", options={**EAGER, "debug": list(debug)})
+    for _ in range(3):
+        model(torch.randn(4, 8))
+        programs(model)[0].arena.courses.settle()
+    (route,) = courses(model)
+    device = programs(model)[0].executor.device
+    plain = device.copy_bytes
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(0.002)
+        plain(target, source)
+
+    device.copy_bytes = slow
+    start = time.monotonic()
+    model(torch.randn(4, 8))
+    took, interrupted = time.monotonic() - start, 0
+    for moment in range(12):
+        timer = threading.Timer(0.17 * took * moment, signal.raise_signal, (signal.SIGINT,))
+        try:
+            timer.start()
+            for _ in range(100):
+                model(torch.randn(4, 8))
+        except KeyboardInterrupt:
+            interrupted += 1
+        timer.join()
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            assert torch.equal(model(x), twin(x))
+    assert interrupted == 12 and courses(model) == (route,)
+    x = torch.randn(4, 8)
+    restore(model)
+    assert torch.equal(model(x), twin(x))

@@ -50,6 +50,7 @@ def best_of_all(found: Problem, machine: Hardware, memory: int) -> float:
     return next(c.step_s for c in sorted(plays, key=lambda c: c.step_s) if builder.slots(c) <= memory)
 
 
+@pytest.mark.long
 @settings(max_examples=60)
 @given(small_problems(), machines(), st.floats(0, 1))
 def test_within_five_percent_of_the_optimum_at_equal_memory(found: Problem, machine: Hardware, room: float) -> None:
