@@ -81,11 +81,10 @@ paper: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/paper.py --out docs/benchmarks/paper.md
 
 # torch first: otherwise pip chooses a build of torch as a dependency.
-# Not compiled: most modules of these packages are never imported, and the others are compiled at their first import.
 $(VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --no-compile $(TORCH)
-	$(BIN)/pip install --quiet --no-compile --editable '.[diffusers,dev]'
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet --editable '.[diffusers,dev]'
 	touch $@
 
 clean:

@@ -8,16 +8,19 @@ runs its own program.  Whatever ran before, it then fetches what it needs.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pace import give_way
 from chunkflow_compile.passes.pipeline import Settings, make_course
+from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
 from chunkflow_compile.passes.program.course import Call, Course
 from chunkflow_compile.weights.host_store import Home
 
@@ -43,21 +46,26 @@ _MOST_COURSES = 8
 class _Job:
     """A course that is being planned on another thread.
 
-    ``course``: the result.  ``error``: why there is none.  ``hurried``: whether another thread waits for it.
+    ``folder``: of the dump, if there is one.  ``course``, ``marks``: the result.  ``error``: why there is none.  ``hurried``:
+    whether another thread waits for it.
     """
 
     keys: tuple[Key, ...]
     calls: Sequence[Call]
     homes: Homes
+    folder: Path | None
     thread: threading.Thread | None = None
     course: Course | None = None
+    marks: Arrivals | None = None
     error: ChunkflowError | None = None
     hurried: bool = False
 
     def plan(self, settings: Settings) -> None:
         give_way(lambda: self.hurried)
         try:
-            self.course = make_course(self.calls, settings)
+            course = make_course(self.calls, settings)
+            self.marks = arrivals(course)
+            self.course = course  # last: it says that all is done
         except ChunkflowError as error:
             self.error = error.with_traceback(None)
 
@@ -203,7 +211,8 @@ class Courses:
             self._refuse(keys)
             return False
         calls, homes = calls_of(sessions)
-        job = self._job = _Job(keys, calls, {name: weakref.ref(home) for name, home in homes.items()})
+        folder = next((s.code.folder.parent for s in sessions if s.code.folder is not None), None)
+        job = self._job = _Job(keys, calls, {name: weakref.ref(home) for name, home in homes.items()}, folder)
         job.thread = threading.Thread(target=job.plan, args=(settings,), name="chunkflow-plan", daemon=True)
         job.thread.start()
         return True
@@ -228,16 +237,32 @@ class Courses:
                     job.error,
                 )
             return None
-        route = Route(arena, job.keys, job.calls, job.homes, job.course)
+        assert job.marks is not None
+        route = Route(arena, job.keys, job.calls, job.homes, job.course, job.marks)
         if not route.lasts:
             return None
         for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_COURSES)]:
             self._forget(old)
         self.known.append(route)
+        if job.folder is not None:
+            with contextlib.suppress(OSError):  # a full disk is no error
+                _write(route, job.folder)
         _log.info(
             "%s calls repeat and run as a course: %s bytes on the device", len(job.keys), job.course.plan.device_bytes
         )
         return route
+
+
+def _write(route: Route, dump: Path) -> None:
+    """Write the plan and the calls of a course into a folder of its own."""
+    plan = route.course.plan
+    folder = dump / f"course_of_{len(route.keys)}_{plan.digest}"
+    folder.mkdir(exist_ok=True)
+    (folder / "plan.json").write_text(plan.to_json())
+    calls = (
+        f"# call {number}: {plan.regions[call.start].block}\n{call}" for number, call in enumerate(route.course.calls)
+    )
+    (folder / "calls.txt").write_text("\n\n".join(calls))
 
 
 def _turned(keys: tuple[Key, ...], others: tuple[Key, ...]) -> bool:

@@ -49,7 +49,13 @@ class Route:
     """A course on the weights of its calls.  ``position``: the call that is expected next.  ``jumps``: those so far."""
 
     def __init__(
-        self, arena: Arena, keys: tuple[Key, ...], calls: Sequence[Call], homes: Homes, course: Course
+        self,
+        arena: Arena,
+        keys: tuple[Key, ...],
+        calls: Sequence[Call],
+        homes: Homes,
+        course: Course,
+        marks: Arrivals,
     ) -> None:
         self.arena = arena
         self.keys = keys
@@ -64,7 +70,7 @@ class Route:
         ]
         self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the session of a call has them
         self._measured = [deque[StepMeasurement](maxlen=KEPT_MEASUREMENTS) for _ in self.keys]
-        self._marks = arrivals(self.course)
+        self._marks = marks
         self._occupancy: Occupancy | None = None
         self._slots: dict[str, torch.Tensor] = {}
         self._hosts: dict[str, torch.Tensor] = {}

@@ -277,7 +277,8 @@ def job(**told: Any) -> Job:
     return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", lowering="eager", **told)
 
 
-@pytest.mark.parametrize("peers", [(GROUP_OFFLOAD,), pytest.param(PEER_ARMS, marks=pytest.mark.long)], ids=len)
+@pytest.mark.long
+@pytest.mark.parametrize("peers", [(GROUP_OFFLOAD,), PEER_ARMS], ids=len)
 def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> None:
     told = job(ranks=1, arms=["resident", "layerwise", "chunkflow", *peers])
     found = summarise(told, run_job(told))

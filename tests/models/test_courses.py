@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -19,6 +20,7 @@ from chunkflow_compile import Arena, courses, explain, offload, programs, restor
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.route import Route
 
 SIZE = Size(layers=4, singles=2)
@@ -371,8 +373,8 @@ def test_two_threads_on_one_arena() -> None:
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
-def test_a_course_is_explained_call_by_call() -> None:
-    model, _ = taken(3)
+def test_a_course_is_explained_call_by_call(tmp_path: Path) -> None:
+    model, _ = taken(3, dump=str(tmp_path))
     for i in range(6):
         model(torch.randn(4, 32), [0, 1, 2])
         if i == 1:
@@ -382,6 +384,11 @@ def test_a_course_is_explained_call_by_call() -> None:
     plan = route.course.plan
     assert explained.plan == plan.digest and explained.jumps == 0
     assert [c.block for c in explained.calls] == ["blocks.0", "blocks.1", "blocks.2"]
+    (folder,) = tmp_path.glob("course_of_3_*")
+    assert Plan.from_json((folder / "plan.json").read_text()) == plan
+    assert re.findall(r"# call (\d): (.*)", (folder / "calls.txt").read_text()) == [
+        (str(i), f"blocks.{i}") for i in range(3)
+    ]
     assert sum(c.own_bytes + c.ahead_bytes for c in explained.calls) == plan.moved_bytes
     assert "a course of 3 calls, 0 jumps so far" in str(explained)
     assert [len(m.windows.compute_s) for m in route.measurements] == [len(plan.regions)] * len(route.measurements)

@@ -193,6 +193,7 @@ def test_a_pipeline_under_model_cpu_offload() -> None:
     assert [m.moved_bytes for m in programs(pipe.transformer)[-1].measurements][-1] > 0
 
 
+@pytest.mark.long
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_more_sizes_than_dynamo_compiles() -> None:
     """Those past the limit run eagerly, and right."""

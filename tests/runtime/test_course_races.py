@@ -44,7 +44,7 @@ def test_random_courses_give_the_models_numbers_on_every_schedule(
 ) -> None:
     count: Counter[str] = Counter()
 
-    wanted = 90 if part else 40
+    wanted = 95 if part else 25
 
     @examples(100 + part, wanted)
     @given(courses, st.sampled_from([0.0, 0.2, 0.5]))

@@ -243,7 +243,7 @@ def in_threads(*works: Callable[[], None]) -> None:
 @pytest.mark.skipif(
     TorchVersion(torch.__version__) < "2.12", reason="torch 2.11 crashes where threads compile at once, on any backend"
 )
-@pytest.mark.parametrize("placed_first", [False, True])
+@pytest.mark.parametrize("placed_first", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_threads_whose_first_calls_meet_take_turns(placed_first: bool, no_grad: None) -> None:
     for seed in range(3):
         torch._dynamo.reset()
