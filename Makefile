@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu contention paper clean
+.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu contention course paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -71,6 +71,10 @@ bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/compile_and_step.py --out docs/benchmarks/compile_and_step.md
 	$(BIN)/python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
 	$(BIN)/python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md
+
+# Blocks compiled one by one against the whole model: six minutes on two cores.
+course: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/course.py --out docs/benchmarks/course.md --rounds 7
 
 # Policies side by side on an emulated link: eight minutes on two cores.
 contention: $(VENV)/ready
