@@ -289,7 +289,7 @@ def test_a_weight_has_no_memory_on_the_card() -> None:
     model, _, twin = placed()
     weight, same = (next(p for p in m.parameters() if p.numel() > 4096) for m in (model, twin))
     assert weight.is_cuda
-    with pytest.raises((RuntimeError, ChunkflowError), match="data_ptr|storage|not allocated"):
+    with pytest.raises((RuntimeError, ChunkflowError), match=r"data_ptr|storage|not allocated"):
         weight.data_ptr()
     assert torch.equal(weight.detach() + 1, same.detach() + 1)
 
