@@ -111,6 +111,18 @@ def on_ranks(tmp_path: Path) -> Callable[..., None]:
 
 
 @pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[None]:
+    """A real process group of one rank: its collectives are real, and return their input."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    with torch.no_grad():
+        yield
+    dist.destroy_process_group()
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
 def forked(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks of the package start as ranks of the tests do, by ``fork``; those of the demo test by spawn, as for a user."""
     from chunkflow_compile.bench import ranks

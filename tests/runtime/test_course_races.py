@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation
@@ -26,16 +23,7 @@ from chunkflow_compile.passes.program.verify import check, verify
 CALLS = 9
 
 
-@pytest.fixture(autouse=True)
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A real process group of one rank: its collectives are real, and return their input."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    with torch.no_grad():
-        yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("part", [0, *(pytest.param(i, marks=pytest.mark.long) for i in (1, 2, 3))])

@@ -9,14 +9,12 @@ from __future__ import annotations
 import random
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import Coalesced
 from hypothesis import given
 from hypothesis import strategies as st
@@ -56,16 +54,7 @@ SHOWN = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_rank(tmp_path: Path) -> Iterator[None]:
-    """A real process group of one rank: its collectives are real, and return their input."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    with torch.no_grad():
-        yield
-    dist.destroy_process_group()
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @pytest.mark.parametrize("part", range(4))
