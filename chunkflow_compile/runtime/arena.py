@@ -168,11 +168,6 @@ class Arena:
                 raise
         return self._memory
 
-    @property
-    def memory(self) -> torch.Tensor | None:
-        """The memory that tenants are bound to."""
-        return self._memory
-
     def _unbind(self) -> None:
         """Free the memory."""
         if self.courses is not None:

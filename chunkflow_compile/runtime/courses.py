@@ -135,9 +135,9 @@ class Courses:
         """A call that the current course does not expect, or that no course runs."""
         self.prune()
         self._unexpected += 1
-        if (made := self._finished()) is not None and made.find(key) is not None:
-            self.current, self._unexpected = made, 0
-            made.position = made.find(key) or 0
+        made = self._finished()
+        if made is not None and (begin := made.find(key)) is not None:
+            self.current, self._unexpected, made.position = made, 0, begin
         elif self.current is not None and self._unexpected > len(self.current.keys):
             self.current = None
         self._learn(key)

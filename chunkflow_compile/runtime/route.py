@@ -74,7 +74,6 @@ class Route:
         self._occupancy: Occupancy | None = None
         self._slots: dict[str, torch.Tensor] = {}
         self._hosts: dict[str, torch.Tensor] = {}
-        self._flat: dict[str, torch.Tensor] = {}
         self._executors: list[weakref.WeakKeyDictionary[Session, Executor]] = [
             weakref.WeakKeyDictionary() for _ in self.keys
         ]
@@ -122,7 +121,7 @@ class Route:
         if self._occupancy is not None and self.arena.holder is self._occupancy:
             self.arena.holder = None
         self._occupancy = None
-        self._slots, self._hosts, self._flat = {}, {}, {}
+        self._slots, self._hosts = {}, {}
 
     def _check_versions(self, session: Session, call: int) -> None:
         """Start cold if a weight of the call was written since the course took over the arena."""
@@ -156,31 +155,33 @@ class Route:
         self, session: Session, course: Course, call: int, names: Mapping[str, str], marks: Arrivals
     ) -> Executor:
         if self._occupancy is None:
-            for tenant in self.arena.tenants:
-                if tenant.key in self.keys:
-                    tenant.step_aside()
-        memory = self.arena.reserve(course.plan.arena_bytes)
-        if self._occupancy is None:
-            homes = {w.name: self._home(w.name) for w in course.plan.streamed}
-            self._hosts = {name: home.host for name, home in homes.items()}
-            self._occupancy = Occupancy(self.arena.streams, len(marks.marked))
-            for home in homes.values():
-                home.pin(self.arena.streams, session.code.pin_bytes)
-            if not all(home.pinned for home in homes.values()):
-                self.arena.streams.stage()
-            for weight in course.plan.streamed:
-                assert weight.offset is not None
-                self._slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
-            self._flat = {name: flat_bytes(host) for name, host in self._hosts.items()}
+            self._take_memory(session.code.pin_bytes)
         outside = [name for name in session.homes if names[name] not in self._slots]
         values = {names[name]: value for name, value in session.residents(outside).items()}
-        for name in session.homes:
+        for name, home in session.homes.items():
             if names[name] in self._slots:
-                values[names[name]] = as_weight(self._slots[names[name]], self._hosts[names[name]])
-        binding = Binding(self.arena, values, self._slots, self._flat, self._occupancy, marks)
+                values[names[name]] = as_weight(self._slots[names[name]], home.host)
+        binding = Binding(self.arena, values, self._slots, self._hosts, self._occupancy, marks)
         program = course.calls[call]
         measured = session.measured, self._measured[call]
         return Executor(program, session.code.regions, binding, session.code.poison, course, measured)
+
+    def _take_memory(self, pin_bytes: int) -> None:
+        """Bind the course to the arena's memory.  Raises ChunkflowError if the device has no room."""
+        for tenant in self.arena.tenants:
+            if tenant.key in self.keys:
+                tenant.step_aside()
+        memory = self.arena.reserve(self.course.plan.arena_bytes)
+        homes = {w.name: self._home(w.name) for w in self.course.plan.streamed}
+        self._occupancy = Occupancy(self.arena.streams, len(self._marks.marked))
+        for home in homes.values():
+            home.pin(self.arena.streams, pin_bytes)
+        if not all(home.pinned for home in homes.values()):
+            self.arena.streams.stage()
+        for weight in self.course.plan.streamed:
+            assert weight.offset is not None
+            self._slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
+        self._hosts = {name: flat_bytes(home.host) for name, home in homes.items()}
 
     def _home(self, name: str) -> Home:
         home = self._homes[name]()

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.plan import Barrier, Windows, runs
+from chunkflow_compile.passes.plan import Barrier, Plan, Windows, runs
 from chunkflow_compile.passes.problem import Problem
 
 
@@ -96,6 +96,11 @@ def transfers(
         evicts={k: tuple(v) for k, v in evicts.items()},
         barriers={b.collective: b.weights for b in barriers},
     )
+
+
+def transfers_of(problem: Problem, plan: Plan) -> Transfers:
+    """The transfer ops of a program under a plan."""
+    return transfers(problem, {w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
 def _order(entry: tuple[int, int, Prefetch]) -> tuple[int, int, int]:

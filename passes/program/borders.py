@@ -32,10 +32,8 @@ def check_borders(course: Course, order: HappensBefore) -> Iterator[str]:
                 waits.setdefault(op.weight, []).append(i)
         for weight in (*op.reads, *([op.weight] if op.kind == "evict" else [])):
             uses.setdefault((weight, op.step), []).append(i)
-    alive, seen = (
-        list[tuple[int, Op]](),
-        0,
-    )  # each copied chunk whose last use is still to come, with the index of that use
+    alive = list[tuple[int, Op]]()  # each copied chunk whose last use is still to come, with the index of that use
+    seen = 0
     for call in range(1, len(course.calls)):
         pace()
         begin, found = begins[call], border(course, call)

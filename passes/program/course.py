@@ -21,7 +21,7 @@ from torch.fx import Node
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.ops import Prefetch, prefetch_of
 from chunkflow_compile.passes.pace import pace
-from chunkflow_compile.passes.placement.schedule import Transfers, transfers
+from chunkflow_compile.passes.placement.schedule import Transfers, transfers_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
 
@@ -133,7 +133,7 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Course:
     """The programs of ``calls`` under a plan of their joined problem."""
     problem = join(calls)
     plan.check_problem(problem)
-    ops = transfers(problem, {w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
+    ops = transfers_of(problem, plan)
     starts, start = list[int](), 0
     programs = []
     flows: dict[int, Mapping[str, str]] = {}  # calls of one graph share it
@@ -150,8 +150,7 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Course:
 
 def rewritten(course: Course, number: int, call: Call, *, share: bool = True) -> Program:
     """The program of a call of another graph, with the same regions on the same weights, in the place of a call."""
-    streamed = {w.name: w.windows for w in course.plan.streamed}
-    ops = transfers(course.problem, streamed, course.plan.barriers, kept=True)
+    ops = transfers_of(course.problem, course.plan)
     return _written(call, course.plan, ops, number, course.starts[number], call.cut.data_flow(), share)
 
 

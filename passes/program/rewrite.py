@@ -28,7 +28,16 @@ from chunkflow_compile.passes.graph.discover import collective_kind, collective_
 from chunkflow_compile.passes.graph.listing import listing
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
-from chunkflow_compile.passes.placement.schedule import Await, Collect, Compute, Evict, Item, Transfers, Wait, transfers
+from chunkflow_compile.passes.placement.schedule import (
+    Await,
+    Collect,
+    Compute,
+    Evict,
+    Item,
+    Transfers,
+    Wait,
+    transfers_of,
+)
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
@@ -99,9 +108,8 @@ def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: Place | None = N
     """
     if place is None:
         plan.check_problem(cut.problem)
-        ops = transfers(cut.problem, {w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
         names = {w.name: w.name for w in cut.problem.weights}
-        place = Place(cut.problem, names, ops, 0, str, cut.data_flow())
+        place = Place(cut.problem, names, transfers_of(cut.problem, plan), 0, str, cut.data_flow())
     return _Writer(cut, plan, share, place).write()
 
 
