@@ -86,7 +86,7 @@ class Executor:
         self._poison = poison
         self.device = device = binding.arena.streams
         self.binding = binding
-        self._measurements = measurements or (deque(maxlen=KEPT_MEASUREMENTS),)
+        self._measurements = measurements
         self._steps = 0
         self.traffic = Traffic()
         self._flag = HostFlag() if program.plan.policy == "host-yield" else None
@@ -133,11 +133,6 @@ class Executor:
         self.occupancy.next = (self.call + 1) % len(self.course.calls)
         self.device.finish(begun, partial(self._finish, step.cost))  # not the step: its values would live too long
         return step
-
-    def measured_steps(self, wait: bool = False) -> tuple[StepMeasurement, ...]:
-        """The newest measured steps, oldest first; with ``wait``, including those in flight."""
-        self.device.collect(wait)
-        return tuple(self._measurements[0])
 
     def _finish(self, cost: Cost, begin: float, end: float, whole: bool) -> None:
         copied = self.traffic.settle(end)
