@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import OPTIONS
-from helpers import Stack, UlyssesStack
+from helpers import Stack
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
@@ -206,23 +204,3 @@ def test_an_untested_torch_is_a_warning(
             run(stack(), lowering="eager")
     found = [str(w.message) for w in seen if "ChunkFlow is tested on torch 2.11 to 2.15" in str(w.message)]
     assert len(found) == warns
-
-
-def die_in_the_second_step(rank: int) -> None:
-    torch.manual_seed(0)
-    model = UlyssesStack().eval()
-    before = {n: v.clone() for n, v in model.state_dict().items()}
-    options = {**OPTIONS, "min_bytes": 1024, "lowering": "eager"}
-    compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    compiled(torch.randn(4, 32))
-    if rank == 1:
-        dist.destroy_process_group()
-        return
-    with pytest.raises(ChunkflowError, match=r"The collective all_to_all_single\w* failed in step 1: a rank died"):
-        compiled(torch.randn(4, 32))
-    restore(model)
-    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
-
-
-def test_a_rank_that_died_is_named_and_the_model_survives(on_ranks: Callable[..., None]) -> None:
-    on_ranks(die_in_the_second_step)

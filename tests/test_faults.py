@@ -35,8 +35,11 @@ def running(no_grad: None) -> tuple[Stack, Stack, nn.Module, Session]:
     return run_once()
 
 
-@pytest.mark.parametrize("call", [1, 3, 8])
-@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+THREADS = ("threads", "poison")
+LONG = [pytest.param(*case, marks=pytest.mark.long) for case in ((3, ()), (1, THREADS), (8, THREADS))]
+
+
+@pytest.mark.parametrize(("call", "debug"), [(1, ()), (8, ()), (3, THREADS), *LONG])
 def test_a_copy_that_fails(call: int, debug: tuple[str, ...], no_grad: None) -> None:
     model, twin = stack(), stack()
     run = compiled(model, debug=debug)
@@ -244,7 +247,9 @@ def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -
         report.put((rank, took))
 
 
-@pytest.mark.parametrize(("how", "debug"), [("killed", ()), ("killed", ("threads",)), ("late", ())])
+@pytest.mark.parametrize(
+    ("how", "debug"), [("killed", ()), pytest.param("killed", ("threads",), marks=pytest.mark.long), ("late", ())]
+)
 def test_a_rank_that_is_killed_or_late_mid_step(how: str, debug: tuple[str, ...], tmp_path: Path) -> None:
     context = forking()
     report = context.Queue()

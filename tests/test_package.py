@@ -35,10 +35,11 @@ def test_the_wheel_brings_the_backend_and_the_passes(tmp_path: Path) -> None:
     subprocess.run(build, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("chunkflow_compile-*.whl")
     environment = tmp_path / "env"
-    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
     python = environment / "bin" / "python"
     clean = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}  # by which pip would find it installed
-    install = [python, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    install = [*pip, "install", "--quiet", "--no-deps", "--no-index", str(wheel)]
     subprocess.run(install, env=clean, check=True)
     # A .pth file with the path of this environment brings torch and the other dependencies, but not the editable install.
     site = next((environment / "lib").glob("python*")) / "site-packages"

@@ -100,7 +100,9 @@ def test_a_plan_yields_hard_where_that_is_faster_or_wanted() -> None:
     assert not make_plan(found, free).barriers, "copies slow no collective"
 
 
-@pytest.mark.parametrize("family", ["wan", "flux", "hunyuanvideo", "qwen-image"])
+@pytest.mark.parametrize(
+    "family", ["wan", "qwen-image", *(pytest.param(f, marks=pytest.mark.long) for f in ("flux", "hunyuanvideo"))]
+)
 def test_every_stage_of_a_real_model_parses_as_python(family: str, no_grad: None) -> None:
     size = Size(layers=2, heads=4, head_dim=32, frames=1, height=16, width=16, text=16)
     traced = trace(small_model(family, size), small_inputs(family, size, 0), 4096)
@@ -290,44 +292,42 @@ def test_a_wait_is_measured_in_the_window_that_waits(no_grad: None) -> None:
 
 
 def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
-    done = run_script(tmp_path, TORCH_LOGS="chunkflow_compile")
-    assert "[__chunkflow] rewritten, 0." in done.stderr and "prefetch('blocks.0.up.weight'" in done.stderr
+    """The log by the name of the package, then by none, then by that of the artefact."""
+    logs = run_script(tmp_path)
+    assert ["[__chunkflow] rewritten, 0." in log for log in logs] == [True, False, True]
+    assert "prefetch('blocks.0.up.weight'" in logs[0]
     trace_log = "".join(p.read_text() for p in tmp_path.glob("*.log"))
     for i, name in enumerate(STAGES):
         assert f'"name": "chunkflow_{i:02}_{name}"' in trace_log
     assert '"name": "chunkflow_plan"' in trace_log and "prefetch('blocks.1.up.weight'" in trace_log
 
 
-def test_the_artefact_has_a_name_in_set_logs(tmp_path: Path) -> None:
-    again = (
-        "    torch._logging.set_logs(modules={'chunkflow': True})\n"
-        "    torch._dynamo.reset()\n"
-        "    torch.compile(Stack(2).eval(), backend='chunkflow', options=options)(x)\n"
-    )
-    done = run_script(tmp_path, again)
-    assert "[__chunkflow] rewritten, 0." in done.stderr
-
-
-def run_script(folder: Path, more: str = "", **environment: str) -> subprocess.CompletedProcess[str]:
-    """Compiles a small model in a process of its own, which writes torch's trace to ``folder``."""
+def run_script(folder: Path) -> list[str]:
+    """Compiles a small model three times in a process of its own, which writes torch's trace to ``folder``; returns what
+    each logs."""
     script = (
-        "import sys, torch\n"
+        "import os, sys, torch\n"
         f"sys.path.insert(0, {str(HERE)!r})\n"
         "from helpers import Stack\n"
-        "model, x = Stack(3).eval(), torch.randn(4, 8)\n"
         "options = {'min_bytes': 4096, 'chunk_bytes': 4096, 'group_bytes': 1, 'lowering': 'eager', 'slowdown': 1000.0}\n"
-        "with torch.no_grad():\n"
-        "    torch.compile(model, backend='chunkflow', options=options)(x)\n"
+        "for logs in (None, {}, {'modules': {'chunkflow': True}}):\n"
+        "    if logs is not None:\n"
+        "        os.environ.pop('TORCH_LOGS', None)\n"
+        "        print('next', file=sys.stderr, flush=True)\n"
+        "        torch._logging.set_logs(**logs)\n"
+        "        torch._dynamo.reset()\n"
+        "    with torch.no_grad():\n"
+        "        torch.compile(Stack(3).eval(), backend='chunkflow', options=options)(torch.randn(4, 8))\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script + more],
+        [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "TORCH_TRACE": str(folder), **environment},
+        env={**os.environ, "TORCH_TRACE": str(folder), "TORCH_LOGS": "chunkflow_compile"},
     )
     assert done.returncode == 0, done.stderr
-    return done
+    return done.stderr.split("next\n")
 
 
 def test_options_refuse_an_unknown_pass() -> None:

@@ -136,7 +136,11 @@ def _prefix(planner: Planner, builder: Builder, memory: int | None) -> Plan:
 def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: float | None) -> Plan:
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     found = planner.smallest(target)
-    found = improve(planner, found, lambda c: (c.step_s > target * (1 + ROUNDING), c.nbytes, c.step_s))
+
+    def bound(nbytes: int, step_s: float) -> tuple[float, ...]:
+        return step_s > target * (1 + ROUNDING), nbytes, step_s
+
+    found = improve(planner, found, lambda c: bound(c.nbytes, c.step_s), bound)
     # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
     return builder.candidate(min(found, planner.everything(), key=builder.slots))
 
@@ -183,11 +187,14 @@ def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) 
     def cost(candidate: Candidate) -> tuple[float, ...]:
         return max(0, builder.slots(candidate, quick) - memory), candidate.step_s, candidate.nbytes
 
-    fitting = [c for c in (improve(planner, barely, cost), planner.everything()) if builder.slots(c) <= memory]
+    def bound(nbytes: int, step_s: float) -> tuple[float, ...]:
+        return max(0, nbytes - memory), step_s, nbytes
+
+    fitting = [c for c in (improve(planner, barely, cost, bound), planner.everything()) if builder.slots(c) <= memory]
     found = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while found is not None:
-        better = improve(planner, found, cost)
+        better = improve(planner, found, cost, bound)
         over = builder.slots(better, quick) - memory
         if over <= 0:
             fitting += [better, *(c for c in (found,) if builder.slots(c) <= memory)]  # found may bear strain better

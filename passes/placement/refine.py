@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from random import Random
 
-from .search import Candidate, Planner
+from .search import ROUNDING, Candidate, Planner
 
 # Each move plays the timeline; with more chunks than this, planning takes longer than it gains.
 MOST_CHUNKS = 16
@@ -18,14 +18,19 @@ _MOST_PLAYS = 1600
 _KICKS = 12
 
 Cost = Callable[[Candidate], tuple[float, ...]]
-Improve = Callable[[Planner, Candidate, Cost], Candidate]
+# The least that a candidate costs, by its bytes before slots are assigned and the least seconds of its step.
+Bound = Callable[[int, float], tuple[float, ...]]
+Improve = Callable[[Planner, Candidate, Cost, Bound], Candidate]
 
 
-def refine(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
-    """The cheapest candidate, by ``cost``, that climbing from ``found`` reaches."""
+def refine(planner: Planner, found: Candidate, cost: Cost, bound: Bound) -> Candidate:
+    """The cheapest candidate, by ``cost``, that climbing from ``found`` reaches.
+
+    ``bound``: spares most candidates the timeline and the assignment of slots.
+    """
     if not 0 < len(planner.chunks) <= MOST_CHUNKS:
         return found
-    climber = _Climber(planner, cost)
+    climber = _Climber(planner, cost, bound)
     best, best_cost = climber.climb(found)
     numbers = Random(0)
     for _ in range(_KICKS):
@@ -38,16 +43,22 @@ def refine(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
     return best
 
 
-def unrefined(planner: Planner, found: Candidate, cost: Cost) -> Candidate:
+def unrefined(planner: Planner, found: Candidate, cost: Cost, bound: Bound) -> Candidate:
     """``found``, unchanged: replaces refine where it is disabled."""
     return found
 
 
 class _Climber:
-    def __init__(self, planner: Planner, cost: Cost) -> None:
+    def __init__(self, planner: Planner, cost: Cost, bound: Bound) -> None:
         self.planner = planner
         self.cost = cost
+        self.bound = bound
         self.plays = 0
+        # No copy makes a step shorter.
+        self.least_s = planner.resident.step_s * (1 - ROUNDING)
+        # Climbs meet.
+        self.played: dict[tuple[int | None, ...], Candidate] = {}
+        self.costs: dict[tuple[int | None, ...], tuple[float, ...]] = {}
 
     def climb(self, best: Candidate) -> tuple[Candidate, tuple[float, ...]]:
         """The first candidate that no neighbour beats, or the best after _MOST_PLAYS plays, and its cost."""
@@ -59,11 +70,27 @@ class _Climber:
                 if self.plays == _MOST_PLAYS:
                     return best, best_cost
                 self.plays += 1
-                tried = self.planner.play(placed, best.hard)
-                if (tried_cost := self.cost(tried)) < best_cost:
-                    best, best_cost, improved = tried, tried_cost, True
+                tried = self.beats(placed, best.hard, best_cost)
+                if tried is not None:
+                    (best, best_cost), improved = tried, True
                     break
         return best, best_cost
+
+    def beats(
+        self, placed: list[int | None], hard: bool, best_cost: tuple[float, ...]
+    ) -> tuple[Candidate, tuple[float, ...]] | None:
+        """The placement and its cost, None if it does not cost less than ``best_cost``."""
+        key = tuple(placed)
+        tried = self.played.get(key)
+        if tried is None:
+            if self.bound(self.planner.nbytes(placed), self.least_s) >= best_cost:
+                return None
+            tried = self.played[key] = self.planner.play(placed, hard)
+        if self.bound(tried.nbytes, tried.step_s) >= best_cost:
+            return None
+        if key not in self.costs:
+            self.costs[key] = self.cost(tried)
+        return (tried, self.costs[key]) if self.costs[key] < best_cost else None
 
 
 def _neighbours(planner: Planner, best: Candidate) -> Iterator[list[int | None]]:

