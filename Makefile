@@ -23,7 +23,7 @@ types: $(VENV)/ready
 	$(BIN)/mypy -p chunkflow_compile
 
 unit: $(VENV)/ready
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
+	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long"
 
 # With the tests marked long.
 test-all: lint types $(VENV)/ready

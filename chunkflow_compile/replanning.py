@@ -10,7 +10,7 @@ from torch import nn
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import Policy
-from chunkflow_compile.placing import programs
+from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.runtime.measurement import measured
 
 
@@ -27,10 +27,11 @@ def replan(
 
     Set the goal as in the options of the backend; without one, the current goal is kept.  ``as_measured``: plan from
     the measured times of the calls so far, instead of the profile's rates.  The new plan is verified, and no output
-    changes.  The next call starts cold.  A program that was closed because another needed its place keeps its plan.
+    changes.  The next call starts cold.  Programs that run as a course (see ``courses``) are planned together: for another
+    goal when their order has repeated again, and ``as_measured`` from their times and the time between them.
     Raises ChunkflowError, and changes nothing, if there is no such plan or if the model has not run yet.
     """
-    found = programs(model)
+    found = list(programs(model))
     if not found:
         raise ChunkflowError("No program of this model runs yet: compile it with ChunkFlow and call it first.")
     goal: dict[str, Any] = {}
@@ -46,10 +47,18 @@ def replan(
             goal["yields"] = chosen.yields
     elif as_measured:
         goal = {"plan": None}  # a plan from a file would run whatever was measured
+    routes = courses(model) if as_measured else ()
+    together = [p for p in found if any(p.key in route.keys for route in routes)]
+    if "policy" not in goal:
+        found = [p for p in found if p not in together]
     codes = []
     for program in found:
-        seen = {"timings": measured(program.plan, program.measurements).timings()} if as_measured else {}
+        alone = as_measured and program not in together
+        seen = {"timings": measured(program.plan, program.measurements).timings()} if alone else {}
         codes.append(program.code.remade(**goal, **seen))
+    for route in routes if "policy" not in goal else ():
+        with route.arena.lock():
+            route.arena.courses.replan(route)
     for program, code in zip(found, codes, strict=True):
         program.choice.code, program.choice.by_itself = code, False
     return model

@@ -31,13 +31,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "weight lives and when its copies start.",
         epilog="example: chunkflow plan wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --memory 4GiB --json plan.json",
     )
-    target.add_arguments(parser)
+    target.add_arguments(parser, or_blocks=True)
     add_json(parser, "the plan, or the points of the curve,")
-    parser.add_argument(
-        "--regional",
-        action="store_true",
-        help="plan the blocks as compile_repeated_blocks runs them, as a course; the weights outside blocks are not counted",
-    )
     parser.add_argument("--weights", action="store_true", help="a line for every weight, with the reason")
     parser.add_argument(
         "--curve",

@@ -75,8 +75,11 @@ class Target:
         return f"{self.title}; Ulysses degree {self.degree} on {self.hardware.name}, {forwards}{without}"
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> None:
-    """Add the options of the model and the machine; ``or_plan``: accept a plan file in place of a model."""
+def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
+    """Add the options of the model and the machine.
+
+    ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a course.
+    """
     known = f"{', '.join(PRESETS)}, or file.py:function for your own"
     if or_plan:
         parser.add_argument("model", metavar="MODEL|PLAN", help=f"{known}; or a plan file")
@@ -106,6 +109,12 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False) -> 
         default="auto",
         help="how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)",
     )
+    if or_blocks:
+        parser.add_argument(
+            "--regional",
+            action="store_true",
+            help="the blocks as compile_repeated_blocks runs them, as a course; the weights outside blocks are not counted",
+        )
     sizes = parser.add_argument_group("sizes of a preset (defaults: those published)")
     for name, text in (
         ("frames", "frames of video"),
@@ -187,7 +196,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
 def refuse_options(arguments: argparse.Namespace) -> None:
     """Refuse the options of a model, which a plan file already fixes.  Raises ChunkflowError if one is set."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    add_arguments(parser, or_blocks=True)
     for name, default in vars(parser.parse_args(["plan.json"])).items():
         if name != "model" and getattr(arguments, name) != default:
             option = ALIASES.get(name, name).replace("_", "-")

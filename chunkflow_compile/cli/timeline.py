@@ -31,7 +31,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "  chunkflow timeline plan.json --out step.json     # open it in ui.perfetto.dev",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    target.add_arguments(parser, or_plan=True)
+    target.add_arguments(parser, or_plan=True, or_blocks=True)
     parser.add_argument("--out", required=True, metavar="FILE", help="picture (.png, .svg) or trace events (.json)")
     parser.add_argument("--block", metavar="NAME", help="first block to enlarge (default: one in the middle)")
     parser.add_argument("--blocks", type=int, default=1, metavar="N", help="number of blocks to enlarge (default 1)")

@@ -22,7 +22,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "  chunkflow why wan2.2-ti2v-5b time_proj.weight --ulysses 2      # a part of the name, if only one has it",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    target.add_arguments(parser)
+    target.add_arguments(parser, or_blocks=True)
     parser.add_argument("param", metavar="PARAM", help="name of the weight, or a part of it that no other name has")
     add_json(parser, "the story")
     parser.set_defaults(run=run)
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     with progress.phase("planning alternatives"):
         # No plan moves a weight that must stay; its reason says why it must.
         for what, settings in alternatives(found.settings) if weight.keep is None else ():
-            changes.append(changed(name, what, lambda s=settings: make_plan(found.problem, s)))  # type: ignore[misc]
+            changes.append(changed(name, what, lambda s=settings: make_plan(found.problem, s, inside=found.regional)))  # type: ignore[misc]
     story = tell(found.problem, plan, name, changes)
     say(arguments, f"{found.heading}\n\n{story}")
     write_json(arguments, story.to_json())

@@ -4,6 +4,9 @@ Every call is recorded by what it reads: a *key* stands for the weights of its r
 thread plans the calls between as one course.  From the next border on, each call runs the program of its place in the
 course.  A call other than the expected one is a *jump*: it finds its place in the course, or in another that is known, or
 runs its own program.  Whatever ran before, it then fetches what it needs.
+
+A course is planned from the rates of the hardware profile, and the time between its calls is taken as none.  With
+``replan_after``, it is planned once more from the times of its regions and of the time between its calls.
 """
 
 from __future__ import annotations
@@ -12,7 +15,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -46,19 +49,24 @@ _MOST_COURSES = 8
 class _Job:
     """A course that is being planned on another thread.
 
-    ``folder``: of the dump, if there is one.  ``course``, ``marks``: the result.  ``error``: why there is none.  ``hurried``:
-    whether another thread waits for it.
+    ``folder``: of the dump, if there is one.  ``instead``: the course that runs on these calls now, if it is planned again.
+    ``course``, ``marks``: the result.  ``error``: why there is none.  ``hurried``: whether another thread waits for it.
     """
 
     keys: tuple[Key, ...]
     calls: Sequence[Call]
     homes: Homes
     folder: Path | None
+    instead: Route | None = None
     thread: threading.Thread | None = None
     course: Course | None = None
     marks: Arrivals | None = None
     error: ChunkflowError | None = None
     hurried: bool = False
+
+    def start(self, settings: Settings) -> None:
+        self.thread = threading.Thread(target=self.plan, args=(settings,), name="chunkflow-plan", daemon=True)
+        self.thread.start()
 
     def plan(self, settings: Settings) -> None:
         give_way(lambda: self.hurried)
@@ -90,8 +98,17 @@ class Courses:
         key = self._keys.get(found)
         if key is None or not key.lasts:
             key = self._keys[found] = Key(home for region in homes for home in region)
+        elif (other := key.session()) is not None and _bare(other.code.settings) != _bare(session.code.settings):
+            self._start_anew(key)  # it was planned again for another goal
         key.session = weakref.ref(session)
         return key
+
+    def leave(self, homes: Iterable[Home]) -> None:
+        """Forget the courses of these weights: the user has chosen another placement for them."""
+        chosen = {id(home) for home in homes}
+        for route in list(self.known):
+            if any(id(ref()) in chosen for ref in route.homes.values()):
+                self._forget(route)
 
     def executor(self, session: Session) -> Executor | None:
         """The executor for the call that follows; None for the session's own.  The caller holds the arena's lock."""
@@ -116,6 +133,16 @@ class Courses:
         if self._job is not None and self._job.thread is not None:
             self._job.hurried = True
             self._job.thread.join()
+
+    def replan(self, route: Route) -> None:
+        """Plan a course again from its times so far; the next pass runs it.  Raises ChunkflowError if there are none."""
+        self.settle()
+        route.replan_after = 0
+        if not self._replan(route, 1):
+            raise ChunkflowError("No pass over the calls of this course was measured yet: call the model again.")
+        self.settle()
+        if self._job is not None and self._job.error is not None:
+            raise self._job.error
 
     def unbind(self) -> None:
         for route in self.known:
@@ -153,6 +180,11 @@ class Courses:
         return None
 
     def _run(self, route: Route, session: Session, call: int) -> Executor | None:
+        if call == 0 and route.replan_after and self._job is None:
+            self._replan(route, route.replan_after)
+        if call == 0 and self._job is not None and self._job.instead is route:
+            route = self._finished() or route
+            self.current = route
         try:
             return route.executor(session, call)
         except ChunkflowError as error:  # the session's own program still runs
@@ -166,6 +198,15 @@ class Courses:
         self.known.remove(route)
         if self.current is route:
             self.current = None
+
+    def _start_anew(self, key: Key) -> None:
+        """Forget what is known of the courses of a call."""
+        for route in [r for r in self.known if key in r.keys]:
+            self._forget(route)
+        self._job = None
+        self._refused.clear()
+        self._history.clear()
+        self._where.clear()
 
     def _record(self, key: Key) -> None:
         if len(self._history) >= 4 * MOST_CALLS:
@@ -201,8 +242,8 @@ class Courses:
 
     def _plan(self, keys: tuple[Key, ...]) -> bool:
         """Plan a course on another thread.  Returns whether it can be one."""
-        sessions = [s for key in keys if (s := key.session()) is not None]
-        if len(sessions) < len(keys) or any(s.closed for s in sessions):
+        sessions = _sessions(keys)
+        if sessions is None:
             return False
         settings = _common([s.code.settings for s in sessions])
         regions = sum(len(s.program.problem.regions) for s in sessions)
@@ -211,10 +252,19 @@ class Courses:
             self._refuse(keys)
             return False
         calls, homes = calls_of(sessions)
-        folder = next((s.code.folder.parent for s in sessions if s.code.folder is not None), None)
-        job = self._job = _Job(keys, calls, {name: weakref.ref(home) for name, home in homes.items()}, folder)
-        job.thread = threading.Thread(target=job.plan, args=(settings,), name="chunkflow-plan", daemon=True)
-        job.thread.start()
+        refs = {name: weakref.ref(home) for name, home in homes.items()}
+        self._job = _Job(keys, calls, refs, _folder(sessions))
+        self._job.start(settings)
+        return True
+
+    def _replan(self, route: Route, passes: int) -> bool:
+        """Plan a course again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
+        sessions, timings = _sessions(route.keys), route.timings(passes)
+        settings = None if sessions is None else _common([s.code.settings for s in sessions])
+        if sessions is None or settings is None or timings is None:
+            return False
+        self._job = _Job(route.keys, route.calls, route.homes, _folder(sessions), instead=route)
+        self._job.start(replace(settings, timings=timings))
         return True
 
     def _refuse(self, keys: tuple[Key, ...]) -> None:
@@ -229,6 +279,10 @@ class Courses:
             return None
         self._job = None
         if job.course is None:
+            if job.instead is not None:
+                job.instead.replan_after = 0
+                _log.warning("the current plan of %s calls is kept: %s", len(job.keys), job.error)
+                return None
             self._refuse(job.keys)
             if job.error is not None:
                 _log.warning(
@@ -241,6 +295,14 @@ class Courses:
         route = Route(arena, job.keys, job.calls, job.homes, job.course, job.marks)
         if not route.lasts:
             return None
+        if job.instead is not None:
+            if job.instead.replan_after and job.instead.course.plan.placement == job.course.plan.placement:
+                job.instead.replan_after = 0
+                return None
+            route.jumps = job.instead.jumps
+            self._forget(job.instead)
+        else:
+            route.replan_after = max((s.code.replan_after for s in _sessions(job.keys) or ()), default=0)
         for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_COURSES)]:
             self._forget(old)
         self.known.append(route)
@@ -272,9 +334,25 @@ def _turned(keys: tuple[Key, ...], others: tuple[Key, ...]) -> bool:
     return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
 
 
+def _sessions(keys: Sequence[Key]) -> list[Session] | None:
+    """The newest session of each key, None if one has ended."""
+    found = [s for key in keys if (s := key.session()) is not None]
+    return None if len(found) < len(keys) or any(s.closed for s in found) else found
+
+
+def _folder(sessions: Sequence[Session]) -> Path | None:
+    """The folder of the dumps of these calls, if there is one."""
+    return next((s.code.folder.parent for s in sessions if s.code.folder is not None), None)
+
+
+def _bare(settings: Settings) -> Settings:
+    """Without what differs between sizes of one call."""
+    return replace(settings, likes=(), part=False)
+
+
 def _common(settings: Sequence[Settings]) -> Settings | None:
     """The settings of a course, None if those of its calls do not agree.  The budget is the largest."""
-    bare = [replace(s, memory=None, likes=(), part=False) for s in settings]
+    bare = [replace(_bare(s), memory=None) for s in settings]
     if any(s != bare[0] for s in bare):
         return None
     return replace(bare[0], memory=max((s.memory for s in settings if s.memory is not None), default=None))

@@ -131,10 +131,13 @@ class Executor:
         for issue in self._instructions:
             issue(step)
         self.occupancy.next = (self.call + 1) % len(self.course.calls)
-        self.device.finish(begun, partial(self._finish, step.cost))  # not the step: its values would live too long
+        # not the step: its values would live too long
+        self.device.finish(begun, partial(self._finish, step.cost, self.occupancy.turns))
+        self.occupancy.turns += 1
         return step
 
-    def _finish(self, cost: Cost, begin: float, end: float, whole: bool) -> None:
+    def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
+        before, self.occupancy.ended = self.occupancy.ended, (turn, end)
         copied = self.traffic.settle(end)
         if not whole:
             return
@@ -149,6 +152,7 @@ class Executor:
             moved_bytes=cost.moved,
             primed_bytes=cost.primed,
             windows=cost.windows,
+            idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
         )
         for measurements in self._measurements:
             measurements.append(found)

@@ -59,7 +59,8 @@ class StepMeasurement:
     stalled for weights, including the priming of a cold start.  ``collective_s``: seconds of collectives and their
     completions.  ``copy_s``: seconds of the copies that ended in the step; ``alone_s`` and ``alone_bytes``: seconds and
     bytes of those with no collective beside them.  ``moved_bytes``: bytes of the copies issued in the step;
-    ``primed_bytes``: further bytes issued before a cold step.
+    ``primed_bytes``: further bytes issued before a cold step.  ``idle_s``: seconds between the end of the call before it in
+    its course and its start; 0 if that is not known.
     """
 
     step_s: float
@@ -72,6 +73,7 @@ class StepMeasurement:
     moved_bytes: int
     primed_bytes: int
     windows: WindowSeconds
+    idle_s: float = 0.0
 
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:

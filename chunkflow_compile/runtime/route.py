@@ -6,10 +6,13 @@ import itertools
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
 
+from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
 from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
 from chunkflow_compile.passes.program.verify import verify_call
@@ -19,7 +22,7 @@ from chunkflow_compile.weights.host_store import Home
 from .arena import Arena, Occupancy
 from .binding import Binding
 from .executor import KEPT_MEASUREMENTS, Executor
-from .measurement import StepMeasurement, as_one
+from .measurement import StepMeasurement, as_one, measured
 
 if TYPE_CHECKING:
     from .session import Session
@@ -46,7 +49,11 @@ class Key:
 
 
 class Route:
-    """A course on the weights of its calls.  ``position``: the call that is expected next.  ``jumps``: those so far."""
+    """A course on the weights of its calls.
+
+    ``position``: the call that is expected next.  ``jumps``: those so far.  ``replan_after``: the number of warm passes
+    after which to plan it again from their times; 0 for never.
+    """
 
     def __init__(
         self,
@@ -62,12 +69,11 @@ class Route:
         self.course = course
         self.position = 0
         self.jumps = 0
-        self._calls = calls
-        self._homes = homes
+        self.replan_after = 0
+        self.calls = calls
+        self.homes = homes
         self._versions: dict[str, int] = {}
-        self._places = [
-            {id(self._homes[n]()): n for n in call.names.values() if n in self._homes} for call in self._calls
-        ]
+        self._places = [{id(self.homes[n]()): n for n in call.names.values() if n in self.homes} for call in self.calls]
         self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the session of a call has them
         self._measured = [deque[StepMeasurement](maxlen=KEPT_MEASUREMENTS) for _ in self.keys]
         self._marks = marks
@@ -81,7 +87,7 @@ class Route:
     @property
     def lasts(self) -> bool:
         """Whether all weights of the course still exist where they were."""
-        return all((home := ref()) is not None and home.weight is not None for ref in self._homes.values())
+        return all((home := ref()) is not None and home.weight is not None for ref in self.homes.values())
 
     @property
     def ready(self) -> bool:
@@ -91,11 +97,26 @@ class Route:
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The newest passes over the calls, oldest first, each as one step; waits for those in flight."""
+        return tuple(as_one(calls) for calls in self._passes(wait=True))
+
+    def timings(self, passes: int) -> Timings | None:
+        """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
+        warm = [calls for calls in self._passes() if not any(call.primed_bytes for call in calls)]
+        if len(warm) < passes:
+            return None
+        found = measured(self.course.plan, [as_one(calls) for calls in warm]).timings()
+        idle = [0.0] * len(found.compute_s)
+        for start, calls in zip(self.course.starts, zip(*warm, strict=True), strict=True):
+            idle[start - 1] += median(call.idle_s for call in calls)
+        return replace(found, idle_s=tuple(idle))
+
+    def _passes(self, wait: bool = False) -> list[tuple[StepMeasurement, ...]]:
+        """The newest passes, each the measurements of its calls."""
         if self._occupancy is not None:
-            self.arena.streams.collect(True)
+            self.arena.streams.collect(wait)
         count = min(map(len, self._measured))
         newest = [list(found)[len(found) - count :] for found in self._measured]
-        return tuple(as_one(calls) for calls in zip(*newest, strict=True))
+        return list(zip(*newest, strict=True))
 
     def find(self, key: Key) -> int | None:
         """The place of a call, the expected one first; None if it is not in the course."""
@@ -132,12 +153,12 @@ class Route:
         if known != session.versions:
             if self._occupancy is not None and self.arena.holder is self._occupancy:
                 self.arena.holder = None
-            self._versions = {name: home.version for name, ref in self._homes.items() if (home := ref()) is not None}
+            self._versions = {name: home.version for name, ref in self.homes.items() if (home := ref()) is not None}
             self._seen = [None for _ in self.keys]
         self._seen[call] = session.versions
 
     def _make(self, session: Session, call: int) -> Executor:
-        course, marks, placed = self.course, self._marks, self._calls[call]
+        course, marks, placed = self.course, self._marks, self.calls[call]
         if session.code.cut is not placed.cut:  # another graph, such as one for another size
             placed = session.as_call(_names(session) | {n: self._name(home, call) for n, home in session.homes.items()})
             program = rewritten(course, call, placed, share="sharing" not in session.code.settings.disabled)
@@ -184,7 +205,7 @@ class Route:
         self._hosts = {name: flat_bytes(home.host) for name, home in homes.items()}
 
     def _home(self, name: str) -> Home:
-        home = self._homes[name]()
+        home = self.homes[name]()
         assert home is not None, "the course lasts"
         return home
 

@@ -196,11 +196,12 @@ class Session:
             self.arena.close_outlived()
         if self._roll is not None:
             self._roll.answer(self._called)
-        outputs = (self.arena.courses.executor(self) or self.executor).run(inputs)
+        in_course = self.arena.courses.executor(self)
+        outputs = (in_course or self.executor).run(inputs)
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
             self._save()
-        if self._replan_after:
+        if self._replan_after and in_course is None and not (self.part and self.key):  # a course plans itself again
             self._replan()
         return outputs
 
@@ -306,7 +307,8 @@ class Session:
         """What its calls read, for a course; None if the user chose its placement."""
         settings = self.code.settings
         chosen = settings.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
-        if chosen or self.code.goal is None or "course" in settings.disabled or not self.homes:
+        if chosen or "course" in settings.disabled or not self.homes:
+            courses.leave(self.homes.values())
             return None
         problem = self.program.problem
         regions = [[home for name in r.weights if (home := self.homes.get(name)) is not None] for r in problem.regions]

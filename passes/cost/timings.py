@@ -24,7 +24,8 @@ class Timings:
     collectives awaited before it, alone on the link; None if copies always ran beside them, 0 without collectives.
     ``copy_rate``: bytes/s of a copy alone on the link, None if no copy was.  ``copying``: share, 0 to 1, of compute and
     collectives with a copy beside them.  ``compute_slowdown``: measured factor by which copies stretch compute, None if
-    it was not measured.
+    it was not measured.  ``idle_s``: for each region, seconds after it in which the device waits for the next call of a
+    course; empty if there are none.
     """
 
     problem: str
@@ -33,6 +34,7 @@ class Timings:
     copy_rate: float | None = None
     copying: float = 0.0
     compute_slowdown: float | None = None
+    idle_s: tuple[float, ...] = ()
 
     def check(self, problem: Problem) -> None:
         """Raise ChunkflowError if these are the timings of another problem."""
@@ -59,9 +61,11 @@ class Timings:
         return replace(hardware, **seen)
 
     def regions(self, problem: Problem, hardware: Hardware) -> list[float]:
-        """Seconds of each region without copies beside it."""
+        """Seconds of each region without copies beside it, and of the time after it until the next call."""
         stretched = 1 + self.copying * (hardware.compute_slowdown - 1)
-        return [s / stretched for s in _means([r.key for r in problem.regions], self.compute_s)]
+        means = _means([r.key for r in problem.regions], self.compute_s)
+        idle = self.idle_s or [0.0] * len(means)
+        return [s / stretched + i for s, i in zip(means, idle, strict=True)]
 
     def collectives(self, problem: Problem, expected: Sequence[float]) -> list[float]:
         """Seconds of each collective alone on the link.  ``expected``: seconds by the profile's rates.

@@ -1,0 +1,82 @@
+"""``compile``: places a model and compiles it by kind, one block of each, in place."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from chunkflow_compile.kinds import Kind, blocks_of, kinds_of, parts_of
+from chunkflow_compile.options import DEFAULT_MIN_BYTES, parse_options
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placing import offload, programs
+
+_log = logging.getLogger(__name__)
+
+# All kinds count against one limit, because Dynamo compiles the code by which torch calls a module: some ten kinds, each in
+# some sizes.  Its default is 8.
+_RECOMPILE_LIMIT = 256
+
+
+def compile(
+    model: nn.Module, *, device: torch.device | str | None = None, mode: str | None = None, **options: Any
+) -> nn.Module:
+    """Place a model and compile it by kind, in place; return it.
+
+    Each kind of repeated block and each other part with large weights is compiled once, at the first call.  Their calls
+    run as a course: what the whole model would do as one program, without the time to trace every block.  A model
+    without repeated blocks is compiled whole.
+
+    ``device``: see :func:`offload`; a model that is placed already stays where it is.  ``mode``: as in torch.compile, such
+    as "max-autotune-no-cudagraphs".  ``options``: those of the backend.
+    Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
+    """
+    if isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
+        raise ChunkflowError("This model is compiled already: pass the model itself, before torch.compile.")
+    if any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ChunkflowError("A part of this model is compiled already: pass a model without compiled parts.")
+    chosen = parse_options(options, mode)
+    given = {**options, "inductor": chosen.inductor} if chosen.inductor else options
+    min_bytes = options.get("min_bytes", DEFAULT_MIN_BYTES)
+    blocks = blocks_of(model, min_bytes)
+    parts = parts_of(model, blocks.values(), min_bytes)
+    if not programs(model):
+        offload(model, device, min_bytes=min_bytes)
+    if not blocks:
+        _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
+        _compile(model, given)
+        return model
+    kinds = kinds_of(blocks)
+    for kind in kinds:
+        _warn_of_counters(kind)
+    _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *kinds_of(parts)]))
+    for module in (*blocks.values(), *parts.values()):
+        _compile(module, given)
+    return model
+
+
+def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
+    """Compile a module in place, at its first call."""
+    known = inspect.signature(torch.compile).parameters
+    more = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
+    module.compile(backend="chunkflow", options=dict(options), **more)
+
+
+def _said(kinds: list[Kind]) -> str:
+    return ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
+
+
+def _warn_of_counters(kind: Kind) -> None:
+    if kind.counters:
+        _log.warning(
+            "The %s blocks of %s differ in %s, which their code reads: each is compiled by itself, as long as the whole "
+            "model would take. Pass what depends on it to forward, or read it outside the blocks.",
+            len(kind.members),
+            kind.name,
+            " and ".join(kind.counters),
+        )

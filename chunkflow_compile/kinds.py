@@ -1,0 +1,126 @@
+"""Kinds of blocks: modules of one class and one structure, which are compiled once.
+
+The repeated blocks of a model are the elements of its outermost ``ModuleList``s that hold large weights.  Dynamo's
+guards decide at run time whether two blocks share a compilation; what is found here tells how many to expect.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+from torch import nn
+
+from chunkflow_compile.weights.leaves import leaves_of
+
+_PLAIN = (bool, int, float, str, type(None))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Modules that are compiled once.
+
+    ``name``: of their class.  ``members``: name -> module, in the model's order.  ``counters``: attributes that each of
+    several members has with another value and that its code reads, so that Dynamo compiles each by itself.
+    """
+
+    name: str
+    members: Mapping[str, nn.Module]
+    counters: tuple[str, ...] = ()
+
+
+def blocks_of(root: nn.Module, min_bytes: int) -> dict[str, nn.Module]:
+    """The repeated blocks: name -> module.  Of a list, those are the elements of a class that it has twice or more."""
+    found: dict[str, nn.Module] = {}
+    for prefix, blocks in _lists(root, ""):
+        count = Counter(type(block) for block in blocks.values())
+        found |= {
+            f"{prefix}.{name}": block
+            for name, block in blocks.items()
+            if count[type(block)] > 1 and _large(block, min_bytes)
+        }
+    return found
+
+
+def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> dict[str, nn.Module]:
+    """The outermost modules with large weights beside the blocks, which have no block inside: name -> module."""
+    inside = {id(block) for block in blocks}
+
+    def walk(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+        for name, child in module.named_children():
+            if id(child) in inside or not _large(child, min_bytes):
+                continue
+            if _is_called(child) and not any(id(m) in inside for m in child.modules()):
+                yield prefix + name, child
+            else:
+                yield from walk(child, f"{prefix}{name}.")
+
+    return dict(walk(root, ""))
+
+
+def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
+    """The modules by class and structure, in the order of the first of each."""
+    groups: dict[object, dict[str, nn.Module]] = {}
+    for name, module in modules.items():
+        groups.setdefault(_structure(module), {})[name] = module
+    return [Kind(type(next(iter(g.values()))).__name__, g, _counters([*g.values()])) for g in groups.values()]
+
+
+def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
+    """The outermost lists of modules: name, and the elements by theirs."""
+    for name, child in module.named_children():
+        if isinstance(child, nn.ModuleList):
+            yield prefix + name, dict(child.named_children())
+        else:
+            yield from _lists(child, f"{prefix}{name}.")
+
+
+def _large(module: nn.Module, min_bytes: int) -> bool:
+    return any(leaf.nbytes >= min_bytes for leaf in leaves_of(module))
+
+
+def _is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward, unlike a list of modules."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _structure(module: nn.Module) -> object:
+    """Class, sizes and types of everything inside.  Modules that differ in it are compiled apart."""
+    inside = tuple((name, type(m)) for name, m in module.named_modules())
+    tensors = tuple((name, tuple(t.shape), t.dtype) for name, t in module.named_parameters())
+    return inside, tensors
+
+
+def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
+    """The attributes with another value in each of the modules, or in most, that their code reads."""
+    read = {name for m in modules[0].modules() for name in _names_read(type(m))}
+    plain = [dict(_attributes(m)) for m in modules]
+    return tuple(
+        name
+        for name in plain[0]
+        if name.rpartition(".")[2] in read and 2 * len({repr(found.get(name)) for found in plain}) > len(modules) > 2
+    )
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The plain attributes of a module, of its modules, and of what helps them, such as an attention processor."""
+    for prefix, inner in module.named_modules():
+        for name, value in inner.__dict__.items():
+            path = f"{prefix}.{name}".lstrip(".")
+            if isinstance(value, _PLAIN):
+                yield path, value
+            elif not name.startswith("_") and hasattr(value, "__dict__") and not isinstance(value, type):
+                yield from ((f"{path}.{n}", v) for n, v in vars(value).items() if isinstance(v, _PLAIN))
+
+
+def _names_read(cls: type) -> Iterator[str]:
+    """The names of attributes and variables that the methods of a class use; none of torch's own."""
+    for base in cls.__mro__:
+        if base.__module__.partition(".")[0] in ("torch", "builtins"):
+            continue
+        for method in vars(base).values():
+            if isinstance(method, FunctionType) and method.__name__ != "__init__":
+                yield from method.__code__.co_names

@@ -1,0 +1,103 @@
+"""Courses that are given another plan: from measured times, or for another goal."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import courses, offload, programs, replan
+from chunkflow_compile.runtime.route import Route
+
+PAUSE_S = 0.02
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@torch.compiler.disable
+def pause(*_: object) -> None:
+    time.sleep(PAUSE_S)
+
+
+def pair(**options: Any) -> tuple[nn.Module, Callable[[int], None]]:
+    """Blocks compiled one by one, with a pause before the second; and a step that compares with the same as it is."""
+    model, twin = Stack(4).eval(), Stack(4).eval()
+    twin.load_state_dict(model.state_dict())
+    offload(model, min_bytes=OPTIONS["min_bytes"])
+    for block in model.blocks:
+        block.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager", **options})
+    model.blocks[1].register_forward_pre_hook(pause)
+
+    def step(i: int) -> None:
+        torch.manual_seed(i)
+        x = torch.randn(4, 8)
+        assert torch.equal(model(x), twin(x))
+
+    return model, step
+
+
+def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
+    """Runs steps; the course is planned after the second.  Returns the course of the last, which is warm."""
+    for i in range(steps):
+        step(i)
+        settle(model)
+    (route,) = courses(model)
+    newest = [p.measurements[-1] for p in programs(model)]
+    assert sum(m.primed_bytes for m in newest) == 0
+    assert sum(m.moved_bytes for m in newest) == route.course.plan.moved_bytes > 0
+    return route
+
+
+def settle(model: nn.Module) -> None:
+    programs(model)[0].arena.courses.settle()
+
+
+def test_a_course_is_planned_from_its_times_and_those_between_its_calls() -> None:
+    model, step = pair()
+    before = run(model, step)
+    timings = before.timings(1)
+    assert timings is not None
+    longest = max(range(len(timings.idle_s)), key=timings.idle_s.__getitem__)
+    assert timings.idle_s[longest] >= PAUSE_S and longest == before.course.starts[1] - 1, "before the second block"
+    replan(model, as_measured=True)
+    after = run(model, step)
+    assert after is not before and after.keys == before.keys
+    assert after.course.plan.hardware.endswith("as measured")
+    assert after.course.plan.predicted is not None and after.course.plan.predicted.step_s >= PAUSE_S
+
+
+def test_a_course_plans_itself_again() -> None:
+    model, step = pair(replan_after=2)
+    for i in range(2):
+        step(i)
+    settle(model)
+    step(2)
+    (before,) = courses(model)
+    assert not before.course.plan.hardware.endswith("as measured")
+    after = run(model, step, 8)
+    assert after.course.plan.hardware.endswith("as measured") or after is before  # if the placement is the same
+    assert after.replan_after == 0
+
+
+def test_a_course_for_another_goal() -> None:
+    model, step = pair()
+    before = run(model, step)
+    whole = sum(p.nbytes for p in model.parameters())
+    replan(model, memory=whole // 2)
+    after = run(model, step)
+    assert after.course.plan.device_bytes <= whole // 2
+    assert after.keys != before.keys or after is not before
+    replan(model, policy="layerwise")
+    for i in range(4):
+        step(i)
+    assert courses(model) == (), "the user chose the placement"
