@@ -9,18 +9,31 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from chunkflow_compile.compiling import compile
     from chunkflow_compile.explaining import explain
     from chunkflow_compile.passes.errors import ChunkflowError
     from chunkflow_compile.placing import courses, offload, programs, restore
     from chunkflow_compile.replanning import replan
     from chunkflow_compile.runtime.arena import Arena
 
-__all__ = ["Arena", "ChunkflowError", "__version__", "courses", "explain", "offload", "programs", "replan", "restore"]
+__all__ = [
+    "Arena",
+    "ChunkflowError",
+    "__version__",
+    "compile",
+    "courses",
+    "explain",
+    "offload",
+    "programs",
+    "replan",
+    "restore",
+]
 __version__ = "0.1.0"
 
 _HOMES = {
     "Arena": "chunkflow_compile.runtime.arena",
     "ChunkflowError": "chunkflow_compile.passes.errors",
+    "compile": "chunkflow_compile.compiling",
     "courses": "chunkflow_compile.placing",
     "explain": "chunkflow_compile.explaining",
     "offload": "chunkflow_compile.placing",

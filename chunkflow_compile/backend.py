@@ -25,6 +25,7 @@ from chunkflow_compile.frames import (
     is_part,
     lower_without_weights,
     note_graph_break,
+    refuse_decisions_of_a_rank,
     refuse_gradients,
     specialise,
 )
@@ -75,6 +76,7 @@ def chunkflow(
     if not found:
         return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
     refuse_gradients(example_inputs)
+    refuse_decisions_of_a_rank(index.root, graph)
     specialise(example_inputs)
     device = check_device(device_of(found, example_inputs, graph))
     chosen = chosen.on(device)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
@@ -16,6 +17,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.leaves import leaves_of
 
 _log = logging.getLogger(__name__)
+
+# Names of diffusers' hooks that decide by values whether blocks run.
+_DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 
 
 def lower_without_weights(
@@ -52,6 +56,28 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
         for tensors in (weights, leaves_of(root))
     )
     return 2 * mine <= all_of_them
+
+
+def refuse_decisions_of_a_rank(root: nn.Module | None, graph: GraphModule) -> None:
+    """Raise ChunkflowError for a step cache of diffusers that skips blocks by what one rank computes, if ranks exchange
+    activations in these blocks: one rank could skip an exchange that another waits for."""
+    names = {name for m in (() if root is None else root.modules()) for name in _hooks(m)}
+    if _DECIDES_BY_VALUES & names and any(_exchanges(node) for node in graph.graph.nodes):
+        raise ChunkflowError(
+            "FirstBlockCache compares activations, of which each rank has its own part, so the ranks may decide otherwise "
+            "and one would wait for the other without end. Use a cache that decides by the step, such as "
+            "PyramidAttentionBroadcastConfig or TaylorSeerCacheConfig, or call disable_cache()."
+        )
+
+
+def _hooks(module: nn.Module) -> Iterable[str]:
+    """The names of diffusers' hooks on a module."""
+    return getattr(module.__dict__.get("_diffusers_hook"), "hooks", ())
+
+
+def _exchanges(node: Node) -> bool:
+    """Whether a node of a Dynamo graph is a collective of more than one rank."""
+    return "_c10d_functional" in str(node.target) and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def refuse_gradients(inputs: Sequence[Any]) -> None:

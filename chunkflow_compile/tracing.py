@@ -58,9 +58,15 @@ def lower_to_aten(
     graph: GraphModule, example_inputs: Sequence[Any], compiler: Callable[[GraphModule, Sequence[Any]], Any]
 ) -> Any:
     """Pass the ATen inference graph of ``graph`` to ``compiler``; return the function for Dynamo to call."""
+    cached = torch._functorch.config.enable_autograd_cache
+
+    def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
+        with torch._functorch.config.patch(enable_autograd_cache=cached):  # for the regions, which it lowers
+            return compiler(aten, inputs)
+
     # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        typed: Any = compiler
+        typed: Any = uncached
         return aot_module_simplified(graph, as_on_device(example_inputs), fw_compiler=typed, inference_compiler=typed)
 
 

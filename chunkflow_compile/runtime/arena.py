@@ -85,6 +85,7 @@ class Arena:
         self.lock = ProcessLock()  # held for a step
         self.holder: Occupancy | None = None  # that of the program that ran last
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
+        self.running = ""  # the name of the call that runs now
         self._make = make
         self._roll: RollCall | None = None
         self._kind = DeviceKind()
@@ -138,6 +139,7 @@ class Arena:
         """
         kind = kind or DeviceKind()
         with self.lock():
+            self.refuse_inside()
             self.sweep()
             if self._streams is None:
                 self._streams, self._kind = self._make(self.device, kind), kind
@@ -152,6 +154,15 @@ class Arena:
             except BaseException:
                 self.leave(tenant)
                 raise
+
+    def refuse_inside(self) -> None:
+        """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
+        if self.running:
+            raise ChunkflowError(
+                f"A compiled model is called inside a call of {self.running}, from an op of its own, and both share an "
+                "arena: it would overwrite weights that the outer call still reads. Give the inner model its own: "
+                "options={'arena': chunkflow_compile.Arena(device)}."
+            )
 
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
         """Make the memory at least ``nbytes`` large; return it.  The caller holds the lock.

@@ -192,12 +192,18 @@ class Session:
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run one step.  The caller holds the lock of the arena."""
         refuse_capture(self.arena.device)
+        self.arena.refuse_inside()
         if self.arena.outdated:
             self.arena.close_outlived()
         if self._roll is not None:
             self._roll.answer(self._called)
         in_course = self.arena.courses.executor(self)
-        outputs = (in_course or self.executor).run(inputs)
+        executor = in_course or self.executor
+        self.arena.running = self._called
+        try:
+            outputs = executor.run(inputs)
+        finally:
+            self.arena.running = ""
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
             self._save()

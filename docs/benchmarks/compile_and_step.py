@@ -1,9 +1,10 @@
-"""Compile time and step time with all weights resident, against plain torch.compile.
+"""Compile time, whole and by kind, and step time with all weights resident, against plain torch.compile.
 
     python docs/benchmarks/compile_and_step.py [--blocks 40] [--repeats 3] [--out docs/benchmarks/compile_and_step.md]
 
-Compile time: a Wan-style model of narrow blocks, each arm in a fresh process with empty caches, in random order.
-Step time: both arms in one process, steps interleaved in random order, medians and spread.
+Compile time: a Wan-style model of narrow blocks, from the call to the first output, each arm in a fresh process with
+empty caches, in random order; then once more in a second process with the caches that the first one left.
+Step time: all arms in one process, steps interleaved in random order, medians and spread.
 """
 
 from __future__ import annotations
@@ -12,45 +13,92 @@ import argparse
 import os
 import platform
 import random
+import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
 from tabulate import tabulate
+from torch import nn
 from tqdm import tqdm
 
+import chunkflow_compile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 
-ARMS = {"torch.compile (inductor)": "inductor", "chunkflow, all resident": "chunkflow"}
-OPTIONS = {"inductor": None, "chunkflow": {"policy": "resident"}}
+RESIDENT = {"policy": "resident"}
+# Blocks of other counts, compiled by kind, for the time that one more block takes.
+COUNTS = (20, 60)
 
 
-def compile_once(arm: str, blocks: int) -> float:
-    """Seconds to compile and run the first step."""
+def whole_by_torch(model: nn.Module) -> Any:
+    return torch.compile(model, fullgraph=True)
+
+
+def blocks_by_torch(model: nn.Module) -> Any:
+    model.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
+    return model
+
+
+def whole(model: nn.Module) -> Any:
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options=RESIDENT)
+
+
+def by_kind(model: nn.Module) -> Any:
+    return chunkflow_compile.compile(model, **RESIDENT)
+
+
+BASE, BY_KIND = "torch.compile, whole", "chunkflow, by kind"
+ARMS: dict[str, Callable[[nn.Module], Any]] = {
+    BASE: whole_by_torch,
+    "torch.compile, repeated blocks": blocks_by_torch,
+    "chunkflow, whole": whole,
+    BY_KIND: by_kind,
+}
+
+
+def compile_once(arm: str, blocks: int) -> tuple[float, float]:
+    """Wall seconds from the call to the first output, and CPU seconds of the process and its children."""
     size = Size(layers=blocks)
     model, inputs = small_model("wan", size), small_inputs("wan", size, 0)
     with torch.no_grad():
-        compiled = torch.compile(model, backend=arm, fullgraph=True, options=OPTIONS[arm])
-        start = time.perf_counter()
-        compiled(**inputs)
-        return time.perf_counter() - start
+        expected = model(**inputs)[0]
+        before, start = cpu_seconds(), time.perf_counter()
+        output = ARMS[arm](model)(**inputs)[0]
+        taken = time.perf_counter() - start, cpu_seconds() - before
+    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
+    return taken
 
 
-def measure_compile(blocks: int, repeats: int) -> dict[str, list[float]]:
-    runs = [(label, arm) for label, arm in ARMS.items() for _ in range(repeats)]
-    random.Random(0).shuffle(runs)
-    seconds: dict[str, list[float]] = {label: [] for label in ARMS}
-    for label, arm in tqdm(runs, desc="compile"):
+def cpu_seconds() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in used)
+
+
+def in_a_process(arm: str, blocks: int, cache: str) -> list[float]:
+    """As compile_once, in a process of its own, whose caches are in a folder."""
+    command = [sys.executable, __file__, "--once", arm, "--blocks", str(blocks)]
+    # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
+    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
+    return [float(x) for x in output.split()[-2:]]
+
+
+def measure_compile(runs: Sequence[tuple[str, int]], repeats: int) -> dict[tuple[str, int], list[list[float]]]:
+    """Of each arm and number of blocks: wall and CPU seconds with empty caches, and with full ones."""
+    order = [run for run in runs for _ in range(repeats)]
+    random.Random(0).shuffle(order)
+    seconds: dict[tuple[str, int], list[list[float]]] = {run: [] for run in runs}
+    for arm, blocks in tqdm(order, desc="compile"):
         with tempfile.TemporaryDirectory() as cache:
-            command = [sys.executable, __file__, "--once", arm, "--blocks", str(blocks)]
-            environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache}
-            output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
-        seconds[label].append(float(output.split()[-1]))
+            cold, warm = (in_a_process(arm, blocks, cache) for _ in range(2))
+        seconds[arm, blocks].append([*cold, *warm])
     return seconds
 
 
@@ -58,34 +106,52 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
     model_inputs = small_inputs("wan", size, 0)
     compiled = {}
     with torch.no_grad():
-        for label, arm in ARMS.items():
-            model = small_model("wan", size)
-            compiled[label] = torch.compile(model, backend=arm, fullgraph=True, options=OPTIONS[arm])
-            for _ in range(3):
-                compiled[label](**model_inputs)
-        seconds: dict[str, list[float]] = {label: [] for label in ARMS}
+        for arm, make in ARMS.items():
+            compiled[arm] = make(small_model("wan", size))
+            for _ in range(4):
+                compiled[arm](**model_inputs)
+        seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
         order = random.Random(0)
         for _ in tqdm(range(steps), desc=f"step, {size.heads * size.head_dim} wide"):
-            for label in order.sample(list(ARMS), len(ARMS)):
+            for arm in order.sample(list(ARMS), len(ARMS)):
                 start = time.perf_counter()
-                compiled[label](**model_inputs)
-                seconds[label].append(time.perf_counter() - start)
+                compiled[arm](**model_inputs)
+                seconds[arm].append(time.perf_counter() - start)
     torch._dynamo.reset()
     return seconds
 
 
-def rows(seconds: dict[str, list[float]]) -> list[dict[str, str]]:
-    base = statistics.median(seconds["torch.compile (inductor)"])
-    return [
-        {
-            "arm": label,
-            "median": f"{statistics.median(values):.3f} s",
-            "min .. max": f"{min(values):.3f} .. {max(values):.3f} s",
-            "runs": str(len(values)),
-            "ratio to torch.compile": f"{statistics.median(values) / base:.3f}",
-        }
-        for label, values in seconds.items()
+def compile_table(found: dict[tuple[str, int], list[list[float]]], blocks: int) -> str:
+    medians = {
+        arm: [statistics.median(c) for c in zip(*v, strict=True)] for (arm, n), v in found.items() if n == blocks
+    }
+    rows = [
+        (
+            arm,
+            *(f"{s:.1f} s" for s in medians[arm]),
+            f"{medians[BASE][0] / medians[arm][0]:.1f}x",
+            len(found[arm, blocks]),
+        )
+        for arm in ARMS
     ]
+    headers = ("arm", "wall", "CPU", "second process, wall", "CPU", "faster than torch.compile", "runs")
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
+
+
+def step_table(seconds: dict[str, list[float]]) -> str:
+    base = statistics.median(seconds["chunkflow, whole"])
+    rows = [
+        (
+            arm,
+            f"{statistics.median(values):.3f} s",
+            f"{min(values):.3f} .. {max(values):.3f} s",
+            len(values),
+            f"{statistics.median(values) / base:.3f}",
+        )
+        for arm, values in seconds.items()
+    ]
+    headers = ("arm", "median", "min .. max", "runs", "ratio to chunkflow, whole")
+    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
 def main() -> None:
@@ -94,25 +160,30 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--once", choices=sorted(OPTIONS), help=argparse.SUPPRESS)
+    parser.add_argument("--once", choices=sorted(ARMS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.once:
-        print(compile_once(arguments.once, arguments.blocks))
+        print(*compile_once(arguments.once, arguments.blocks))
         return
+    blocks = arguments.blocks
+    found = measure_compile([*((arm, blocks) for arm in ARMS), *((BY_KIND, n) for n in COUNTS)], arguments.repeats)
+    few, many = (statistics.median(run[0] for run in found[BY_KIND, n]) for n in COUNTS)
     sizes = {
         "256 wide, 256 tokens, 12 blocks": Size(layers=12, heads=4, head_dim=64, frames=4, height=16, width=16),
         "512 wide, 1,024 tokens, 12 blocks": Size(layers=12, heads=8, head_dim=64, frames=4, height=32, width=32),
     }
-    steps = {label: measure_steps(size, arguments.steps) for label, size in sizes.items()}
-    compiles = measure_compile(arguments.blocks, arguments.repeats)
-    text = "# Compile time and resident step time against plain torch.compile\n\n"
+    text = "# Compile time, and resident step time, against plain torch.compile\n\n"
     text += f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores ({platform.machine()}), no GPU. "
     text += "Wan-style models from diffusers, random weights, float32, one process. Written by\n`make bench`.\n\n"
-    text += f"## Compile and first step, {arguments.blocks} narrow blocks, empty caches\n\n"
-    text += tabulate(rows(compiles), headers="keys", tablefmt="github", disable_numparse=True) + "\n"
-    for label, seconds in steps.items():
-        text += f"\n## A step, {label}, all weights resident\n\n"
-        text += tabulate(rows(seconds), headers="keys", tablefmt="github", disable_numparse=True) + "\n"
+    text += f"## From the call to the first output, {blocks} narrow blocks\n\n"
+    text += (
+        "Empty caches, then a second process with the caches of the first. CPU seconds include those of children.\n\n"
+    )
+    text += compile_table(found, blocks) + "\n\n"
+    text += f"By kind, {COUNTS[0]} blocks take {few:.1f} s and {COUNTS[1]} blocks {many:.1f} s: "
+    text += f"{(many - few) / (COUNTS[1] - COUNTS[0]):.3f} s for each more.\n"
+    for label, size in sizes.items():
+        text += f"\n## A step, {label}, all weights resident\n\n{step_table(measure_steps(size, arguments.steps))}\n"
     print(text)
     if arguments.out:
         arguments.out.write_text(text)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from itertools import product
 from random import Random
 
-from .search import ROUNDING, Candidate, Planner
+from .search import ROUNDING, SAME_STEP, Candidate, Planner
 
 # Each move plays the timeline; with more chunks than this, planning takes longer than it gains.
 MOST_CHUNKS = 16
@@ -34,6 +34,8 @@ def refine(planner: Planner, found: Candidate, cost: Cost, bound: Bound) -> Cand
     best, best_cost = climber.climb(found)
     numbers = Random(0)
     for _ in range(_KICKS):
+        if climber.plays == _MOST_PLAYS or climber.enough(best_cost):
+            break
         kicked = best
         for _ in range(2):
             kicked = planner.play(numbers.choice(list(_neighbours(planner, kicked))), best.hard)
@@ -64,7 +66,7 @@ class _Climber:
         """The first candidate that no neighbour beats, or the best after _MOST_PLAYS plays, and its cost."""
         best_cost = self.cost(best)
         improved = True
-        while improved:
+        while improved and not self.enough(best_cost):
             improved = False
             for placed in _neighbours(self.planner, best):
                 if self.plays == _MOST_PLAYS:
@@ -75,6 +77,10 @@ class _Climber:
                     (best, best_cost), improved = tried, True
                     break
         return best, best_cost
+
+    def enough(self, cost: tuple[float, ...]) -> bool:
+        """Whether it is that of the least bytes with a step that counts as equal to the resident one."""
+        return cost <= self.bound(self.planner.floor(), self.planner.resident.step_s * (1 + SAME_STEP))
 
     def beats(
         self, placed: list[int | None], hard: bool, best_cost: tuple[float, ...]

@@ -1,0 +1,185 @@
+"""``chunkflow_compile.compile``: one block of each kind is compiled, and guards tell blocks apart that differ."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+from torch._dynamo.utils import counters
+
+import chunkflow_compile
+from chunkflow_compile import ChunkflowError, courses, programs, restore
+from chunkflow_compile.kinds import blocks_of, kinds_of, parts_of
+from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
+
+SIZE = Size(layers=4, singles=4)
+EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
+MIN_BYTES = OPTIONS["min_bytes"]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    counters.clear()
+    with torch.no_grad():
+        yield
+
+
+def graphs() -> int:
+    """The number of graphs that Dynamo has compiled in this test."""
+    return int(counters["stats"]["unique_graphs"])
+
+
+def pair(family: str = "wan") -> tuple[nn.Module, nn.Module]:
+    return chunkflow_compile.compile(small_model(family, SIZE), **EAGER), small_model(family, SIZE)
+
+
+def check(model: nn.Module, twin: nn.Module, family: str = "wan", steps: int = 1) -> None:
+    for step in range(steps):
+        inputs = small_inputs(family, SIZE, step)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        programs(model)[0].arena.courses.settle()
+
+
+@pytest.mark.parametrize("family", sorted(SMALL_MODELS))
+def test_a_kind_is_compiled_once(family: str) -> None:
+    model, twin = pair(family)
+    blocks = blocks_of(twin, MIN_BYTES)
+    assert {type(b).__name__ for b in blocks.values()} == set(twin._repeated_blocks)  # type: ignore[arg-type]
+    check(model, twin, family, 6)
+    expected = len(kinds_of(blocks)) + len(parts_of(twin, blocks.values(), MIN_BYTES))
+    assert graphs() == expected < len(blocks)
+    route = courses(model)[0]
+    newest = [p.measurements[-1] for p in programs(model)]
+    assert sum(m.primed_bytes for m in newest) == 0
+    assert sum(m.moved_bytes for m in newest) == route.course.plan.moved_bytes > 0
+    large = sum(p.nbytes for p in twin.parameters() if p.nbytes >= MIN_BYTES)
+    streamed = sum(w.nbytes for p in programs(model) for w in p.program.problem.weights if w.keep is None)
+    assert streamed == large, "no large weight is outside the parts"
+
+
+def test_a_changed_attribute_is_noticed() -> None:
+    model, twin = pair()
+    check(model, twin)
+    before = graphs()
+    for m in (model, twin):
+        m.blocks[2].norm1.eps = 0.5
+    check(model, twin, steps=2)
+    assert graphs() == before + 1
+
+
+def test_a_changed_attention_processor_is_noticed() -> None:
+    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
+
+    class Doubled(WanAttnProcessor):
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return 2 * super().__call__(*args, **kwargs)
+
+    model, twin = pair()
+    check(model, twin)
+    for m in (model, twin):
+        m.blocks[1].attn1.set_processor(Doubled())
+    check(model, twin, steps=2)
+
+
+def test_an_adapter_on_half_of_the_blocks() -> None:
+    peft = pytest.importorskip("peft")
+    model, twin = pair()
+    check(model, twin)
+    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=r"blocks\.[01]\.attn1\.to_q", init_lora_weights=False)
+    for m in (model, twin):
+        torch.manual_seed(0)
+        m.add_adapter(config)  # type: ignore[operator]
+    check(model, twin, steps=4)
+    assert len(kinds_of(blocks_of(model, MIN_BYTES))) == 2
+
+
+class Block(nn.Module):
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.layer_idx = number
+        self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x))) * self.layer_idx
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(i) for i in range(10)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_a_counter_in_each_block_is_found(caplog: pytest.LogCaptureFixture) -> None:
+    """More blocks than Dynamo's default limit of 8 compilations: each still streams."""
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(Counts().eval())
+    model, twin = made
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        chunkflow_compile.compile(model, **EAGER)
+    assert "The 10 blocks of Block differ in layer_idx, which their code reads" in caplog.text
+    for _ in range(3):
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x), twin(x))
+    if (
+        "recompile_limit" in inspect.signature(torch.compile).parameters
+    ):  # before 2.13, blocks beyond the limit run eagerly
+        assert len(programs(model)) == 10 and all(p.plan.moved_bytes for p in programs(model))
+
+
+def test_a_model_without_repeated_blocks_is_compiled_whole(caplog: pytest.LogCaptureFixture) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval()
+    twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval()
+    twin.load_state_dict(model.state_dict())
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        assert chunkflow_compile.compile(model, **EAGER) is model
+    assert [r.message for r in caplog.records] == ["Sequential has no repeated blocks: it is compiled whole"]
+    for _ in range(2):
+        x = torch.randn(4, 64)
+        assert torch.equal(model(x), twin(x))
+    assert programs(model)[0].plan.moved_bytes > 0
+    restore(model)
+    assert torch.equal(model(x), twin(x))
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        (lambda m: None, {"memry": 3}, "Unknown option 'memry'; did you mean 'memory'"),
+        (lambda m: None, {"mode": "reduce-overhead"}, "use mode 'max-autotune-no-cudagraphs'"),
+        (lambda m: None, {"mode": "fast"}, "Unknown mode 'fast'"),
+        (lambda m: m.compile(backend="eager"), {}, "This model is compiled already"),
+        (lambda m: m.blocks[0].compile(backend="eager"), {}, "A part of this model is compiled already"),
+    ],
+)
+def test_bad_input(change: Callable[[Any], None], options: dict[str, Any], said: str) -> None:
+    model = Stack(3).eval()
+    change(model)
+    before = {name: type(p) for name, p in model.named_parameters()}
+    with pytest.raises(ChunkflowError, match=said):
+        chunkflow_compile.compile(model, **options)
+    assert {name: type(p) for name, p in model.named_parameters()} == before and not programs(model)
+
+
+def test_a_mode_of_torch_compile() -> None:
+    model, twin = Stack(2).eval(), Stack(2).eval()
+    twin.load_state_dict(model.state_dict())
+    chunkflow_compile.compile(model, mode="max-autotune-no-cudagraphs", **OPTIONS)
+    for _ in range(2):
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(model(x), twin(x))
+    assert programs(model)[0].plan.moved_bytes > 0

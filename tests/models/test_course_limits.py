@@ -1,0 +1,173 @@
+"""Courses at their limits: calls inside calls, too little memory, decisions of one rank, a whole pipeline."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+
+import diffusers
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import Arena, ChunkflowError, courses, offload, programs
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
+
+SIZE = Size(layers=3, singles=2)
+MIN_BYTES = OPTIONS["min_bytes"]
+EAGER = {**OPTIONS, "lowering": "eager"}
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def pair(layers: int, seed: int = 0) -> tuple[Stack, Stack]:
+    torch.manual_seed(seed)
+    model, twin = Stack(layers).eval(), Stack(layers).eval()
+    twin.load_state_dict(model.state_dict())
+    return model, twin
+
+
+class Calls(Stack):
+    """Calls another model from inside one of its ops."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.ops.chunkflow_tests.other(self.blocks[0](self.embed(x))))
+
+
+@pytest.fixture
+def other() -> Iterator[Callable[[Callable[[torch.Tensor], torch.Tensor]], None]]:
+    """Sets what the op ``chunkflow_tests::other`` calls."""
+    called: list[Callable[[torch.Tensor], torch.Tensor]] = []
+    library = torch.library.Library("chunkflow_tests", "DEF")
+    library.define("other(Tensor x) -> Tensor")
+    library.impl("other", lambda x: x + called[-1](x[:, :8]).sum(), "CPU")
+    library.impl("other", lambda x: torch.empty_like(x), "Meta")
+    yield called.append
+    library._destroy()
+
+
+def test_a_call_inside_another_call(other: Callable[..., None]) -> None:
+    inner, inner_twin = pair(2)
+    torch.manual_seed(1)
+    outer, outer_twin = Calls(2).eval(), Calls(2).eval()
+    outer_twin.load_state_dict(outer.state_dict())
+    arena = Arena()
+    run_inner, run = (
+        torch.compile(m, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena}) for m in (inner, outer)
+    )
+    x = torch.randn(4, 8)
+    other(run_inner)
+    for _ in range(2):
+        with pytest.raises(ChunkflowError, match=r"called inside a call of the model .* Give the inner model its own"):
+            run(x)
+        assert torch.equal(run_inner(x), inner_twin(x)), "the next call is right"
+    other(torch.compile(inner, backend="chunkflow", fullgraph=True, options={**EAGER, "arena": Arena()}))
+    got = run(x)
+    other(inner_twin)
+    assert torch.equal(got, outer_twin(x))
+
+
+def test_a_course_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Each block fits alone.  All together do not, because of what stays on the device of each."""
+    model, twin = pair(12)
+    offload(model, min_bytes=MIN_BYTES)
+    alone = sum(p.nbytes for p in model.blocks[0].parameters())
+    for block in model.blocks:
+        block.compile(backend="chunkflow", options={**EAGER, "slowdown": None, "memory": alone})
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        for _ in range(4):
+            x = torch.randn(4, 8)
+            assert torch.equal(model(x), twin(x))
+            programs(model)[0].arena.courses.settle()
+    assert courses(model) == ()
+    (said,) = [r.message for r in caplog.records if "12 calls repeat" in r.message]
+    assert "each runs under its own plan" in said and "Give memory=" in said
+    assert programs(model)[0].arena.nbytes <= alone
+
+
+def caches_on_a_rank(rank: int) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))  # type: ignore[operator]
+    model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
+    inputs = small_inputs("wan", SIZE, 0)
+    said = "FirstBlockCache compares activations, of which each rank has its own part"
+    with pytest.raises(Exception, match=said), model.cache_context("cond"):  # type: ignore[operator]
+        model(**inputs)
+    model.disable_cache()  # type: ignore[operator]
+    torch._dynamo.reset()
+    for m in (model, twin):
+        m.enable_cache(diffusers.TaylorSeerCacheConfig(cache_interval=2, disable_cache_before_step=1))  # type: ignore[operator]
+    for step in range(6):
+        inputs = small_inputs("wan", SIZE, step)
+        outputs = []
+        for m in (model, twin):
+            with m.cache_context("cond"):  # type: ignore[operator]
+                outputs.append(m(**inputs)[0])
+        assert torch.equal(*outputs)
+    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
+
+
+def test_step_caches_on_two_ranks(on_ranks: Callable[..., None]) -> None:
+    on_ranks(caches_on_a_rank)
+
+
+def text_encoder() -> nn.Module:
+    from transformers import T5Config, T5EncoderModel
+
+    config = T5Config(vocab_size=64, d_model=32, d_kv=16, d_ff=128, num_layers=2, num_heads=4)
+    return T5EncoderModel(config)
+
+
+def decoder() -> nn.Module:
+    return diffusers.AutoencoderKL(
+        block_out_channels=(32, 32),
+        latent_channels=4,
+        norm_num_groups=8,
+        down_block_types=("DownEncoderBlock2D",) * 2,
+        up_block_types=("UpDecoderBlock2D",) * 2,
+    ).decoder
+
+
+class Pipeline:
+    """Text encoder, transformer and decoder, as a pipeline calls them: encode, some steps, decode."""
+
+    def __init__(self, arena: Arena | None) -> None:
+        torch.manual_seed(0)
+        self.encoder, self.transformer, self.decoder = text_encoder().eval(), small_model("wan", SIZE), decoder().eval()
+        self.models = self.encoder, self.transformer, self.decoder
+        if arena is not None:
+            for model in self.models:
+                model.compile(backend="chunkflow", options={**EAGER, "arena": arena})
+
+    def __call__(self, seed: int, steps: int) -> torch.Tensor:
+        inputs = small_inputs("wan", SIZE, seed)
+        text = self.encoder(input_ids=(torch.arange(8) * (seed + 1) % 64)[None]).last_hidden_state
+        latents = inputs["hidden_states"]
+        for step in range(steps):
+            timestep = torch.full_like(inputs["timestep"], 900.0 / (step + 1))
+            latents = latents - 0.1 * self.transformer(latents, timestep, text, return_dict=False)[0]
+        return self.decoder(latents[:, :, 0])
+
+
+def test_a_text_encoder_a_transformer_and_a_decoder() -> None:
+    arena = Arena()
+    model, twin = Pipeline(arena), Pipeline(None)
+    for seed in range(6):
+        assert torch.equal(model(seed, 1), twin(seed, 1))
+        arena.courses.settle()
+    route = courses(model.transformer)[0]
+    newest = [p.measurements[-1] for m in model.models for p in programs(m)]
+    assert len(route.course.calls) >= 3 and sum(m.primed_bytes for m in newest) == 0
+    assert sum(m.moved_bytes for m in newest) == route.course.plan.moved_bytes > 0
+    for seed in range(4):  # a step is now followed by another, which the course does not expect
+        assert torch.equal(model(seed, 3), twin(seed, 3))
+        arena.courses.settle()
