@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ from chunkflow_compile.placing import offload, programs
 
 _log = logging.getLogger(__name__)
 
-# All kinds count against one limit, because Dynamo compiles the code by which torch calls a module: some ten kinds, each in
-# some sizes.  Its default is 8.
+# Dynamo's default is 8, and beyond it a module runs eagerly.  Blocks that count themselves need one compilation each, and
+# torch's own modules are compiled through one function.
 _RECOMPILE_LIMIT = 256
 
 
@@ -63,8 +63,19 @@ def compile(
 def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
     """Compile a module in place, at its first call."""
     known = inspect.signature(torch.compile).parameters
-    more = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
+    more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
     module.compile(backend="chunkflow", options=dict(options), **more)
+    if type(module).__module__.startswith("torch.nn."):
+        # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
+        called = _through(module._call_impl)
+        module._compiled_call_impl = torch.compile(called, backend="chunkflow", options=dict(options), **more)
+
+
+def _through(call: Callable[..., Any]) -> Callable[..., Any]:
+    def called(*args: Any, **kwargs: Any) -> Any:
+        return call(*args, **kwargs)
+
+    return called
 
 
 def _said(kinds: list[Kind]) -> str:

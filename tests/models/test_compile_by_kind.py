@@ -18,6 +18,7 @@ import chunkflow_compile
 from chunkflow_compile import ChunkflowError, courses, programs, restore
 from chunkflow_compile.kinds import blocks_of, kinds_of, parts_of
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
+from chunkflow_compile.weights.leaves import leaves_of
 
 SIZE = Size(layers=4, singles=4)
 EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
@@ -47,19 +48,27 @@ def check(model: nn.Module, twin: nn.Module, family: str = "wan", steps: int = 1
         programs(model)[0].arena.courses.settle()
 
 
-@pytest.mark.parametrize("family", sorted(SMALL_MODELS))
+LONG = ("flux", "hunyuanvideo")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.long if f in LONG else ()) for f in sorted(SMALL_MODELS)]
+)
 def test_a_kind_is_compiled_once(family: str) -> None:
     model, twin = pair(family)
     blocks = blocks_of(twin, MIN_BYTES)
-    assert {type(b).__name__ for b in blocks.values()} == set(twin._repeated_blocks)  # type: ignore[arg-type]
+    parts = parts_of(twin, blocks.values(), MIN_BYTES)
+    covered = [m for part in (*blocks.values(), *parts.values()) for m in part.modules()]
+    assert {type(b).__name__ for b in blocks.values()} <= set(twin._repeated_blocks)  # type: ignore[arg-type]
+    assert set(twin._repeated_blocks) <= {type(m).__name__ for m in covered}  # type: ignore[arg-type]
     check(model, twin, family, 6)
-    expected = len(kinds_of(blocks)) + len(parts_of(twin, blocks.values(), MIN_BYTES))
-    assert graphs() == expected < len(blocks)
+    once = len(kinds_of(blocks)) + len(parts)
+    assert once <= graphs() <= once + 1, "the first single block gets a slice, with other strides"
     route = courses(model)[0]
     newest = [p.measurements[-1] for p in programs(model)]
     assert sum(m.primed_bytes for m in newest) == 0
     assert sum(m.moved_bytes for m in newest) == route.course.plan.moved_bytes > 0
-    large = sum(p.nbytes for p in twin.parameters() if p.nbytes >= MIN_BYTES)
+    large = sum(t.nbytes for t in leaves_of(twin) if t.nbytes >= MIN_BYTES)
     streamed = sum(w.nbytes for p in programs(model) for w in p.program.problem.weights if w.keep is None)
     assert streamed == large, "no large weight is outside the parts"
 
@@ -146,7 +155,7 @@ def test_a_model_without_repeated_blocks_is_compiled_whole(caplog: pytest.LogCap
     twin = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3))).eval()
     twin.load_state_dict(model.state_dict())
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
-        assert chunkflow_compile.compile(model, **EAGER) is model
+        assert chunkflow_compile.compile(model, **{**EAGER, "group_bytes": 1, "slowdown": 1000.0}) is model
     assert [r.message for r in caplog.records] == ["Sequential has no repeated blocks: it is compiled whole"]
     for _ in range(2):
         x = torch.randn(4, 64)
