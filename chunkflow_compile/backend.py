@@ -21,6 +21,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
 from chunkflow_compile.frames import (
+    bytes_outside,
     device_of,
     is_part,
     lower_without_weights,
@@ -90,10 +91,15 @@ def chunkflow(
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
     parameters = describe_parameters(example_inputs, index, min_bytes)
     part = is_part(found.values(), index.root, min_bytes)
-    settings = replace(chosen.settings(), likes=_likes(index.root, chosen), part=part)
+    placement = None if index.root is None else placement_of(index.root)
+    progress = None if placement is None else placement.progress
+    told = str if progress is None else progress.say
+    outside = bytes_outside(index.root, found.values(), min_bytes, part)
+    settings = replace(chosen.settings(), likes=_likes(index.root, chosen), part=part, outside=outside)
     programs = list[Program]()
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
+        told("planning")
         tables = move_tables(aten, device)
         make = partial(run_passes, describe_graph(aten, parameters, index.blocks), settings, chosen.dump)
         stage, folder = make()
@@ -104,7 +110,7 @@ def chunkflow(
             program=program,
             cut=stage.cut,
             settings=settings,
-            regions=lower_regions(program, chosen.lowering, chosen.inductor),
+            regions=lower_regions(program, chosen.lowering, chosen.inductor, told),
             make=make,
             replan_after=chosen.replan_after,
             folder=folder,
@@ -113,12 +119,14 @@ def chunkflow(
             verified="verify" not in chosen.disable,
             pin_bytes=chosen.pin_bytes(),
             goal=chosen,
-            advice=partial(_advice, program, chosen, memory=chosen.memory_bytes()),
+            advice=partial(_advice, program, chosen, outside, memory=chosen.memory_bytes()),
         )
         place = partial(_place, device, min_bytes, code.kind, seen)
         return Runner(code, place, chosen.arena, Tables(device, tables))
 
     compiled = lower_to_aten(graph, example_inputs, compile_inference)
+    if progress is not None:
+        progress.compiled()
     if index.root is not None and (placed is not None or _is_first_compilation()):
         wanted = [found[p.key] for p in parameters if p.name in programs[-1].offloaded]
         if part and wanted:  # its guards then fit the other blocks too
@@ -232,8 +240,8 @@ def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> Model
     return ModelIndex.around(parameters)
 
 
-def _advice(program: Program, chosen: Options, memory: int | None) -> str:
+def _advice(program: Program, chosen: Options, outside: int, memory: int | None) -> str:
     """A sentence on what would fit, for the error when there is no room."""
-    least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes)
+    least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside)
     budget = "No budget was given" if memory is None else f"The budget was memory={memory}"
     return f"{budget}, and the least that this model runs in is memory={least}. "

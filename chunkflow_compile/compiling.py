@@ -14,7 +14,8 @@ from torch._dynamo.eval_frame import OptimizedModule
 from chunkflow_compile.kinds import Kind, blocks_of, kinds_of, parts_of
 from chunkflow_compile.options import DEFAULT_MIN_BYTES, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.placing import offload, programs
+from chunkflow_compile.placing import offload, placement_of
+from chunkflow_compile.weights.progress import CompileProgress
 
 _log = logging.getLogger(__name__)
 
@@ -43,9 +44,9 @@ def compile(
     chosen = parse_options(options, mode)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else options
     min_bytes = options.get("min_bytes", DEFAULT_MIN_BYTES)
-    blocks = blocks_of(model, min_bytes)
+    blocks = blocks_of(model)
     parts = parts_of(model, blocks.values(), min_bytes)
-    if not programs(model):
+    if placement_of(model) is None:
         offload(model, device, min_bytes=min_bytes)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
@@ -54,6 +55,9 @@ def compile(
     kinds = kinds_of(blocks)
     for kind in kinds:
         _warn_of_counters(kind)
+    placement = placement_of(model)
+    if placement is not None:
+        placement.progress = CompileProgress(len(kinds) + len(parts))
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *kinds_of(parts)]))
     for module in (*blocks.values(), *parts.values()):
         _compile(module, given)

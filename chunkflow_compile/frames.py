@@ -14,6 +14,7 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
 _log = logging.getLogger(__name__)
@@ -56,6 +57,20 @@ def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: 
         for tensors in (weights, leaves_of(root))
     )
     return 2 * mine <= all_of_them
+
+
+def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_bytes: int, part: bool) -> int:
+    """Bytes of a model's weights on the device that a frame does not read.
+
+    ``part``: whether other frames will move the large ones.
+    """
+    known = {id(t) for t in read}
+    stay = {
+        id(t): t.nbytes
+        for t in (() if root is None else leaves_of(root))
+        if id(t) not in known and not isinstance(t, HostWeight) and not (part and t.nbytes >= min_bytes)
+    }
+    return sum(stay.values())
 
 
 def refuse_decisions_of_a_rank(root: nn.Module | None, graph: GraphModule) -> None:

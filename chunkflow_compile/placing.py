@@ -25,7 +25,7 @@ from chunkflow_compile.weights.host_store import Home, HostStore, give_back, hom
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, stream_inside, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
-from chunkflow_compile.weights.progress import moving
+from chunkflow_compile.weights.progress import CompileProgress, moving
 from chunkflow_compile.weights.staging import GpuStagings
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ _PLACEMENT = "_chunkflow_placement"
 class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
-    ``min_bytes``: smaller weights stay on the device.
+    ``min_bytes``: smaller weights stay on the device.  ``progress``: of the compilation of its parts, if it is shown.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
@@ -63,6 +63,7 @@ class Placement:
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
+        self.progress: CompileProgress | None = None
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:

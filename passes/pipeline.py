@@ -45,8 +45,8 @@ OPTIONAL_PASSES: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Settings of the passes.  Sizes in bytes.  ``part``: see place.  ``likes``: problems and their plans; a problem of the
-    same structure as one of them takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    """Settings of the passes.  Sizes in bytes.  ``part``, ``outside``: see place.  ``likes``: problems and their plans; a
+    problem of the same structure as one of them takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
     """
 
     hardware: Hardware
@@ -58,6 +58,7 @@ class Settings:
     yields: Yield = "auto"
     plan: Plan | None = None
     part: bool = False
+    outside: int = 0
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
     disabled: frozenset[str] = field(default_factory=frozenset)
@@ -106,6 +107,7 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
         part=settings.part,
         like=like,
         inside=inside,
+        outside=settings.outside,
         disabled=settings.disabled,
         timings=settings.timings,
     )

@@ -37,15 +37,21 @@ def _find_vector_instructions() -> None:
         pick_vec_isa()
 
 
-def lower_regions(program: Program, lowering: Lowering, inductor: Mapping[str, Any]) -> dict[str, Region]:
+def lower_regions(
+    program: Program, lowering: Lowering, inductor: Mapping[str, Any], told: Callable[[str], object] = str
+) -> dict[str, Region]:
     """Submodule name -> callable that takes the region's inputs and returns its outputs as a sequence.
 
-    ``inductor``: the user's Inductor configuration, for every region.  Must be called inside a torch.compile backend:
-    the metadata of the regions belong to its fake mode.
+    ``inductor``: the user's Inductor configuration, for every region.  ``told``: called with what is being done.  Must be
+    called inside a torch.compile backend: the metadata of the regions belong to its fake mode.
     """
     if lowering == "eager":
         return {name: region.module.forward for name, region in program.regions.items()}
-    return {name: _through_inductor(region.module, inductor) for name, region in program.regions.items()}
+    lowered = dict[str, Region]()
+    for number, (name, region) in enumerate(program.regions.items(), 1):
+        told(f"lowering region {number} of {len(program.regions)}")
+        lowered[name] = _through_inductor(region.module, inductor)
+    return lowered
 
 
 def _through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Region:

@@ -245,7 +245,7 @@ class Courses:
         sessions = _sessions(keys)
         if sessions is None:
             return False
-        settings = _common([s.code.settings for s in sessions])
+        settings = _common(sessions)
         regions = sum(len(s.program.problem.regions) for s in sessions)
         again = any(a is b and not s.part for a, b, s in zip(keys, (*keys[1:], keys[0]), sessions, strict=True))
         if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a course already
@@ -260,7 +260,7 @@ class Courses:
     def _replan(self, route: Route, passes: int) -> bool:
         """Plan a course again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
         sessions, timings = _sessions(route.keys), route.timings(passes)
-        settings = None if sessions is None else _common([s.code.settings for s in sessions])
+        settings = None if sessions is None else _common(sessions)
         if sessions is None or settings is None or timings is None:
             return False
         self._job = _Job(route.keys, route.calls, route.homes, _folder(sessions), instead=route)
@@ -346,13 +346,24 @@ def _folder(sessions: Sequence[Session]) -> Path | None:
 
 
 def _bare(settings: Settings) -> Settings:
-    """Without what differs between sizes of one call."""
-    return replace(settings, likes=(), part=False)
+    """Without what differs between sizes of one call, and between calls."""
+    return replace(settings, likes=(), part=False, outside=0)
 
 
-def _common(settings: Sequence[Settings]) -> Settings | None:
+def _common(sessions: Sequence[Session]) -> Settings | None:
     """The settings of a course, None if those of its calls do not agree.  The budget is the largest."""
-    bare = [replace(_bare(s), memory=None) for s in settings]
+    bare = [replace(_bare(s.code.settings), memory=None) for s in sessions]
     if any(s != bare[0] for s in bare):
         return None
-    return replace(bare[0], memory=max((s.memory for s in settings if s.memory is not None), default=None))
+    budgets = (s.code.settings.memory for s in sessions)
+    return replace(bare[0], memory=max((m for m in budgets if m is not None), default=None), outside=_outside(sessions))
+
+
+def _outside(sessions: Sequence[Session]) -> int:
+    """Bytes on the device of the weights of these models that none of the calls reads."""
+    left: dict[int, int] = {}
+    for session in {id(s.key): s for s in sessions}.values():
+        root = next((id(home.store.root) for home in session.homes.values()), 0)
+        kept = sum(w.nbytes for w in session.program.problem.weights if w.name not in session.homes)
+        left[root] = left.get(root, session.code.settings.outside + kept) - kept
+    return sum(max(0, nbytes) for nbytes in left.values())

@@ -1,21 +1,75 @@
-"""Progress of moving a model's weights, on stderr."""
+"""Progress on stderr: of moving a model's weights, and of compiling it.
+
+Shown on a terminal only, and not with ``CHUNKFLOW_PROGRESS=0`` in the environment.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import sys
 from collections.abc import Callable, Iterator
+from typing import Any, TextIO
 
+from torch._dynamo.callback import callback_handler
 from tqdm import tqdm
 
 # A small model moves in less; a bar that flashes by tells nothing.
 DELAY_S = 1.0
 
 
+def _disabled() -> bool | None:
+    """For tqdm: None disables a bar where stderr is no terminal."""
+    return True if os.environ.get("CHUNKFLOW_PROGRESS") == "0" else None
+
+
 @contextlib.contextmanager
 def moving(what: str, nbytes: int) -> Iterator[Callable[[int], object]]:
-    """A bar over ``nbytes``, shown on a terminal once it has taken DELAY_S.  The context gets a function to call with the
-    bytes of each weight."""
+    """A bar over ``nbytes``, shown once it has taken DELAY_S.  The context gets a function to call with the bytes of each
+    weight."""
     with tqdm(
-        total=nbytes, desc=f"chunkflow: {what}", unit="B", unit_scale=True, delay=DELAY_S, leave=False, disable=None
+        total=nbytes,
+        desc=f"chunkflow: {what}",
+        unit="B",
+        unit_scale=True,
+        delay=DELAY_S,
+        leave=False,
+        disable=_disabled(),
     ) as bar:
         yield bar.update
+
+
+class CompileProgress:
+    """What compilation does now, in one line, from the first compilation of a model to that of its last kind."""
+
+    def __init__(self, kinds: int, file: TextIO | None = None) -> None:
+        """``kinds``: the number of compilations to expect.  ``file``: stderr unless it is given."""
+        self._kinds = kinds
+        self._done = 0
+        self._file = file
+        self._bar: tqdm[Any] | None = None
+        callback_handler.register_start_callback(self._begins)
+        callback_handler.register_end_callback(self._ends)
+
+    def say(self, what: str) -> None:
+        """Show what is being done for the current kind."""
+        if self._bar is not None:
+            number = min(self._done + 1, self._kinds)
+            self._bar.set_description_str(f"chunkflow: {what} (part {number} of {self._kinds})")
+
+    def compiled(self) -> None:
+        """A kind is compiled."""
+        self._done += 1
+
+    def _begins(self, _: object) -> None:
+        if self._bar is None:
+            bar_format, file = "{desc} {elapsed}", self._file or sys.stderr
+            self._bar = tqdm(bar_format=bar_format, leave=False, disable=_disabled(), file=file, mininterval=0)
+        self.say("tracing")
+
+    def _ends(self, _: object) -> None:
+        if self._done >= self._kinds and self._bar is not None:
+            self._bar.close()
+            self._bar = None
+            callback_handler.remove_start_callback(self._begins)
+            callback_handler.remove_end_callback(self._ends)

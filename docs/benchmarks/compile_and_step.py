@@ -32,7 +32,8 @@ from tqdm import tqdm
 import chunkflow_compile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 
-RESIDENT = {"policy": "resident"}
+# Weights of narrow blocks count as large.
+RESIDENT = {"policy": "resident", "min_bytes": 4096}
 # Blocks of other counts, compiled by kind, for the time that one more block takes.
 COUNTS = (20, 60)
 

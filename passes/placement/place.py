@@ -54,6 +54,7 @@ def place(
     part: bool = False,
     like: Plan | None = None,
     inside: bool = False,
+    outside: int = 0,
     disabled: Collection[str] = (),
     timings: Timings | None = None,
 ) -> Plan:
@@ -66,6 +67,7 @@ def place(
     ``like``: a plan for the same goal of a problem of the same structure (other sizes); its placement is taken over if it
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
+    ``outside``: bytes of the model's weights on the device that the program does not read; they count against ``memory``.
     ``disabled``: "refine", or nothing.
     ``timings``: measurements of the problem, in place of the profile's rates.
     Raises ChunkflowError if both goals are passed, if ``slowdown`` is below 1, if ``memory`` is below the least that
@@ -79,7 +81,7 @@ def place(
         raise ChunkflowError(f"Policy {policy} has one plan only: slowdown={slowdown} would change nothing.")
     if yields != "auto" and policy != "chunkflow":
         raise ChunkflowError(f"Policy {policy} has one plan only: yield={yields} would change nothing.")
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields)
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields, outside)
     builder = Builder(planner, planner.simulator.hardware, policy, inside)
     if policy == "chunkflow":
         improve = unrefined if "refine" in disabled else refine
@@ -96,17 +98,17 @@ def place(
         plan = _prefix(planner, builder, memory)
     else:
         plan = builder.plan(*_fixed(policy, planner))
-    if memory is not None and plan.device_bytes > memory:
+    if memory is not None and plan.device_bytes + outside > memory:
         raise ChunkflowError(
-            f"memory={memory} bytes is below the {plan.device_bytes} bytes that policy {policy} takes; "
+            f"memory={memory} bytes is below the {plan.device_bytes + outside} bytes that policy {policy} takes; "
             "it has no smaller plan."
         )
     return plan
 
 
-def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int) -> int:
-    """The least weight bytes on the device for which there is a plan."""
-    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes))
+def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside: int = 0) -> int:
+    """The least weight bytes on the device for which there is a plan.  ``outside``: see place."""
+    planner = Planner(problem, Simulator(problem, hardware, chunk_bytes), outside=outside)
     return Builder(planner, hardware, "chunkflow").least()[1]
 
 
@@ -152,7 +154,7 @@ def _taken_over(
     kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
     plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers)
     if memory is not None:
-        return plan if plan.device_bytes <= memory else None
+        return plan if plan.device_bytes + planner.outside <= memory else None
     assert plan.predicted is not None
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     return plan if plan.predicted.step_s <= target * (1 + ROUNDING) else None
@@ -232,7 +234,7 @@ class Builder:
     def least(self) -> tuple[Candidate, int]:
         """The placement in which each copy starts in its first reader's window, and the least bytes of any plan."""
         barely = self.planner.play([c.first for c in self.planner.chunks])
-        return barely, min(self.slots(barely), self.problem.total_bytes)
+        return barely, min(self.slots(barely), self.problem.total_bytes + self.planner.outside)
 
     def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...]) -> Plan:
         streamed = self._streamed(windows)
@@ -276,8 +278,8 @@ class Builder:
         return [w for w, chunks in found if chunks and (self.inside or any(k is not None for k in chunks))]
 
     def _outside(self, streamed: list[Weight]) -> int:
-        """Bytes of the weights without a slot."""
-        return self.problem.total_bytes - sum(w.nbytes for w in streamed)
+        """Bytes of the weights without a slot, and of those that the program does not read."""
+        return self.planner.outside + self.problem.total_bytes - sum(w.nbytes for w in streamed)
 
     def _arena(
         self, windows: Mapping[str, Windows], streamed: list[Weight], quick: bool = False

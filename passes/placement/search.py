@@ -61,15 +61,17 @@ class Candidate:
 class Planner:
     """Builds and plays candidates for a problem on a machine; independent of the goal."""
 
-    def __init__(self, problem: Problem, simulator: Simulator, yields: Yield = "auto") -> None:
+    def __init__(self, problem: Problem, simulator: Simulator, yields: Yield = "auto", outside: int = 0) -> None:
+        """``outside``: see place."""
         self.problem = problem
+        self.outside = outside
         self.yields = yields
         self.simulator = simulator
         self.count = len(problem.regions)
         self.weights = [w for w in problem.weights if w.keep is None and w.uses and w.nbytes]
         self.chunks: list[Chunk] = chunks_of(self.weights, simulator)
         streamed = {w.name for w in self.weights}
-        self.kept_bytes = sum(w.nbytes for w in problem.weights if w.name not in streamed)
+        self.kept_bytes = outside + sum(w.nbytes for w in problem.weights if w.name not in streamed)
         self.resident = simulator.play(schedule(problem, transfers(problem, {})))
         self.link: Link = link_of(self.resident, simulator)
         longest = max((c.seconds for c in self.chunks), default=0.0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -56,7 +58,7 @@ LONG = ("flux", "hunyuanvideo")
 )
 def test_a_kind_is_compiled_once(family: str) -> None:
     model, twin = pair(family)
-    blocks = blocks_of(twin, MIN_BYTES)
+    blocks = blocks_of(twin)
     parts = parts_of(twin, blocks.values(), MIN_BYTES)
     covered = [m for part in (*blocks.values(), *parts.values()) for m in part.modules()]
     assert {type(b).__name__ for b in blocks.values()} <= set(twin._repeated_blocks)  # type: ignore[arg-type]
@@ -106,7 +108,7 @@ def test_an_adapter_on_half_of_the_blocks() -> None:
         torch.manual_seed(0)
         m.add_adapter(config)  # type: ignore[operator]
     check(model, twin, steps=4)
-    assert len(kinds_of(blocks_of(model, MIN_BYTES))) == 2
+    assert len(kinds_of(blocks_of(model))) == 2
 
 
 class Block(nn.Module):
@@ -192,3 +194,29 @@ def test_a_mode_of_torch_compile() -> None:
         x = torch.randn(4, 8)
         torch.testing.assert_close(model(x), twin(x))
     assert programs(model)[0].plan.moved_bytes > 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_from_the_first_compilation_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(shown: Terminal) -> None:
+        model = chunkflow_compile.compile(Stack(3).eval(), **OPTIONS)
+        monkeypatch.setattr(sys, "stderr", shown)
+        for _ in range(2):
+            model(torch.randn(4, 8))
+
+    shown, hidden = Terminal(), Terminal()
+    run(shown)
+    for said in ("tracing", "planning", "lowering region 1 of"):
+        assert f"chunkflow: {said}" in shown.getvalue()
+    assert "(part 1 of 1)" in shown.getvalue()
+    before = shown.getvalue()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert shown.getvalue() == before, "other compilations are not shown"
+    torch._dynamo.reset()
+    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
+    run(hidden)
+    assert "chunkflow:" not in hidden.getvalue()

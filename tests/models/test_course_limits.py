@@ -74,25 +74,61 @@ def test_a_call_inside_another_call(other: Callable[..., None]) -> None:
     assert torch.equal(got, outer_twin(x))
 
 
-def test_a_course_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
-    """Each block fits alone.  All together do not, because of what stays on the device of each."""
-    model, twin = pair(12)
+def with_biases(layers: int) -> tuple[Stack, Stack]:
+    """Small weights, which stay on the device."""
+    model, twin = pair(layers)
     for m in (model, twin):
         for block in m.blocks:
             block.up.bias = nn.Parameter(torch.ones(block.up.out_features))
-    offload(model, min_bytes=MIN_BYTES)
-    alone = 512 + sum(p.nbytes for p in model.blocks[0].parameters())
-    for block in model.blocks:
-        block.compile(backend="chunkflow", options={**EAGER, "slowdown": None, "memory": alone})
+    return model, twin
+
+
+def test_a_course_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+    """Each model fits alone.  Both do not, because of what stays on the device of each."""
+    arena, pairs = Arena(), [with_biases(4), with_biases(4)]
+    kept = sum(p.nbytes for p in pairs[0][0].parameters() if p.nbytes < MIN_BYTES)
+    alone = kept + pairs[0][0].blocks[0].up.weight.nbytes
+    options = {**EAGER, "slowdown": None, "memory": alone, "group_bytes": 1, "arena": arena}
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        for model, _ in pairs:
+            model.compile(backend="chunkflow", fullgraph=True, options=options)
         for _ in range(4):
-            x = torch.randn(4, 8)
-            assert torch.equal(model(x), twin(x))
-            programs(model)[0].arena.courses.settle()
-    assert courses(model) == ()
-    (said,) = [r.message for r in caplog.records if "12 calls repeat" in r.message]
+            for model, twin in pairs:
+                x = torch.randn(4, 8)
+                assert torch.equal(model(x), twin(x))
+            arena.courses.settle()
+    assert courses(pairs[0][0]) == ()
+    (said,) = [r.message for r in caplog.records if "2 calls repeat" in r.message]
     assert "each runs under its own plan" in said and "Give memory=" in said
-    assert programs(model)[0].arena.nbytes <= alone
+    assert arena.nbytes + kept <= alone
+
+
+def floor(unread: int) -> int:
+    """The least budget of a block of a model that has ``unread`` numbers beside it."""
+    model, _ = with_biases(4)
+    model.unread = nn.Parameter(torch.zeros(unread))
+    torch._dynamo.reset()
+    run = torch.compile(model.blocks[0], backend="chunkflow", options={**EAGER, "slowdown": None, "memory": 1})
+    with pytest.raises(Exception, match="memory=1 bytes is too little") as told:
+        run(torch.randn(4, 32))
+    return int(str(told.value).split("Give memory=")[1].split()[0])
+
+
+def test_memory_counts_what_a_program_does_not_read() -> None:
+    """A part, and a weight that no forward reads."""
+    least = floor(0)
+    assert floor(500) == least + 2000
+    model, twin = with_biases(4)
+    kept = sum(p.nbytes for p in model.parameters() if p.nbytes < MIN_BYTES)
+    offload(model, min_bytes=MIN_BYTES)
+    for block in model.blocks:
+        block.compile(backend="chunkflow", options={**EAGER, "slowdown": None, "memory": least})
+    for _ in range(6):
+        x = torch.randn(4, 8)
+        assert torch.equal(model(x), twin(x))
+        programs(model)[0].arena.courses.settle()
+    (route,) = courses(model)
+    assert route.arena.nbytes + kept <= least
 
 
 def caches_on_a_rank(rank: int) -> None:
