@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu contention course paper clean
+.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu contention course step-cache paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -75,6 +75,10 @@ bench: $(VENV)/ready
 # Blocks compiled one by one against the whole model: six minutes on two cores.
 course: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/course.py --out docs/benchmarks/course.md --rounds 7
+
+# What a hit of a step cache costs: four minutes on two cores.
+step-cache: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/step_cache.py --out docs/benchmarks/step_cache.md
 
 # Policies side by side on an emulated link: eight minutes on two cores.
 contention: $(VENV)/ready

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.kinds import Kind, blocks_of, kinds_of, parts_of
-from chunkflow_compile.options import DEFAULT_MIN_BYTES, parse_options
+from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placing import offload, placement_of
 from chunkflow_compile.weights.progress import CompileProgress
@@ -43,10 +44,11 @@ def compile(
         raise ChunkflowError("A part of this model is compiled already: pass a model without compiled parts.")
     chosen = parse_options(options, mode)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else options
-    min_bytes = options.get("min_bytes", DEFAULT_MIN_BYTES)
+    placement = placement_of(model)
+    min_bytes = chosen.min_bytes if placement is None else placement.min_bytes
     blocks = blocks_of(model)
     parts = parts_of(model, blocks.values(), min_bytes)
-    if placement_of(model) is None:
+    if placement is None:
         offload(model, device, min_bytes=min_bytes)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
@@ -55,9 +57,8 @@ def compile(
     kinds = kinds_of(blocks)
     for kind in kinds:
         _warn_of_counters(kind)
-    placement = placement_of(model)
-    if placement is not None:
-        placement.progress = CompileProgress(len(kinds) + len(parts))
+    if (placement := placement_of(model)) is not None:
+        placement.progress = CompileProgress(weakref.ref(model), len(kinds) + len(parts))
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *kinds_of(parts)]))
     for module in (*blocks.values(), *parts.values()):
         _compile(module, given)

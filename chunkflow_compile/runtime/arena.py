@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, Protocol
@@ -85,7 +86,7 @@ class Arena:
         self.lock = ProcessLock()  # held for a step
         self.holder: Occupancy | None = None  # that of the program that ran last
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
-        self.running = ""  # the name of the call that runs now
+        self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self._make = make
         self._roll: RollCall | None = None
         self._kind = DeviceKind()
@@ -157,9 +158,9 @@ class Arena:
 
     def refuse_inside(self) -> None:
         """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
-        if self.running:
+        if self.running is not None and self.running[0] == os.getpid():
             raise ChunkflowError(
-                f"A compiled model is called inside a call of {self.running}, from an op of its own, and both share an "
+                f"A compiled model is called inside a call of {self.running[1]}, from an op of its own, and both share an "
                 "arena: it would overwrite weights that the outer call still reads. Give the inner model its own: "
                 "options={'arena': chunkflow_compile.Arena(device)}."
             )

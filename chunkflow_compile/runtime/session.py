@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
 import time
 import weakref
@@ -199,11 +200,11 @@ class Session:
             self._roll.answer(self._called)
         in_course = self.arena.courses.executor(self)
         executor = in_course or self.executor
-        self.arena.running = self._called
+        self.arena.running = os.getpid(), self._called
         try:
             outputs = executor.run(inputs)
         finally:
-            self.arena.running = ""
+            self.arena.running = None
         self._steps += 1
         if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
             self._save()

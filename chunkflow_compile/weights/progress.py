@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator
-from typing import Any, TextIO
+from typing import Any
 
 from torch._dynamo.callback import callback_handler
 from tqdm import tqdm
@@ -42,11 +41,11 @@ def moving(what: str, nbytes: int) -> Iterator[Callable[[int], object]]:
 class CompileProgress:
     """What compilation does now, in one line, from the first compilation of a model to that of its last kind."""
 
-    def __init__(self, kinds: int, file: TextIO | None = None) -> None:
-        """``kinds``: the number of compilations to expect.  ``file``: stderr unless it is given."""
+    def __init__(self, model: Callable[[], object], kinds: int) -> None:
+        """``model``: returns the model, None once it is gone.  ``kinds``: the number of compilations to expect."""
+        self._model = model
         self._kinds = kinds
         self._done = 0
-        self._file = file
         self._bar: tqdm[Any] | None = None
         callback_handler.register_start_callback(self._begins)
         callback_handler.register_end_callback(self._ends)
@@ -63,12 +62,11 @@ class CompileProgress:
 
     def _begins(self, _: object) -> None:
         if self._bar is None:
-            bar_format, file = "{desc} {elapsed}", self._file or sys.stderr
-            self._bar = tqdm(bar_format=bar_format, leave=False, disable=_disabled(), file=file, mininterval=0)
+            self._bar = tqdm(bar_format="{desc} {elapsed}", leave=False, disable=_disabled(), mininterval=0)
         self.say("tracing")
 
     def _ends(self, _: object) -> None:
-        if self._done >= self._kinds and self._bar is not None:
+        if self._bar is not None and (self._done >= self._kinds or self._model() is None):
             self._bar.close()
             self._bar = None
             callback_handler.remove_start_callback(self._begins)

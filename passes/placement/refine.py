@@ -79,8 +79,13 @@ class _Climber:
         return best, best_cost
 
     def enough(self, cost: tuple[float, ...]) -> bool:
-        """Whether it is that of the least bytes with a step that counts as equal to the resident one."""
-        return cost <= self.bound(self.planner.floor(), self.planner.resident.step_s * (1 + SAME_STEP))
+        """Whether nothing can be better: the goal is met, with the least bytes and the shortest step.
+
+        The goal that comes last may be missed by what counts as nothing.
+        """
+        least, resident = self.planner.floor(), self.planner.resident.step_s
+        best, same = self.bound(least, resident * (1 + ROUNDING)), self.bound(least, resident * (1 + SAME_STEP))
+        return cost[0] <= best[0] and cost[1] <= best[1] and cost[2] <= same[2]
 
     def beats(
         self, placed: list[int | None], hard: bool, best_cost: tuple[float, ...]

@@ -177,13 +177,15 @@ def decoder() -> nn.Module:
 class Pipeline:
     """Text encoder, transformer and decoder, as a pipeline calls them: encode, some steps, decode."""
 
-    def __init__(self, arena: Arena | None) -> None:
+    def __init__(self, arena: Arena | None, by_blocks: bool = False) -> None:
         torch.manual_seed(0)
         self.encoder, self.transformer, self.decoder = text_encoder().eval(), small_model("wan", SIZE), decoder().eval()
         self.models = self.encoder, self.transformer, self.decoder
         if arena is not None:
             for model in self.models:
-                model.compile(backend="chunkflow", options={**EAGER, "arena": arena})
+                whole = not (by_blocks and model is self.transformer)
+                compiled = model.compile if whole else model.compile_repeated_blocks
+                compiled(backend="chunkflow", options={**EAGER, "arena": arena})
 
     def __call__(self, seed: int, steps: int) -> torch.Tensor:
         inputs = small_inputs("wan", SIZE, seed)
@@ -208,3 +210,16 @@ def test_a_text_encoder_a_transformer_and_a_decoder() -> None:
     for seed in range(4):  # a step is now followed by another, which the course does not expect
         assert torch.equal(model(seed, 3), twin(seed, 3))
         arena.courses.settle()
+
+
+def test_a_pipeline_whose_transformer_runs_block_by_block() -> None:
+    """The blocks of a step are the inner cycle; encoder and decoder come between two runs of it."""
+    arena = Arena()
+    model, twin = Pipeline(arena, by_blocks=True), Pipeline(None)
+    for seed in range(6):
+        assert torch.equal(model(seed, 4), twin(seed, 4))
+        arena.courses.settle()
+    lengths = {len(route.course.calls) for route in courses(model.transformer)}
+    assert SIZE.layers in lengths or max(lengths) > SIZE.layers, lengths
+    cold = [sum(p.measurements[-i].primed_bytes > 0 for p in programs(model.transformer)) for i in (1, 2)]
+    assert cold == [0, 0], "from its second step on, the transformer runs warm"

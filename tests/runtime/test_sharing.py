@@ -72,7 +72,7 @@ def test_two_resolutions_take_turns_in_one_arena(debug: tuple[str, ...], no_grad
 def test_residents_are_copied_once_for_all_programs_of_a_model(no_grad: None) -> None:
     model, twin = stack(), stack()
     offload(model, min_bytes=4096)
-    run = compiled(model, **TIGHT)
+    run = compiled(model, **{**TIGHT, "memory": 30000})
     for shape in SHAPES:
         x = torch.randn(*shape)
         assert torch.equal(run(x), twin(x))
