@@ -101,7 +101,7 @@ def test_a_plan_yields_hard_where_that_is_faster_or_wanted() -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["wan", "qwen-image", *(pytest.param(f, marks=pytest.mark.long) for f in ("flux", "hunyuanvideo"))]
+    "family", ["wan", *(pytest.param(f, marks=pytest.mark.long) for f in ("flux", "hunyuanvideo", "qwen-image"))]
 )
 def test_every_stage_of_a_real_model_parses_as_python(family: str, no_grad: None) -> None:
     size = Size(layers=2, heads=4, head_dim=32, frames=1, height=16, width=16, text=16)

@@ -294,6 +294,7 @@ def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> 
     assert all(name in bench_table(found) for name in peers)
 
 
+@pytest.mark.long
 def test_one_process_stands_for_all_ranks(forked: None) -> None:
     told = job(ranks=2, arms=["resident", "layerwise", "chunkflow"], transport="loopback")
     found = summarise(told, run_job(told))

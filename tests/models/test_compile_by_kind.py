@@ -50,7 +50,7 @@ def check(model: nn.Module, twin: nn.Module, family: str = "wan", steps: int = 1
         programs(model)[0].arena.courses.settle()
 
 
-LONG = ("flux", "hunyuanvideo")
+LONG = ("flux", "hunyuanvideo", "qwen-image")
 
 
 @pytest.mark.parametrize(

@@ -155,6 +155,7 @@ def caches_on_a_rank(rank: int) -> None:
     assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
 
 
+@pytest.mark.long
 def test_step_caches_on_two_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(caches_on_a_rank)
 

@@ -60,8 +60,8 @@ BLOCKS: list[tuple[str, str, Callable[..., float], dict[str, int]]] = [
 ]
 
 
-# Of each kind of block, one is traced by make test.
-SHORT = ("wan2.2-ti2v-5b", "flux.1-dev")
+# What make test traces.
+SHORT = ("wan2.2-ti2v-5b",)
 
 
 @pytest.mark.parametrize(
