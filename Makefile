@@ -13,7 +13,9 @@ export PYTHONDONTWRITEBYTECODE =
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
 
-test: lint types unit
+# mypy uses one core: the tests start beside it.
+test: $(VENV)/ready
+	$(MAKE) --no-print-directory -j 2 lint types unit
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check $(SOURCES)
@@ -23,7 +25,7 @@ types: $(VENV)/ready
 	$(BIN)/mypy -p chunkflow_compile
 
 unit: $(VENV)/ready
-	$(BIN)/python -m pytest -n 3 --dist worksteal -m "not long"
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not long"
 
 # With the tests marked long.
 test-all: lint types $(VENV)/ready

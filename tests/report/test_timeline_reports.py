@@ -169,6 +169,21 @@ def test_the_command_draws_models_and_plans_alike(tmp_path: Path, capsys: pytest
     assert {"qkv", "out", "all-to-all"} <= set(shown)
 
 
+def test_a_course_is_drawn_and_a_weight_of_it_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The blocks are its calls; what lies outside them is left out."""
+    sizes = ("--hardware", "cpu", "--min-bytes", "4096", "--chunk-bytes", "4096", "--slowdown", "2", "--regional")
+    out = tmp_path / "course.json"
+    assert main(["timeline", MODEL, *sizes, "--out", str(out)]) == 0
+    names = {e.get("name") for e in json.loads(out.read_text())["traceEvents"]}
+    assert any("blocks.1" in str(name) for name in names) and not any("embed" in str(name) for name in names)
+    capsys.readouterr()
+    assert main(["why", MODEL, "blocks.1.up", *sizes]) == 0
+    shown = capsys.readouterr().out
+    assert (
+        "its blocks compiled one by one" in shown and "blocks.1.up.weight" in shown and "what would change it" in shown
+    )
+
+
 def test_regions_are_called_by_their_weights_or_by_what_they_compute() -> None:
     plan = place(blocks_problem(1), MACHINE, chunk_bytes=CHUNK)
     assert [r.block for r in plan.regions] == ["blocks.0"] * 4
