@@ -247,9 +247,10 @@ def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -
         report.put((rank, took))
 
 
-@pytest.mark.parametrize(
-    ("how", "debug"), [("killed", ()), pytest.param("killed", ("threads",), marks=pytest.mark.long), ("late", ())]
-)
+LATE = [pytest.param(*case, marks=pytest.mark.long) for case in (("late", ()), ("killed", ("threads",)))]
+
+
+@pytest.mark.parametrize(("how", "debug"), [("killed", ()), *LATE])
 def test_a_rank_that_is_killed_or_late_mid_step(how: str, debug: tuple[str, ...], tmp_path: Path) -> None:
     context = forking()
     report = context.Queue()

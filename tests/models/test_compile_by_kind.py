@@ -85,6 +85,7 @@ def test_a_changed_attribute_is_noticed() -> None:
     assert graphs() == before + 1
 
 
+@pytest.mark.long
 def test_a_changed_attention_processor_is_noticed() -> None:
     from diffusers.models.transformers.transformer_wan import WanAttnProcessor
 

@@ -198,6 +198,7 @@ class Pipeline:
         return self.decoder(latents[:, :, 0].contiguous())
 
 
+@pytest.mark.long
 def test_a_text_encoder_a_transformer_and_a_decoder() -> None:
     arena = Arena()
     model, twin = Pipeline(arena), Pipeline(None)

@@ -19,13 +19,15 @@ from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.leaves import tensors_of
 
 STEPS = 4
-# Inductor takes half a minute for the regions of a family: make test compiles one family on two ranks, make test-all the
-# others.
+# Inductor takes half a minute for the regions of a family: make test compiles one family on one rank, make test-all the
+# others, and all on two ranks.
 EAGER = [
     pytest.param(name, "eager", marks=() if name in ("wan", "flux") else pytest.mark.long)
     for name in sorted(SMALL_MODELS)
 ]
-LONG = [pytest.param(name, "inductor", marks=pytest.mark.long) for name in sorted(SMALL_MODELS)]
+INDUCTOR = [
+    pytest.param(name, "inductor", marks=() if name == "wan" else pytest.mark.long) for name in sorted(SMALL_MODELS)
+]
 # On two ranks without Inductor: one family in make test, and the others in make test-all.
 RANKS = [pytest.param(name, "eager", marks=() if name == "wan" else pytest.mark.long) for name in sorted(SMALL_MODELS)]
 
@@ -84,7 +86,7 @@ def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.session.Sess
         assert bytes(slot.tolist()) == bytes(homes[name].host.contiguous().view(torch.uint8).flatten().tolist()), name
 
 
-@pytest.mark.parametrize(("name", "lowering"), [*EAGER, *LONG])
+@pytest.mark.parametrize(("name", "lowering"), [*EAGER, *INDUCTOR])
 def test_streams_bitwise_equal_to_resident_on_one_rank(name: str, lowering: str, no_grad: None) -> None:
     run_and_compare(name, lowering, 1)
 
@@ -94,7 +96,8 @@ def on_rank(rank: int, name: str, lowering: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "lowering"), [*RANKS, ("wan", "inductor"), *(p for p in LONG if p.values[0] != "wan")]
+    ("name", "lowering"),
+    [*RANKS, *(pytest.param(name, "inductor", marks=pytest.mark.long) for name in sorted(SMALL_MODELS))],
 )
 def test_streams_bitwise_equal_to_resident_at_ulysses_2(
     name: str, lowering: str, on_ranks: Callable[..., None]
@@ -129,7 +132,8 @@ def test_lowered_regions_do_not_grow_with_the_number_of_blocks(name: str, no_gra
     assert counts[3][1] > counts[2][1]
 
 
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_new_resolution_gets_a_program_of_its_own(lowering: str, no_grad: None) -> None:
     model, eager = small_model("wan", Size(layers=1)), small_model("wan", Size(layers=1))
     options = {**OPTIONS, "lowering": lowering}

@@ -114,11 +114,9 @@ CACHES: dict[str, Callable[[], Any]] = {
 }
 
 
-SHORT = [pytest.param(kind, marks=() if kind == "first block" else pytest.mark.long) for kind in CACHES]
-
-
-@pytest.mark.parametrize("kind", SHORT)
-@pytest.mark.parametrize("family", ["wan", pytest.param("flux", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("family", ["wan", "flux"])
 def test_a_step_cache(family: str, kind: str) -> None:
     """Hits and misses in turns: the inputs change little, and every third time a lot."""
     model, twin = pair(family)

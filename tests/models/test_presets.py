@@ -76,6 +76,7 @@ def test_a_block_s_flops_are_the_formula_s_within_2_percent(
     assert block_flops(problem, block) == pytest.approx(formula(batch=1, **size), rel=0.02)
 
 
+@pytest.mark.long
 def test_ulysses_divides_the_flops_and_adds_four_collectives_a_block() -> None:
     whole, split = (traced("wan2.2-ti2v-5b", degree).problem for degree in (1, 4))
     # Text keys and values of cross-attention are computed on every rank.

@@ -52,6 +52,7 @@ def adapter(model: nn.Module, name: str, rank: int = 4, scale: float = 0.1) -> N
             parameter.data = scale * torch.randn(parameter.shape)
 
 
+@pytest.mark.long
 def test_an_adapter_before_and_after() -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     for m in (model, twin):
@@ -79,7 +80,8 @@ def test_an_adapter_before_and_after() -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.parametrize("safe", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("safe", [False, True])
 def test_fusing_an_adapter(safe: bool) -> None:
     model, twin = pair()
     assert_same(model, twin)

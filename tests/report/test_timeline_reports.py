@@ -177,10 +177,10 @@ def test_a_course_is_drawn_and_a_weight_of_it_explained(tmp_path: Path, capsys: 
     names = {e.get("name") for e in json.loads(out.read_text())["traceEvents"]}
     assert any("blocks.1" in str(name) for name in names) and not any("embed" in str(name) for name in names)
     capsys.readouterr()
-    assert main(["why", MODEL, "blocks.1.up", *sizes]) == 0
+    assert main(["why", MODEL, "blocks.1.qkv", *sizes]) == 0
     shown = capsys.readouterr().out
     assert (
-        "its blocks compiled one by one" in shown and "blocks.1.up.weight" in shown and "what would change it" in shown
+        "its blocks compiled one by one" in shown and "blocks.1.qkv.weight" in shown and "what would change it" in shown
     )
 
 
