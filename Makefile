@@ -78,7 +78,7 @@ bench: $(VENV)/ready
 course: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/course.py --out docs/benchmarks/course.md --rounds 7
 
-# What a hit of a step cache costs: four minutes on two cores.
+# What a hit of a step cache costs: two minutes on two cores.
 step-cache: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/step_cache.py --out docs/benchmarks/step_cache.md
 

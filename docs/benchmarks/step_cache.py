@@ -1,4 +1,4 @@
-"""A step cache over blocks compiled one by one, on an emulated link: what a hit costs.  Four minutes on two cores.
+"""A step cache over blocks compiled one by one, on an emulated link: what a hit costs.  Two minutes on two cores.
 
 python docs/benchmarks/step_cache.py --out docs/benchmarks/step_cache.md
 """
@@ -89,7 +89,7 @@ def pattern(kind: str, steps: int) -> list[bool]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
