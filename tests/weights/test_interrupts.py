@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -42,6 +42,20 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def is_interrupted(run: Callable[..., Any], after_s: float) -> bool:
+    """Whether a Ctrl-C that comes ``after_s`` seconds ends a series of steps."""
+    interrupted = False
+    timer = threading.Timer(after_s, signal.raise_signal, (signal.SIGINT,))
+    try:
+        timer.start()
+        for _ in range(100):
+            run(torch.randn(4, 8))
+    except KeyboardInterrupt:
+        interrupted = True
+    timer.join()
+    return interrupted
+
+
 @pytest.mark.parametrize("debug", [(), ("threads", "poison")])
 def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
     """Ctrl-C, at ten moments of two steps whose copies are slow."""
@@ -60,14 +74,7 @@ def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_
     run(torch.randn(4, 8))
     took, interrupted, cold = time.monotonic() - start, 0, 0
     for moment in range(10):
-        timer = threading.Timer(0.2 * took * moment, signal.raise_signal, (signal.SIGINT,))
-        try:
-            timer.start()
-            for _ in range(100):
-                run(torch.randn(4, 8))
-        except KeyboardInterrupt:
-            interrupted += 1
-        timer.join()
+        interrupted += is_interrupted(run, 0.2 * took * moment)
         for _ in range(2):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
@@ -151,14 +158,7 @@ def test_an_interrupt_during_a_course(debug: tuple[str, ...], no_grad: None, ctr
     model(torch.randn(4, 8))
     took, interrupted = time.monotonic() - start, 0
     for moment in range(12):
-        timer = threading.Timer(0.17 * took * moment, signal.raise_signal, (signal.SIGINT,))
-        try:
-            timer.start()
-            for _ in range(100):
-                model(torch.randn(4, 8))
-        except KeyboardInterrupt:
-            interrupted += 1
-        timer.join()
+        interrupted += is_interrupted(model, 0.17 * took * moment)
         for _ in range(2):
             x = torch.randn(4, 8)
             assert torch.equal(model(x), twin(x))
