@@ -30,7 +30,8 @@ from chunkflow_compile.frames import (
     refuse_gradients,
     specialise,
 )
-from chunkflow_compile.lowering.lower import lower_regions, warm_up
+from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.traced import Traced
@@ -87,7 +88,8 @@ def chunkflow(
             f"The weights are on {device}, but the arena passed as an option is on "
             f"{chosen.arena.device}: create it with chunkflow_compile.Arena({str(device)!r})."
         )
-    warm_up(chosen.lowering, device)
+    if chosen.lowering == "inductor":
+        warm_up(device)
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
     parameters = describe_parameters(example_inputs, index, min_bytes)
     part = is_part(found.values(), index.root, min_bytes)

@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.kinds import Kind, blocks_of, kinds_of, parts_of
+from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placing import offload, placement_of
@@ -49,7 +51,10 @@ def compile(
     blocks = blocks_of(model)
     parts = parts_of(model, blocks.values(), min_bytes)
     if placement is None:
-        offload(model, device, min_bytes=min_bytes)
+        placement = placement_of(offload(model, device, min_bytes=min_bytes))
+    if placement is not None and chosen.lowering == "inductor":
+        with compile_lock:
+            warm_up(placement.store.device)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
         _compile(model, given)
@@ -57,7 +62,7 @@ def compile(
     kinds = kinds_of(blocks)
     for kind in kinds:
         _warn_of_counters(kind)
-    if (placement := placement_of(model)) is not None:
+    if placement is not None:
         placement.progress = CompileProgress(weakref.ref(model), len(kinds) + len(parts))
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *kinds_of(parts)]))
     for module in (*blocks.values(), *parts.values()):

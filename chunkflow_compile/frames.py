@@ -13,6 +13,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import Lowering
+from chunkflow_compile.lowering.warm_up import warmed_up
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
@@ -29,6 +30,7 @@ def lower_without_weights(
     """Lower a frame that reads no weight, as it is: there is nothing to stream."""
     if lowering == "eager":
         return graph.forward
+    warmed_up()
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
 
 

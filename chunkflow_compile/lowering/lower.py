@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch._inductor.cpu_vec_isa import pick_vec_isa
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.program.rewrite import Program
+
+from .warm_up import warmed_up
 
 Lowering = Literal["inductor", "eager"]
 Region = Callable[..., Sequence[Any]]
@@ -20,21 +19,6 @@ Region = Callable[..., Sequence[Any]]
 # standalone_compile would tune kernels while it compiles, on random tensors of full size: memory that a card may not have
 # before the model is placed.  They are tuned in the first step instead, which it would do once more in any case.
 _TUNING = {"triton.autotune_at_compile_time": False}
-
-
-def warm_up(lowering: Lowering, device: torch.device) -> None:
-    """Start what Inductor does first, detecting the CPU's vector instructions, in a thread beside the tracing.
-
-    With empty caches, it compiles a test file for each instruction set: 6 s on a slow core, in which the compiler does
-    not hold the GIL.
-    """
-    if lowering == "inductor" and device.type == "cpu":
-        threading.Thread(target=_find_vector_instructions, name="chunkflow-warm-up", daemon=True).start()
-
-
-def _find_vector_instructions() -> None:
-    with contextlib.suppress(Exception):  # a failure recurs, and is reported, when Inductor needs the result
-        pick_vec_isa()
 
 
 def lower_regions(
@@ -47,6 +31,7 @@ def lower_regions(
     """
     if lowering == "eager":
         return {name: region.module.forward for name, region in program.regions.items()}
+    warmed_up()
     lowered = dict[str, Region]()
     for number, (name, region) in enumerate(program.regions.items(), 1):
         told(f"lowering region {number} of {len(program.regions)}")

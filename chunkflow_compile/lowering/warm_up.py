@@ -1,0 +1,87 @@
+"""What Inductor does once in a process for the CPU, in threads beside the tracing.
+
+It finds the vector instructions, and precompiles the header of its kernels.  With empty caches, both run the C++ compiler,
+for 15 s on a slow core, and it does not hold the GIL.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch._inductor import cpu_vec_isa
+from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+_log = logging.getLogger(__name__)
+
+# Inductor ends a probe after 60 s, and then writes scalar code for the rest of the process.  On a machine under load, the
+# next attempt finds the compiler's part done.
+_PROBE_S, _ATTEMPTS = 60, 3
+
+_KERNEL = 'extern "C" void kernel(float* out) {}'
+
+
+def warm_up(device: torch.device) -> None:
+    """Start it, once in a process, for a model on the CPU.  Must be called under Dynamo's compile lock."""
+    if device.type == "cpu":
+        _started()
+
+
+def warmed_up() -> None:
+    """Wait for the search for vector instructions, if it was started: Inductor's own is not made for two threads."""
+    if _started.cache_info().currsize:
+        _started().join()
+
+
+@functools.cache
+def _started() -> threading.Thread:
+    thread = threading.Thread(target=_run, name="chunkflow-warm-up", daemon=True)
+    thread.start()
+    return thread
+
+
+def _run() -> None:
+    with contextlib.suppress(Exception):  # a failure recurs, and is reported, when Inductor needs the result
+        find_vector_instructions()
+    threading.Thread(target=_precompile, name="chunkflow-precompile", daemon=True).start()
+
+
+def _precompile() -> None:
+    with contextlib.suppress(Exception):  # as above
+        CppPythonBindingsCodeCache.load_pybinding_async(["float*"], _KERNEL)  # its header; the kernel is not compiled
+
+
+def find_vector_instructions() -> None:
+    """Let Inductor find the vector instructions, again if a probe ran into its time limit."""
+    for _ in range(_ATTEMPTS):
+        start = time.perf_counter()
+        candidates = _of_this_cpu()
+        with ThreadPoolExecutor() as pool:
+            complete = all(pool.map(bool, candidates))  # Inductor keeps the result of each
+        if complete or time.perf_counter() - start < _PROBE_S:
+            return
+        _forget()
+    _log.warning(
+        "Inductor's probes for vector instructions ran into their time limit %d times: it generates code for %s. "
+        "Start again on a machine with less load.",
+        _ATTEMPTS,
+        cpu_vec_isa.pick_vec_isa(),
+    )
+
+
+def _of_this_cpu() -> list[cpu_vec_isa.VecISA]:
+    known = cpu_vec_isa.x86_isa_checker()
+    return [isa for isa in cpu_vec_isa.supported_vec_isa_list if all(flag in known for flag in str(isa).split())]
+
+
+def _forget() -> None:
+    for cls in (cpu_vec_isa.VecISA, *(type(isa) for isa in cpu_vec_isa.supported_vec_isa_list)):
+        for name in ("__bool__", "_VecISA__bool__impl"):
+            clear = getattr(vars(cls).get(name), "cache_clear", None)
+            if clear is not None:
+                clear()

@@ -1,0 +1,63 @@
+"""What Inductor does once in a process is done before it lowers, by one thread at a time."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import threading
+
+import pytest
+import torch
+from torch._inductor import cpu_vec_isa
+
+from chunkflow_compile.lowering import warm_up as warming
+
+
+class Probe:
+    """A set of vector instructions whose probe fails ``failures`` times."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures = failures
+
+    def __bool__(self) -> bool:
+        self.failures -= 1
+        return self.failures < 0
+
+
+@pytest.mark.parametrize(("failures", "warned"), [(2, False), (3, True)])
+def test_a_probe_that_ran_into_its_limit_is_repeated(
+    failures: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    probe = Probe(failures)
+    monkeypatch.setattr(warming, "_PROBE_S", 0)
+    monkeypatch.setattr(warming, "_of_this_cpu", lambda: [probe])
+    with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
+        warming.find_vector_instructions()
+    assert probe.failures == (-1 if not warned else 0)
+    assert ("ran into their time limit" in caplog.text) == warned
+
+
+def test_a_probe_that_fails_at_once_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    probe = Probe(9)
+    monkeypatch.setattr(warming, "_of_this_cpu", lambda: [probe])
+    warming.find_vector_instructions()
+    assert probe.failures == 8
+
+
+def test_lowering_waits_for_the_search() -> None:
+    warming.warm_up(torch.device("cpu"))
+    warming.warmed_up()
+    assert not [t for t in threading.enumerate() if t.name == "chunkflow-warm-up"]
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="Inductor's probes are for x86")
+def test_forgetting_lets_inductor_probe_again() -> None:
+    known = [bool(isa) for isa in warming._of_this_cpu()]
+    assert known and cached() > 0
+    warming._forget()
+    assert cached() == 0
+    assert [bool(isa) for isa in warming._of_this_cpu()] == known
+
+
+def cached() -> int:
+    return vars(cpu_vec_isa.VecISA)["_VecISA__bool__impl"].cache_info().currsize
