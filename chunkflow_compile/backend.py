@@ -23,19 +23,22 @@ from torch.fx import GraphModule
 from chunkflow_compile.frames import (
     bytes_outside,
     device_of,
+    fix_sizes,
     is_part,
     lower_without_weights,
+    note_estimates,
     note_graph_break,
     refuse_decisions_of_a_rank,
     refuse_gradients,
-    specialise,
 )
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.sizes import bounds
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Settings, Stage, stages
+from chunkflow_compile.passes.pipeline import Settings, Stage, StageName, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
@@ -45,9 +48,10 @@ from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.codes import Code, Codes
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.runner import Runner
-from chunkflow_compile.runtime.session import Code, Session
+from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.runtime.tables import Tables
 from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten, move_tables, weights_among
 from chunkflow_compile.weights.host_store import home_of
@@ -79,7 +83,7 @@ def chunkflow(
         return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
     refuse_gradients(example_inputs)
     refuse_decisions_of_a_rank(index.root, graph)
-    specialise(example_inputs)
+    fix_sizes(example_inputs, found.values())
     device = check_device(device_of(found, example_inputs, graph))
     chosen = chosen.on(device)
     check_kind(device, chosen.device_kind(), chosen.policy)
@@ -103,7 +107,9 @@ def chunkflow(
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
         told("planning")
         tables = move_tables(aten, device)
-        make = partial(run_passes, describe_graph(aten, parameters, index.blocks), settings, chosen.dump)
+        traced = describe_graph(aten, parameters, index.blocks)
+        note_estimates(bounds(aten), traced.sizes)
+        make = partial(run_passes, traced, settings, chosen.dump)
         stage, folder = make()
         program = stage.program
         assert program is not None and stage.cut is not None
@@ -124,7 +130,7 @@ def chunkflow(
             advice=partial(_advice, program, chosen, outside, memory=chosen.memory_bytes()),
         )
         place = partial(_place, device, min_bytes, code.kind, seen)
-        return Runner(code, place, chosen.arena, Tables(device, tables))
+        return Runner(Codes(code, traced), place, chosen.arena, Tables(device, tables))
 
     compiled = lower_to_aten(graph, example_inputs, compile_inference)
     if progress is not None:
@@ -164,18 +170,26 @@ def _move(index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequ
             placement.move((index.names[id(p)], p) for p in weights)
 
 
-def run_passes(traced: Traced, settings: Settings, dump: str | Path | None, **other: Any) -> tuple[Stage, Path | None]:
+def run_passes(
+    traced: Traced,
+    settings: Settings,
+    dump: str | Path | None,
+    *,
+    pieces: Cut | None = None,
+    last: StageName = "verified",
+    **other: Any,
+) -> tuple[Stage, Path | None]:
     """Run the passes on an ATen graph, log every stage, and write it to ``dump`` if set; return the last stage and folder.
 
-    ``other``: fields of ``settings`` to replace.
+    ``pieces``, ``last``: as in :func:`stages`.  ``other``: fields of ``settings`` to replace.
     """
     settings = replace(settings, **other)
-    run = logged(stages(traced, settings), settings.hardware)
+    run = logged(stages(traced, settings, pieces=pieces, last=last), settings.hardware)
     if dump is None:
-        last, folder = [*run][-1], None
+        stage, folder = [*run][-1], None
     else:
-        last, folder = write_stages(run, dump, settings.hardware)
-    return last, folder
+        stage, folder = write_stages(run, dump, settings.hardware)
+    return stage, folder
 
 
 def _index(weights: Sequence[torch.Tensor]) -> tuple[ModelIndex, int | None]:

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.lowering.warm_up import warmed_up
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
@@ -45,6 +46,12 @@ def note_graph_break(graph: GraphModule) -> None:
             where,
             reason.reason.splitlines()[0],
         )
+
+
+def note_estimates(symbols: Iterable[str], sizes: Mapping[str, int]) -> None:
+    """Log the sizes that depend on data, and what the plan takes them for."""
+    if found := ", ".join(f"{name} for {sizes[name]}" for name in symbols):
+        _log.warning("sizes that depend on data: the plan takes %s, so its FLOPs, bytes and times are estimates", found)
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
@@ -105,12 +112,12 @@ def refuse_gradients(inputs: Sequence[Any]) -> None:
         )
 
 
-def specialise(inputs: Sequence[Any]) -> None:
-    """Fix symbolic sizes to their values, because each resolution has its own plan.  int() adds the guard for that."""
+def fix_sizes(inputs: Sequence[Any], weights: Iterable[torch.Tensor]) -> None:
+    """Fix the symbolic sizes of weights, and those that are no input of the graph.  int() adds the guard for that."""
+    known = {name for value in inputs if isinstance(value, torch.SymInt) for name in symbols_of(value)}
+    mine = {id(weight) for weight in weights}
     for value in inputs:
-        if isinstance(value, torch.SymInt):
-            int(value)
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and (id(value) in mine or not symbols_of(value) <= known):
             for size in (*value.shape, *value.stride()):
                 int(size)
 

@@ -17,6 +17,7 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
+from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.placing import why_not
@@ -95,7 +96,8 @@ def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: 
     resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # exists in every release, but not in __all__
     groups = {group_name(n) for n in graph.graph.nodes if collective_kind(n) is not None}
     ranks = {name: int(resolve(name).size()) for name in sorted(groups)}
-    return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks)
+    sizes = estimated(hints(graph), bounds(graph))
+    return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks, sizes=sizes)
 
 
 def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int) -> list[Parameter]:

@@ -128,9 +128,14 @@ def make_cut(traced: Traced, group_bytes: int = DEFAULT_GROUP_BYTES, disabled: C
 
 
 def stages(
-    traced: Traced, settings: Settings, *, verify_each: bool = False, last: StageName = "verified"
+    traced: Traced,
+    settings: Settings,
+    *,
+    pieces: Cut | None = None,
+    verify_each: bool = False,
+    last: StageName = "verified",
 ) -> Iterator[Stage]:
-    """Run the passes in order, up to stage ``last``; yield each stage as soon as it exists.
+    """Run the passes in order, up to stage ``last``; yield each stage as soon as it exists.  ``pieces``: if they are cut.
 
     ``verify_each``: check the contract of each stage after the caller has received it, so the caller also has a stage
     that breaks its contract.  Raises ChunkflowError if a pass refuses its input or a contract is broken.
@@ -140,7 +145,7 @@ def stages(
         check_traced(traced)
     if last == "traced":
         return
-    pieces = make_cut(traced, settings.group_bytes, settings.disabled)
+    pieces = pieces or make_cut(traced, settings.group_bytes, settings.disabled)
     yield Stage(name="regions", traced=traced, cut=pieces)
     if verify_each:
         check_cut(pieces)

@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import fmean
 from typing import Any
 
-from chunkflow_compile.runtime.session import Code
+from chunkflow_compile.runtime.codes import Code
 
 # Durations over the measured ones.  On two shared cores, most steps were at most 1.4 times as long as the median.
 PACE = 1.5

@@ -27,9 +27,10 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.placing import offload, programs, restore
+from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
-from chunkflow_compile.runtime.session import Code, Session
+from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of

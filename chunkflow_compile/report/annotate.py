@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.cost.count import node_flops
+from chunkflow_compile.passes.graph.sizes import concrete
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.placement.schedule import Collect, Compute, Evict, Wait
@@ -56,17 +58,26 @@ class Note:
 
 
 class FlopNotes:
-    """Notes on a graph that has no regions yet: the FLOPs of each op."""
+    """Notes on a graph that has no regions yet: the FLOPs of each op, at ``values`` of the graph's symbols."""
+
+    def __init__(self, values: Mapping[str, int]) -> None:
+        self.values = values
 
     def note(self, line: Line) -> Note | None:
-        flops = 0 if line.node is None else node_flops(line.node)
+        if line.node is None:
+            return None
+        read = (line.node, *line.node.all_input_nodes)
+        flops = node_flops(line.node, {n: concrete(n.meta.get("val"), self.values) for n in read})
         return Note(said=_flops(flops)) if flops else None
 
 
 class Annotator(FlopNotes):
     """Notes on the lines of one problem: costs on ``hardware`` and, if there is a ``plan``, slots and slack."""
 
-    def __init__(self, problem: Problem, hardware: Hardware, plan: Plan | None = None) -> None:
+    def __init__(
+        self, problem: Problem, hardware: Hardware, plan: Plan | None = None, values: Mapping[str, int] | None = None
+    ) -> None:
+        super().__init__(values or {})
         self.problem = problem
         self.plan = plan
         self.simulator = Simulator(problem, hardware, plan.chunk_bytes if plan is not None else 16 << 20)

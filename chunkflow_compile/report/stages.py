@@ -112,7 +112,8 @@ def report(stage: Stage, hardware: Hardware, written: Iterable[Written], title: 
 
 def annotator(stage: Stage, hardware: Hardware) -> FlopNotes:
     """The annotator of a stage: of FLOPs only, before there are regions."""
-    return FlopNotes() if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan)
+    sizes = stage.traced.sizes
+    return FlopNotes(sizes) if stage.cut is None else Annotator(stage.cut.problem, hardware, stage.plan, sizes)
 
 
 def counts_table(written: Iterable[Written]) -> str:

@@ -124,12 +124,14 @@ class Arena:
         return [t for ref in self._tenants if (t := ref()) is not None]
 
     def prove(self, code: Any, together: Callable[[Any], None]) -> None:
-        """Call ``together`` with the code of each other tenant, once for each pair of codes."""
-        for other in [t.code for t in self.tenants if t.code is not code]:
-            if code not in self._proved.setdefault(other, weakref.WeakSet()):
+        """Call ``together`` with the code of each other tenant, once for each pair of modules with their transfers."""
+        mine = code.program.module
+        for other in [t.code for t in self.tenants]:
+            theirs = other.program.module
+            if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
                 together(other)
-                self._proved[other].add(code)
-                self._proved.setdefault(code, weakref.WeakSet()).add(other)
+                self._proved[theirs].add(mine)
+                self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
     def join(self, tenant: Tenant, *, kind: DeviceKind | None = None, advice: Callable[[], str] = str) -> torch.Tensor:
         """Add a tenant; return the memory, uint8, at least its ``plan.arena_bytes`` long and aligned to 256 bytes.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,12 +19,16 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .arena import Arena
+from .codes import Choice, Codes, Sizes
 from .locks import ProcessLock
-from .session import Choice, Code, Session, aside
+from .session import Session, aside
 from .tables import Tables
 
 _log = logging.getLogger(__name__)
 
+
+# The ids of the first and the last weight, because blocks may share one of them, and the sizes of the call.
+_Key = tuple[int, int, Sizes]
 
 # Called with the parameters by name, the names of the weights to offload, and ``start``.  Moves those weights into the
 # host store, calls ``start`` with the model's arena, and attaches the session that it returns to the model's placement.
@@ -36,18 +40,17 @@ class Runner:
 
     _boxed_call = True
 
-    def __init__(self, code: Code, place: Place, arena: Arena | None, tables: Tables) -> None:
+    def __init__(self, codes: Codes, place: Place, arena: Arena | None, tables: Tables) -> None:
         """``arena``: the one that the user passed; None for each model's own."""
-        self.code = code
+        self.codes = codes
         self._tables = tables
         self._place = place
         self._arena = arena
-        # by the ids of the first and the last weight: blocks may share one of them
-        self._sessions: weakref.WeakValueDictionary[tuple[int, int], Session] = weakref.WeakValueDictionary()
-        self._choices: list[tuple[weakref.ref[nn.Parameter], Choice]] = []  # by the model's first parameter
+        self._sessions: weakref.WeakValueDictionary[_Key, Session] = weakref.WeakValueDictionary()
+        self._choices: list[tuple[weakref.ref[nn.Parameter], Sizes, Choice]] = []  # by the model's first parameter
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
-        program = code.program
+        program = codes.first.program
         placeholders = [n.name for n in program.module.graph.nodes if n.op == "placeholder"]
         position = {name: i for i, name in enumerate(placeholders)}
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
@@ -60,19 +63,36 @@ class Runner:
         args.clear()
         parameters = {name: inputs[position] for name, position in self._position.items()}
         self._tables.move(inputs)
-        key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]])
         while True:
+            sizes = self.codes.sizes(inputs)
+            if sizes is None:
+                self._plan(inputs)
+                continue
+            key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
             session = self._sessions.get(key)
             if session is not None:
                 with session.arena.lock():
                     if session.fits(parameters):
                         return session.run(inputs)
             with self._lock():
-                if self._sessions.get(key) is session:  # no other thread has replaced it meanwhile
+                if (
+                    self._sessions.get(key) is session and sizes in self.codes
+                ):  # no other thread has replaced it meanwhile
                     self._renew(key, session, parameters)
 
-    def _renew(self, key: tuple[int, int], stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        choice = self._choice(next(iter(parameters.values())))
+    def _plan(self, inputs: Sequence[Any]) -> None:
+        """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
+        with self._lock():
+            if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
+                self.codes.plan(inputs)
+                self._choices = [choice for choice in self._choices if choice[1] in self.codes]
+                for key, session in [*self._sessions.items()]:
+                    if key[2] not in self.codes:
+                        session.close()
+                        del self._sessions[key]
+
+    def _renew(self, key: _Key, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
+        choice = self._choice(next(iter(parameters.values())), key[2])
         if stale is not None:
             stale.close()
         wanted = choice.code.program.offloaded
@@ -90,24 +110,24 @@ class Runner:
             fresh.adopt(stale.measurements)
         self._sessions[key] = fresh
 
-    def _choice(self, first: nn.Parameter) -> Choice:
-        """The choice of a model, created if there is none.
+    def _choice(self, first: nn.Parameter, sizes: Sizes) -> Choice:
+        """The choice of a model at sizes, created if there is none.
 
         Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
         """
-        self._choices = [(ref, choice) for ref, choice in self._choices if ref() is not None]
-        for ref, choice in self._choices:
-            if ref() is first:
+        self._choices = [(ref, at, choice) for ref, at, choice in self._choices if ref() is not None]
+        for ref, at, choice in self._choices:
+            if ref() is first and at == sizes:
                 return choice
-        self._choices.append((weakref.ref(first), Choice(self.code)))
-        return self._choices[-1][1]
+        self._choices.append((weakref.ref(first), sizes, Choice(self.codes[sizes])))
+        return self._choices[-1][2]
 
     def _start(self, choice: Choice, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
         return Session(choice, self._arena or arena, parameters)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _close_all(sessions: weakref.WeakValueDictionary[int, Session]) -> None:
+def _close_all(sessions: weakref.WeakValueDictionary[_Key, Session]) -> None:
     """Close sessions whose compiled code is gone (torch._dynamo.reset): nothing can run them again."""
     for session in list(sessions.values()):
         aside(session.close)

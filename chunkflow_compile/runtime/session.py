@@ -10,21 +10,16 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.pipeline import Settings, Stage
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Call, block_of
-from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 from chunkflow_compile.weights.host_store import Home, home_of
@@ -33,8 +28,9 @@ from chunkflow_compile.weights.staging import GpuStagings
 
 from .arena import Arena
 from .binding import Binding
+from .codes import Choice
 from .courses import Courses
-from .device import DeviceKind, check_kind, refuse_capture
+from .device import check_kind, refuse_capture
 from .executor import KEPT_MEASUREMENTS, Executor
 from .measurement import MEASURED_FILE, StepMeasurement, measured
 from .route import Key
@@ -43,55 +39,6 @@ _log = logging.getLogger(__name__)
 
 # Why a weight stays that other calls of the same code stream.
 _NOT_OFFLOADED = "on the device: not offloaded"
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Code:
-    """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
-
-    ``cut`` and ``settings``: what the program was made of.
-    ``make``: runs the passes with other settings, passed by name, for the same regions; returns the last stage and folder.
-    ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
-    ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
-    ``verified``: whether the program was verified, and is to be verified together with others in its arena.
-    ``goal``: what it was planned for, None if it was planned again.
-    ``pin_bytes``: most host bytes to pin.  ``advice``: returns a sentence on what would fit if the arena does not.
-    """
-
-    program: Program
-    cut: Cut
-    settings: Settings
-    regions: Mapping[str, Callable[..., Sequence[Any]]]
-    make: Callable[..., tuple[Stage, Path | None]]
-    replan_after: int = 0
-    folder: Path | None = None
-    kind: DeviceKind
-    poison: bool = False
-    verified: bool = True
-    pin_bytes: int = 0
-    goal: object = None
-    advice: Callable[..., str] = str
-
-    def remade(self, **settings: Any) -> Code:
-        """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""
-        settings = {"likes": (), **settings}
-        stage, folder = self.make(**settings)
-        assert stage.program is not None
-        advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
-        make = partial(self.make, **settings)
-        made = replace(self, program=stage.program, settings=replace(self.settings, **settings), goal=None)
-        return replace(made, folder=folder, make=make, advice=advice, replan_after=0)
-
-
-@dataclass(eq=False)
-class Choice:
-    """The code that runs on the weights of one model.  It outlives the model's sessions.
-
-    ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.
-    """
-
-    code: Code
-    by_itself: bool = False
 
 
 class Session:

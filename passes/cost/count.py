@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
@@ -34,33 +34,38 @@ _PRODUCTS = frozenset(
 )
 
 
-def region_cost(module: GraphModule) -> Cost:
-    """The cost of one region; its nodes carry fake tensors in ``meta["val"]``."""
+Values = Mapping[Node, Any]
+
+
+def region_cost(values: Values) -> Cost:
+    """The cost of one region.  ``values``: of each of its nodes, tensors without data, of sizes that are known."""
     total, traffic, by_dtype, by_op = 0, 0, Counter[str](), Counter[str]()
-    for node in module.graph.nodes:
+    for node in values:
         if node.op in ("placeholder", "output"):
-            traffic += _nbytes(node if node.op == "placeholder" else node.args)
-        elif (flops := node_flops(node)) > 0:
+            traffic += _nbytes(node if node.op == "placeholder" else node.args, values)
+        elif (flops := node_flops(node, values)) > 0:
             total += flops
-            traffic += _nbytes(node) + _nbytes(node.args)
-            by_dtype[_dtype(node)] += flops
+            traffic += _nbytes(node, values) + _nbytes(node.args, values)
+            by_dtype[_dtype(values[node])] += flops
             by_op[_kind(node)] += flops
     return Cost(flops=total, nbytes=traffic, dtype=_most(by_dtype, "float32"), op=_most(by_op, ""))
 
 
-def node_flops(node: Node) -> int:
+def node_flops(node: Node, values: Values) -> int:
     """FLOPs of one node; 0 for ops without a formula."""
     if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
         return 0
-    operands: Any = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    operands: Any = map_arg((node.args, node.kwargs), values.__getitem__)
     args, kwargs = operands
+    if _kind(node) == "attention" and args[1].shape[-2] != args[2].shape[-2]:  # only where sizes are estimated
+        args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         # The only attention op without a formula in torch; attention on fake CPU tensors traces to it.
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if node.target._schema.name in _PRODUCTS:  # [..., k] by a weight into [..., n]
-        return 2 * int(args[0].numel()) * int(_tensors(node.meta["val"])[0].shape[-1])
+        return 2 * int(args[0].numel()) * int(_tensors(values[node])[0].shape[-1])
     formula = flop_registry.get(node.target.overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=node.meta["val"]))
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=values[node]))
 
 
 def _most(flops: Mapping[str, int], otherwise: str) -> str:
@@ -74,11 +79,11 @@ def _kind(node: Node) -> str:
     )
 
 
-def _nbytes(value: Any) -> int:
+def _nbytes(value: Any, values: Values) -> int:
     """Bytes of the tensors of a node, or of all distinct nodes in nested arguments."""
     seen: dict[Node, None] = {}
     map_arg(value, lambda n: seen.setdefault(n))
-    tensors = [t for n in seen for t in _tensors(n.meta.get("val"))]
+    tensors = [t for n in seen for t in _tensors(values[n])]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -88,5 +93,5 @@ def _tensors(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
-def _dtype(node: Node) -> str:
-    return str(_tensors(node.meta["val"])[0].dtype).removeprefix("torch.")
+def _dtype(value: Any) -> str:
+    return str(_tensors(value)[0].dtype).removeprefix("torch.")

@@ -21,8 +21,10 @@ from torch.fx import GraphModule, Node
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Parameter
 
+from .sizes import concrete
 from .traced import Traced
 
+_NO_SIZES: Mapping[str, int] = {}
 # Namespaces of the collectives that ChunkFlow schedules.  The autograd variants have the same op names.
 _SCHEDULED = ("_c10d_functional", "_c10d_functional_autograd")
 # Every namespace whose ops communicate.  An unknown op in one of them is refused, never treated as compute.
@@ -145,13 +147,13 @@ def completes_itself(node: Node) -> bool:
     return bool(collective_kind(node) is not None and target._schema.name == _SHARD_DIM_ALLTOALL)
 
 
-def crossing_bytes(node: Node, ranks: int) -> int:
-    """Bytes that a collective moves into this rank.
+def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES) -> int:
+    """Bytes that a collective moves into this rank, at these sizes of the graph.
 
     For P = ``ranks`` and n input bytes on each: all-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1),
     all-reduce 2 n (P - 1) / P.
     """
-    taken = sum(nbytes(a) for a in node.all_input_nodes if a is not node.kwargs.get("out"))
+    taken = sum(nbytes(a, sizes) for a in node.all_input_nodes if a is not node.kwargs.get("out"))
     kind = collective_kind(node)
     if kind == "all-gather":
         return taken * (ranks - 1)
@@ -195,9 +197,9 @@ def is_view(node: Node) -> bool:
     )
 
 
-def nbytes(node: Node) -> int:
-    """Bytes of the tensor or tensors that a node returns, by its metadata."""
-    value = node.meta["val"]
+def nbytes(node: Node, sizes: Mapping[str, int] = _NO_SIZES) -> int:
+    """Bytes of the tensor or tensors that a node returns, by its metadata, at these sizes of the graph."""
+    value = concrete(node.meta["val"], sizes)
     values = value if isinstance(value, (list, tuple)) else (value,)
     return sum(v.numel() * v.element_size() for v in values if isinstance(v, torch.Tensor))
 

@@ -11,23 +11,23 @@ Contract
 Steps
     assign        give every compute node a segment number, in program order
     dissolve      move segments that hold only views into the regions around them
+    sizes         give each region the symbols that its sizes use
     build         build one FX graph per segment; inputs in order of first use, outputs in order of definition
     key           digest a region's structure; regions with equal keys share one lowering
 """
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.cost.count import region_cost
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
+from chunkflow_compile.passes.problem import Collective, Cost, Problem, Region, Weight
 
 from .discover import (
     Discovery,
@@ -39,6 +39,8 @@ from .discover import (
     is_wait_tensor,
     nbytes,
 )
+from .keys import structural_key
+from .sizes import concrete, is_size, symbol_nodes, symbols_of
 from .traced import Traced
 
 # A cut lets copies start and slots free up at a finer grain.  It costs a host call (about 0.2 ms on a slow CPU core)
@@ -68,6 +70,12 @@ class Cut:
     regions: tuple[CutRegion, ...]
     sequence: tuple[CutRegion | Node, ...]
     problem: Problem
+
+    def at(self, traced: Traced) -> Cut:
+        """The cut of the same graph at other sizes: costs are other ones."""
+        costs = {key: _cost(region.module, traced) for key, region in {r.info.key: r for r in self.regions}.items()}
+        infos = [replace(region.info, cost=costs[region.info.key]) for region in self.regions]
+        return replace(self, problem=_problem(traced, self.discovery, infos, self.sequence))
 
     def data_flow(self) -> dict[str, str]:
         """Each region, output, constant and top-level node, by name -> what it calls and reads, as a line.
@@ -109,18 +117,26 @@ def cut(
     segments.assign()
     if dissolve_views:
         segments.dissolve()
+    segments.find_symbols()
     regions: list[CutRegion] = []
+    costs: dict[str, Cost] = {}
     sequence: list[CutRegion | Node] = []
     for item in segments.skeleton():
         if isinstance(item, Node):
             sequence.append(item)
             continue
-        region = _build(graph, len(regions), item, segments)
+        region = _build(traced, len(regions), item, segments, costs)
         regions.append(region)
         sequence.append(region)
     if not regions:
         raise ChunkflowError("The graph holds no compute: there is nothing to stream weights for.")
-    return Cut(graph, discovery, tuple(regions), tuple(sequence), _problem(traced, discovery, regions, sequence))
+    return Cut(
+        graph,
+        discovery,
+        tuple(regions),
+        tuple(sequence),
+        _problem(traced, discovery, [r.info for r in regions], sequence),
+    )
 
 
 class _Segments:
@@ -134,7 +150,10 @@ class _Segments:
         self.of: dict[Node, int] = {}
         streamable = {w.node for w in discovery.weights if w.keep is None}
         self.lazy: dict[Node, None] = {v: None for v, w in discovery.weight_views.items() if w in streamable}
+        self.lazy |= {n: None for n in graph.graph.nodes if is_size(n) and not self._needed_at_top_level(n)}
         self.block_of: dict[int, str] = {}
+        self.symbols: dict[int, list[Node]] = {}
+        self.sent: set[Node] = set()  # symbols that later segments need
 
     def assign(self) -> None:
         streamed = {w.node: nbytes(w.node) for w in self.discovery.weights if w.keep is None}
@@ -185,6 +204,21 @@ class _Segments:
                     self.lazy[node] = None
                 else:
                     self.of[node] = target
+
+    def find_symbols(self) -> None:
+        """Find the nodes that have the values of the symbols in each segment's sizes.
+
+        Inductor takes a symbol from the size of an input only where it is all of that size.
+        """
+        nodes = symbol_nodes(self.graph)
+        needed: dict[int, set[str]] = {}
+        for node, segment in self.of.items() if nodes else ():
+            for value in (node, *node.all_input_nodes):
+                needed.setdefault(segment, set()).update(symbols_of(value.meta.get("val")))
+        for segment, names in needed.items():
+            found = [nodes[name] for name in sorted(names) if name in nodes]
+            self.symbols[segment] = [n for n in found if self.of.get(n, -1) < segment]
+            self.sent |= {n for n in self.symbols[segment] if n in self.of}
 
     def skeleton(self) -> Iterable[list[Node] | Node]:
         """Segments (as lists of nodes) and collectives, in program order."""
@@ -244,8 +278,9 @@ def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, st
     return labels
 
 
-def _build(graph: GraphModule, index: int, nodes: Sequence[Node], segments: _Segments) -> CutRegion:
-    members = set(nodes)
+def _build(traced: Traced, index: int, nodes: Sequence[Node], segments: _Segments, costs: dict[str, Cost]) -> CutRegion:
+    """``costs``: of the regions before, by key."""
+    graph, members = traced.graph, set(nodes)
     new = Graph()
     root: dict[str, object] = {}
     copies: dict[Node, Node] = {}
@@ -269,25 +304,36 @@ def _build(graph: GraphModule, index: int, nodes: Sequence[Node], segments: _Seg
             copies[node] = inputs[node] = placeholder
         return copies[node]
 
+    for node in segments.symbols.get(segments.of[nodes[0]], ()):
+        resolve(node)
     for node in nodes:
         for argument in node.all_input_nodes:
             resolve(argument)
         copies[node] = new.node_copy(node, resolve)
-    outputs = tuple(n for n in nodes if any(_reads_from_outside(u, members, segments) for u in n.users))
+    outputs = tuple(
+        n for n in nodes if n in segments.sent or any(_reads_from_outside(u, members, segments) for u in n.users)
+    )
     new.output(tuple(copies[n] for n in outputs))
     new.lint()
     module = GraphModule(root, new)
+    key = structural_key(module, index)
+    if key not in costs:
+        costs[key] = _cost(module, traced)
     weight_nodes = {w.node: w.parameter.name for w in segments.discovery.weights}
     info = Region(
         index=index,
         name=f"region_{index}",
-        key=structural_key(module, index),
+        key=key,
         block=segments.block_of[segments.of[nodes[0]]],
         nodes=len(nodes),
         weights=tuple(weight_nodes[n] for n in inputs if n in weight_nodes),
-        cost=region_cost(module),
+        cost=costs[key],
     )
     return CutRegion(info, module, tuple(inputs), outputs)
+
+
+def _cost(module: GraphModule, traced: Traced) -> Cost:
+    return region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes})
 
 
 def _first_non_placeholder(graph: Graph) -> Node:
@@ -300,49 +346,13 @@ def _reads_from_outside(user: Node, members: set[Node], segments: _Segments) -> 
     return user not in members
 
 
-def structural_key(module: GraphModule, index: int) -> str:
-    """Digest of a region's ops, constants, wiring and tensor metadata, but not of the names of nodes.
-
-    A region that holds more than ATen ops (a nested graph, a user's function) never equals another: its key includes
-    ``index``.
-    """
-    number: dict[Node, int] = {}
-    lines: list[str] = []
-    for node in module.graph.nodes:
-        number[node] = len(number)
-        args = torch.fx.map_arg((node.args, tuple(sorted(node.kwargs.items()))), lambda n: f"%{number[n]}")
-        target = "input" if node.op == "placeholder" else str(node.target)
-        if node.op in ("get_attr", "call_module", "call_method") or not _is_plain(node):
-            target += f" of region {index}"
-        lines.append(f"{node.op} {target} {args!r} {_describe(node.meta.get('val'))}")
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
-
-
-def _is_plain(node: Node) -> bool:
-    return (
-        node.op != "call_function"
-        or isinstance(node.target, torch._ops.OpOverload)
-        or node.target is operator.getitem
-        or getattr(node.target, "__module__", None) in ("_operator", "math")
-    )
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        bits = f"{'conj' * value.is_conj()}{'neg' * value.is_neg()}"
-        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()}{value.device}{bits}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_describe(v) for v in value) + "]"
-    return repr(value)
-
-
 def _problem(
-    traced: Traced, discovery: Discovery, regions: Sequence[CutRegion], sequence: Sequence[CutRegion | Node]
+    traced: Traced, discovery: Discovery, regions: Sequence[Region], sequence: Sequence[CutRegion | Node]
 ) -> Problem:
     readers: dict[str, list[int]] = {}
     for region in regions:
-        for name in region.info.weights:
-            readers.setdefault(name, []).append(region.info.index)
+        for name in region.weights:
+            readers.setdefault(name, []).append(region.index)
     weights = []
     for found in discovery.weights:
         value = found.node.meta["val"]
@@ -371,10 +381,10 @@ def _problem(
         Collective(
             name=node.name,
             kind=str(collective_kind(node)),
-            nbytes=crossing_bytes(node, traced.ranks[group_name(node)]),
+            nbytes=crossing_bytes(node, traced.ranks[group_name(node)], traced.sizes),
             before=at,
             until=awaited.get(node, at),  # DTensor's all-to-all waits for its own completion
         )
         for node, at in started
     ]
-    return Problem(regions=tuple(r.info for r in regions), collectives=tuple(collectives), weights=tuple(weights))
+    return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights))

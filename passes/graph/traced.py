@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch.fx import GraphModule
 
@@ -15,10 +15,11 @@ class Traced:
     """An ATen inference graph from AOTAutograd, and the facts that its nodes do not carry.
 
     ``blocks``: module key in ``nn_module_stack`` -> name of the block, for modules that are blocks.  ``ranks``: name of
-    a process group that the graph's collectives use -> its size.
+    a process group that the graph's collectives use -> its size.  ``sizes``: of the symbols in its metadata (sizes.py).
     """
 
     graph: GraphModule
     parameters: tuple[Parameter, ...]
     blocks: Mapping[str, str]
     ranks: Mapping[str, int]
+    sizes: Mapping[str, int] = field(default_factory=dict)

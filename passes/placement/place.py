@@ -152,7 +152,7 @@ def _taken_over(
 ) -> Plan | None:
     """The placement of ``like`` for this problem, None if it misses the goal here."""
     kept = as_windows(planner.chunks, [None] * len(planner.chunks), planner.count)
-    plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers)
+    plan = builder.plan({**kept, **{w.name: w.windows for w in like.streamed}}, like.barriers, like)
     if memory is not None:
         return plan if plan.device_bytes + planner.outside <= memory else None
     assert plan.predicted is not None
@@ -236,12 +236,16 @@ class Builder:
         barely = self.planner.play([c.first for c in self.planner.chunks])
         return barely, min(self.slots(barely), self.problem.total_bytes + self.planner.outside)
 
-    def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...]) -> Plan:
+    def plan(self, windows: Mapping[str, Windows], hard: tuple[Barrier, ...], like: Plan | None = None) -> Plan:
+        """``like``: a plan with the same windows, whose slots are taken over."""
         streamed = self._streamed(windows)
-        offsets, arena = self._arena(windows, streamed)
+        if like is None:
+            offsets, arena = self._arena(windows, streamed)
+            at = {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}
+        else:
+            at, arena = {w.name: w.offset for w in like.streamed if w.offset is not None}, like.arena_bytes
         held = {w: b.collective for b in reversed(hard) for w in b.weights}
         timeline = self.planner.simulator.play(schedule(self.problem, transfers(self.problem, windows, hard)))
-        at = {w.name: offset for w, offset in zip(streamed, offsets, strict=True)}
         weights = []
         for weight in self.problem.weights:
             mine = windows.get(weight.name, ()) if weight.name in at else ()

@@ -13,6 +13,7 @@ from torch.fx import Node
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name, is_view
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion
+from chunkflow_compile.passes.graph.sizes import is_size
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan, chunk_count
 from chunkflow_compile.passes.problem import Problem
@@ -64,7 +65,7 @@ def _check_computed(cut: Cut) -> None:
         (expected, [n for n in cut.source.graph.nodes if n not in top]),
         (found, [n for r in cut.sequence if isinstance(r, CutRegion) for n in r.module.graph.nodes]),
     ):
-        counts.update(str(n.target) for n in nodes if n.op == "call_function" and not is_view(n))
+        counts.update(str(n.target) for n in nodes if n.op == "call_function" and not is_view(n) and not is_size(n))
     for target in sorted(expected | found):
         if expected[target] != found[target]:
             _broken("regions", f"{target} is computed {found[target]} times, {expected[target]} in the traced graph")

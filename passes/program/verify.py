@@ -35,7 +35,8 @@ from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.graph.discover import collective_kind
-from chunkflow_compile.passes.graph.regions import flow_line, structural_key
+from chunkflow_compile.passes.graph.keys import structural_key
+from chunkflow_compile.passes.graph.regions import flow_line
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count

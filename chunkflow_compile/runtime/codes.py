@@ -1,0 +1,126 @@
+"""Codes: the results of compilation, one for each size of the inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from chunkflow_compile.passes.graph.regions import Cut
+from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints, symbol_nodes
+from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.pipeline import Settings, Stage
+from chunkflow_compile.passes.program.rewrite import Program
+
+from .device import DeviceKind
+
+# Resolutions and text lengths that take turns in one process; beyond it, the plan of the one not used for longest goes.
+KEPT_SIZES = 16
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Code:
+    """The result of compilation.  ``regions``: name of a submodule of the program -> its lowered code.
+
+    ``cut`` and ``settings``: what the program was made of.
+    ``make``: runs the passes on other pieces or with other settings, passed by name; returns the last stage and folder.
+    ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
+    ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
+    ``verified``: whether the program was verified, and is to be verified together with others in its arena.
+    ``goal``: what it was planned for, None if it was planned again.
+    ``pin_bytes``: most host bytes to pin.  ``advice``: returns a sentence on what would fit if the arena does not.
+    """
+
+    program: Program
+    cut: Cut
+    settings: Settings
+    regions: Mapping[str, Callable[..., Sequence[Any]]]
+    make: Callable[..., tuple[Stage, Path | None]]
+    replan_after: int = 0
+    folder: Path | None = None
+    kind: DeviceKind
+    poison: bool = False
+    verified: bool = True
+    pin_bytes: int = 0
+    goal: object = None
+    advice: Callable[..., str] = str
+
+    def remade(self, **settings: Any) -> Code:
+        """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""
+        settings = {"likes": (), **settings}
+        stage, folder = self.make(pieces=self.cut, **settings)
+        assert stage.program is not None
+        advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
+        make = partial(self.make, **settings)
+        made = replace(self, program=stage.program, settings=replace(self.settings, **settings), goal=None)
+        return replace(made, folder=folder, make=make, advice=advice, replan_after=0)
+
+    def at(self, traced: Traced) -> Code:
+        """The code at other sizes of the same graph: another plan of the same regions.  Raises as ``remade``."""
+        pieces, likes = self.cut.at(traced), ((self.program.problem, self.program.plan),)
+        if self.folder is None:
+            stage, _ = self.make(pieces=pieces, likes=likes, last="planned")
+            assert stage.plan is not None
+            if stage.plan.placement == self.program.plan.placement:  # its transfers are proved
+                program = replace(self.program, problem=pieces.problem, plan=stage.plan)
+                return replace(self, program=program, cut=pieces)
+            likes = ((pieces.problem, stage.plan),)
+        stage, folder = self.make(pieces=pieces, likes=likes)
+        assert stage.program is not None
+        return replace(self, program=stage.program, cut=pieces, folder=folder)
+
+
+@dataclass(eq=False)
+class Choice:
+    """The code that runs on the weights of one model.  It outlives the model's sessions.
+
+    ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.
+    """
+
+    code: Code
+    by_itself: bool = False
+
+
+class Codes:
+    """The codes of one graph, by sizes for which they were planned.  Other sizes of equal cost have the same."""
+
+    def __init__(self, first: Code, traced: Traced) -> None:
+        """``first``: at the sizes for which the graph was compiled."""
+        self.first = first
+        self._traced = traced
+        inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
+        position = {node: i for i, node in enumerate(inputs)}
+        self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
+        self._unknown = bounds(traced.graph)
+        known = hints(traced.graph)
+        begun = tuple(known.get(name, -1) for name in self._symbols)  # -1: it depends on data
+        self._codes = {begun: first}
+        self._same = {begun: begun}
+
+    def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
+        """The sizes by which the code of a call is known; None if there is none yet."""
+        return self._same.get(tuple(inputs[position] for position in self._symbols.values()))
+
+    def plan(self, inputs: Sequence[Any]) -> None:
+        """Plan for the sizes of a call, and forget the oldest plan if there are too many."""
+        sizes = tuple(inputs[position] for position in self._symbols.values())
+        values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._unknown)
+        code = self.first.at(replace(self._traced, sizes=values))
+        same = (known for known, other in self._codes.items() if other.program.same_as(code.program))
+        self._same[sizes] = known = next(same, sizes)
+        if known == sizes:
+            self._codes[sizes] = code
+        if len(self._codes) > KEPT_SIZES:
+            oldest = next(iter(self._codes))
+            del self._codes[oldest]
+            self._same = {other: known for other, known in self._same.items() if known != oldest}
+
+    def __getitem__(self, sizes: Sizes) -> Code:
+        return self._codes[sizes]
+
+    def __contains__(self, sizes: Sizes) -> bool:
+        return sizes in self._codes

@@ -1,0 +1,45 @@
+"""Keys: a digest of a region's structure; regions with equal keys share one lowering."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+
+import torch
+from torch.fx import GraphModule, Node
+
+
+def structural_key(module: GraphModule, index: int) -> str:
+    """Digest of a region's ops, constants, wiring and tensor metadata, but not of the names of nodes.
+
+    A region that holds more than ATen ops (a nested graph, a user's function) never equals another: its key includes
+    ``index``.
+    """
+    number: dict[Node, int] = {}
+    lines: list[str] = []
+    for node in module.graph.nodes:
+        number[node] = len(number)
+        args = torch.fx.map_arg((node.args, tuple(sorted(node.kwargs.items()))), lambda n: f"%{number[n]}")
+        target = "input" if node.op == "placeholder" else str(node.target)
+        if node.op in ("get_attr", "call_module", "call_method") or not _is_plain(node):
+            target += f" of region {index}"
+        lines.append(f"{node.op} {target} {args!r} {_describe(node.meta.get('val'))}")
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _is_plain(node: Node) -> bool:
+    return (
+        node.op != "call_function"
+        or isinstance(node.target, torch._ops.OpOverload)
+        or node.target is operator.getitem
+        or getattr(node.target, "__module__", None) in ("_operator", "math")
+    )
+
+
+def _describe(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        bits = f"{'conj' * value.is_conj()}{'neg' * value.is_neg()}"
+        return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()}{value.device}{bits}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ",".join(_describe(v) for v in value) + "]"
+    return repr(value)

@@ -1,0 +1,105 @@
+"""Sizes: the symbols in the metadata of a graph that was traced for several sizes, and their values.
+
+A symbol of an input has the value of each call.  One that depends on data, as after ``nonzero``, has none when the graph
+is planned: it is estimated by an upper bound, or by the largest of the other sizes where there is none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch.fx import GraphModule, Node
+
+# A bound above this, such as that of an int64, says nothing.
+_LARGEST = 1 << 31
+
+
+def symbols_of(value: Any) -> set[str]:
+    """The names of the symbols in the sizes of a tensor, in a number, or in several of them."""
+    if isinstance(value, torch.Tensor):
+        return {n for s in (*value.shape, *value.stride(), value.storage_offset()) for n in symbols_of(s)}
+    if isinstance(value, (list, tuple)):
+        return {name for v in value for name in symbols_of(v)}
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        return {symbol.name for symbol in value.node.expr.free_symbols}
+    return set()
+
+
+def symbol_nodes(graph: GraphModule) -> dict[str, Node]:
+    """Symbol -> the first node that has its value: an input, or the size of a tensor."""
+    found: dict[str, Node] = {}
+    for node in graph.graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and isinstance(value.node.expr, sympy.Symbol):
+            found.setdefault(value.node.expr.name, node)
+    return found
+
+
+def hints(graph: GraphModule) -> dict[str, int]:
+    """The value of each symbol of the inputs in the call that was traced, as far as it was known."""
+    found = {name: node.meta["val"].node for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
+    return {name: int(size.hint) for name, size in found.items() if size.has_hint()}
+
+
+def bounds(graph: GraphModule) -> dict[str, int | None]:
+    """The symbols that no call gives: their upper bounds, None where tracing has found no bound that says something."""
+    inputs = {name for name, node in symbol_nodes(graph).items() if node.op == "placeholder"}
+    metas = [node.meta.get("val") for node in graph.graph.nodes]
+    return {name: _bound(name, metas) for name in sorted(symbols_of(metas) - inputs)}
+
+
+def estimated(values: Mapping[str, int], unknown: Mapping[str, int | None]) -> dict[str, int]:
+    """The value of each symbol.  ``values``: of the inputs.  ``unknown``: the bounds of all others.
+
+    Those all get one value, because a model joins them: the query, key and value of attention must fit each other.
+    """
+    found = [bound for bound in unknown.values() if bound is not None] or [*values.values()]
+    return {**values, **dict.fromkeys(unknown, max(found, default=1))}
+
+
+def is_size(node: Node) -> bool:
+    """Whether a node computes a number of numbers, such as the product of two sizes: it costs nothing."""
+    return (
+        node.op == "call_function"
+        and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | torch.SymBool)
+        and bool(node.all_input_nodes)
+        and not any(isinstance(n.meta.get("val"), torch.Tensor) for n in node.all_input_nodes)
+    )
+
+
+def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
+    """A value of a node's metadata at ``sizes``: numbers, and tensors without data.  Adds no guard."""
+    if not sizes:
+        return value
+    if isinstance(value, torch.Tensor):
+        if not symbols_of(value):
+            return value
+        shape, stride = ([concrete(n, sizes) for n in numbers] for numbers in (value.shape, value.stride()))
+        return torch.empty_strided(shape, stride, dtype=value.dtype, device="meta")
+    if isinstance(value, torch.SymInt):
+        return int(_at(value, sizes))
+    if isinstance(value, torch.SymBool):
+        return bool(_at(value, sizes))
+    if isinstance(value, torch.SymFloat):
+        return float(_at(value, sizes))
+    if isinstance(value, (list, tuple)):
+        return type(value)(concrete(v, sizes) for v in value)
+    return value
+
+
+def _at(number: Any, sizes: Mapping[str, int]) -> Any:
+    expression = number.node.expr
+    return expression.xreplace({symbol: sympy.Integer(sizes[symbol.name]) for symbol in expression.free_symbols})
+
+
+def _bound(name: str, values: Iterable[Any]) -> int | None:
+    """The upper bound that tracing has found for a symbol, if it says something."""
+    for value in values:
+        if isinstance(value, torch.SymInt) and name in symbols_of(value):
+            symbol = next(s for s in value.node.expr.free_symbols if s.name == name)
+            upper = value.node.shape_env.bound_sympy(symbol).upper
+            return int(upper) if upper.is_finite and upper < _LARGEST else None
+    return None

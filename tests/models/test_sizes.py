@@ -1,0 +1,226 @@
+"""Sizes: from the second on, regions are lowered for all of them, and a new size is a new plan."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack
+from torch import nn
+from torch._dynamo.utils import counters
+
+import chunkflow_compile
+from chunkflow_compile import programs
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.runtime.codes import KEPT_SIZES
+
+SIZE = Size(layers=2)
+EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
+# Height and width change at the second call: torch then makes both symbolic.
+RESOLUTIONS = [(8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8)]
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> Iterator[None]:
+    counters.clear()
+    with torch.no_grad():
+        yield
+
+
+def graphs() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def check(model: Any, twin: nn.Module, inputs: dict[str, Any], tolerance: float = 0.0) -> None:
+    expected = twin(**inputs)[0]
+    torch.testing.assert_close(model(**inputs)[0], expected, atol=tolerance, rtol=tolerance)
+
+
+def turns(model: Any, twin: nn.Module, sizes: Sequence[Size], tolerance: float = 0.0) -> list[int]:
+    """Graphs compiled after each call of two turns through ``sizes``."""
+    compiled = []
+    for turn in range(2):
+        for number, size in enumerate(sizes):
+            check(model, twin, small_inputs("wan", size, 100 * turn + number), tolerance)
+            compiled.append(graphs())
+    return compiled
+
+
+def at_resolutions(count: int = len(RESOLUTIONS)) -> list[Size]:
+    return [replace(SIZE, height=height, width=width) for height, width in RESOLUTIONS[:count]]
+
+
+def test_ten_resolutions_are_two_compilations_of_the_whole_model() -> None:
+    model = small_model("wan", SIZE)
+    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
+    compiled = turns(whole, small_model("wan", SIZE), at_resolutions())
+    assert compiled == [1] + [2] * (2 * len(RESOLUTIONS) - 1)
+    found = programs(model)
+    assert len(found) == len(RESOLUTIONS) and all(p.plan.moved_bytes > 0 for p in found)
+    for program in found:
+        assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements if not m.primed_bytes)
+    flops = {sum(r.cost.flops for r in p.program.problem.regions) for p in found}
+    assert len(flops) == len({h * w for h, w in RESOLUTIONS}), "each plan is for its own sizes"
+    assert len({id(p.program.module) for p in found}) == 2, "one for the first size, one for all others"
+
+
+def test_ten_resolutions_are_two_compilations_of_each_kind() -> None:
+    model = chunkflow_compile.compile(small_model("wan", SIZE), **EAGER)
+    compiled = turns(model, small_model("wan", SIZE), at_resolutions())
+    assert len(set(compiled)) == 2 and compiled[1] == compiled[-1]
+    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
+
+
+@pytest.mark.parametrize("by_kind", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_inductor_lowers_regions_for_all_sizes(by_kind: bool) -> None:
+    model = small_model("wan", SIZE)
+    twin = copy.deepcopy(model)
+    if by_kind:
+        compiled: Any = chunkflow_compile.compile(model, **OPTIONS)
+    else:
+        compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    counts = turns(compiled, twin, at_resolutions(4), tolerance=1e-4)
+    assert len(set(counts)) == 2
+    assert all(m.moved_bytes > 0 for p in programs(model) for m in p.measurements if p.plan.streamed)
+
+
+def test_twenty_text_lengths_are_two_compilations_and_a_bounded_number_of_plans() -> None:
+    model = small_model("wan", SIZE)
+    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
+    compiled = turns(whole, small_model("wan", SIZE), [replace(SIZE, text=5 + 3 * n) for n in range(20)])
+    assert compiled == [1] + [2] * 39
+    assert 1 < len(programs(model)) <= KEPT_SIZES + 1
+
+
+def test_dynamic_is_one_compilation() -> None:
+    model = small_model("wan", SIZE)
+    whole = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=True, options=EAGER)
+    # all sizes of the first call differ: torch would take equal ones for the same
+    sizes = [replace(SIZE, frames=f, height=h, width=w, text=t) for f, h, w, t in ((3, 12, 20, 7), (2, 8, 8, 9))]
+    assert set(turns(whole, small_model("wan", SIZE), sizes)) == {1}
+
+
+def test_sizes_of_equal_cost_share_a_program() -> None:
+    model, twin = Stack(), Stack()
+    twin.load_state_dict(model.state_dict())
+    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
+    for rows, columns in [(2, 3), (4, 6), (6, 4), (4, 6), (6, 4), (5, 5)]:
+        x = torch.randn(rows, columns, 8)
+        assert torch.equal(whole(x), twin(x))
+    found = programs(model)
+    assert [len(p.measurements) for p in found] == [1, 4, 1]
+
+
+def test_new_weights_and_a_replan_hold_for_their_size() -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
+    sizes = at_resolutions(4)
+    turns(whole, twin, sizes)
+    least = min(p.plan.device_bytes for p in programs(model))
+    chunkflow_compile.replan(model, memory=2 * least)
+    for network in (model, twin):
+        weights = {name: w.detach().clone() * 0.5 for name, w in twin.named_parameters()}
+        network.load_state_dict({**network.state_dict(), **weights} if network is model else weights, strict=False)
+    turns(whole, twin, sizes)
+
+
+MOCHI: dict[str, Any] = {
+    "patch_size": 2,
+    "num_attention_heads": 2,
+    "attention_head_dim": 8,
+    "num_layers": 2,
+    "pooled_projection_dim": 16,
+    "in_channels": 12,
+    "out_channels": None,
+    "qk_norm": "rms_norm",
+    "text_embed_dim": 16,
+    "time_embed_dim": 4,
+    "activation_fn": "swiglu",
+    "max_sequence_length": 16,
+}
+
+
+def mochi_inputs(seed: int) -> dict[str, Any]:
+    """Two prompts, whose masks keep another number of tokens each time."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(16)[None] < torch.tensor([[5 + seed], [9 - seed]])
+    return {
+        "hidden_states": torch.randn(2, 12, 2, 16, 16, generator=generator),
+        "encoder_hidden_states": torch.randn(2, 16, 16, generator=generator),
+        "timestep": torch.tensor([500.0, 500.0]),
+        "encoder_attention_mask": mask,
+        "return_dict": False,
+    }
+
+
+FRAMEPACK: dict[str, Any] = {
+    "in_channels": 4,
+    "out_channels": 4,
+    "num_attention_heads": 2,
+    "attention_head_dim": 10,
+    "num_layers": 1,
+    "num_single_layers": 1,
+    "num_refiner_layers": 1,
+    "patch_size": 2,
+    "patch_size_t": 1,
+    "guidance_embeds": True,
+    "text_embed_dim": 16,
+    "pooled_projection_dim": 8,
+    "rope_axes_dim": (2, 4, 4),
+    "image_condition_type": None,
+    "has_image_proj": True,
+    "image_proj_dim": 16,
+    "has_clean_x_embedder": True,
+}
+
+
+def framepack_inputs(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    mask = torch.ones(1, 12)
+    mask[:, 12 - seed :] = 0
+    return {
+        "hidden_states": draw(1, 4, 3, 4, 4),
+        "timestep": torch.tensor([500]),
+        "encoder_hidden_states": draw(1, 12, 16),
+        "pooled_projections": draw(1, 8),
+        "encoder_attention_mask": mask,
+        "guidance": torch.tensor([600]),
+        "image_embeds": draw(1, 12, 16),
+        "indices_latents": torch.ones(3),
+        "latents_clean": draw(1, 4, 2, 4, 4),
+        "indices_latents_clean": torch.ones(2),
+        "latents_history_2x": draw(1, 4, 2, 4, 4),
+        "indices_latents_history_2x": torch.ones(2),
+        "latents_history_4x": draw(1, 4, 8, 4, 4),
+        "indices_latents_history_4x": torch.ones(8),
+        "return_dict": False,
+    }
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize("name", ["MochiTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel"])
+def test_sizes_that_depend_on_data(name: str, lowering: str, caplog: pytest.LogCaptureFixture) -> None:
+    config, draw = (MOCHI, mochi_inputs) if "Mochi" in name else (FRAMEPACK, framepack_inputs)
+    torch.manual_seed(0)
+    model = getattr(diffusers, name)(**config).eval()
+    twin = copy.deepcopy(model)
+    options = {"min_bytes": 256, "lowering": lowering}
+    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
+        for seed in range(1, 4):
+            check(whole, twin, draw(seed), 0.0 if lowering == "eager" else 1e-5)
+    assert "sizes that depend on data" in caplog.text
+    (program,) = programs(model)
+    assert program.plan.moved_bytes > 0 and graphs() == 1
+    assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements[1:])
