@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from chunkflow_compile.placing import courses, offload, programs, restore
     from chunkflow_compile.replanning import replan
     from chunkflow_compile.runtime.arena import Arena
+    from chunkflow_compile.saving import load, save
 
 __all__ = [
     "Arena",
@@ -23,10 +24,12 @@ __all__ = [
     "compile",
     "courses",
     "explain",
+    "load",
     "offload",
     "programs",
     "replan",
     "restore",
+    "save",
 ]
 __version__ = "0.1.0"
 
@@ -36,10 +39,12 @@ _HOMES = {
     "compile": "chunkflow_compile.compiling",
     "courses": "chunkflow_compile.placing",
     "explain": "chunkflow_compile.explaining",
+    "load": "chunkflow_compile.saving",
     "offload": "chunkflow_compile.placing",
     "programs": "chunkflow_compile.placing",
     "replan": "chunkflow_compile.replanning",
     "restore": "chunkflow_compile.placing",
+    "save": "chunkflow_compile.saving",
 }
 
 

@@ -28,7 +28,12 @@ _RECOMPILE_LIMIT = 256
 
 
 def compile(
-    model: nn.Module, *, device: torch.device | str | None = None, mode: str | None = None, **options: Any
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    **options: Any,
 ) -> nn.Module:
     """Place a model and compile it by kind, in place; return it.
 
@@ -37,7 +42,8 @@ def compile(
     without repeated blocks is compiled whole.
 
     ``device``: see :func:`offload`; a model that is placed already stays where it is.  ``mode``: as in torch.compile, such
-    as "max-autotune-no-cudagraphs".  ``options``: those of the backend.
+    as "max-autotune-no-cudagraphs".  ``dynamic``: as there; by default, sizes that change are left open from the second
+    compilation on.  ``options``: those of the backend.
     Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
     """
     if isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
@@ -57,7 +63,7 @@ def compile(
             warm_up(placement.store.device)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
-        _compile(model, given)
+        _compile(model, given, dynamic)
         return model
     kinds = kinds_of(blocks)
     for kind in kinds:
@@ -66,19 +72,20 @@ def compile(
         placement.progress = CompileProgress(weakref.ref(model), len(kinds) + len(parts))
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *kinds_of(parts)]))
     for module in (*blocks.values(), *parts.values()):
-        _compile(module, given)
+        _compile(module, given, dynamic)
     return model
 
 
-def _compile(module: nn.Module, options: Mapping[str, Any]) -> None:
+def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None) -> None:
     """Compile a module in place, at its first call."""
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
-    module.compile(backend="chunkflow", options=dict(options), **more)
+    more |= {"backend": "chunkflow", "options": dict(options), "dynamic": dynamic}
+    module.compile(**more)
     if type(module).__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         called = _through(module._call_impl)
-        module._compiled_call_impl = torch.compile(called, backend="chunkflow", options=dict(options), **more)
+        module._compiled_call_impl = torch.compile(called, **more)
 
 
 def _through(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.program.rewrite import Program
 
@@ -40,9 +40,22 @@ def lower_regions(
 
 
 def _through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Region:
+    module = _named_by_place(module)
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     # standalone_compile gives each region a TracingContext of its own.  Weights stay inputs, so Inductor never takes
     # memory of a slot for a buffer of its own.
     return torch._inductor.standalone_compile(
         module, inputs, dynamic_shapes="from_tracing_context", options={"config_patches": {**_TUNING, **inductor}}
     )
+
+
+def _named_by_place(module: GraphModule) -> GraphModule:
+    """The region with its nodes numbered: Inductor's caches then find it in another model, where its ops have other names."""
+    graph, copies = Graph(), dict[Node, Node]()
+    for number, node in enumerate(module.graph.nodes):
+        copies[node] = copied = graph.node_copy(node, copies.__getitem__)
+        if node.op != "output":
+            copied.name = f"v{number}"
+            if node.op == "placeholder":
+                copied.target = copied.name
+    return GraphModule(module, graph)

@@ -4,6 +4,7 @@
 
 Compile time: a Wan-style model of narrow blocks, from the call to the first output, each arm in a fresh process with
 empty caches, in random order; then once more in a second process with the caches that the first one left.
+Ten resolutions in turns: the time of their calls, and what was compiled.
 Step time: all arms in one process, steps interleaved in random order, medians and spread.
 """
 
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 from torch import nn
+from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 import chunkflow_compile
@@ -34,6 +37,7 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 
 # Weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
+RESOLUTIONS = [(8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8)]
 # Blocks of other counts, compiled by kind, for the time that one more block takes.
 COUNTS = (20, 60)
 
@@ -64,15 +68,16 @@ ARMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def compile_once(arm: str, blocks: int) -> tuple[float, float]:
-    """Wall seconds from the call to the first output, and CPU seconds of the process and its children."""
+def compile_once(arm: str, blocks: int) -> tuple[float, float, float]:
+    """Wall seconds from the call to the first output, CPU seconds of the process and its children, and the GiB of host memory
+    that the process needed at most, above what it had before."""
     size = Size(layers=blocks)
     model, inputs = small_model("wan", size), small_inputs("wan", size, 0)
     with torch.no_grad():
         expected = model(**inputs)[0]
-        before, start = cpu_seconds(), time.perf_counter()
+        held, before, start = peak_gib(), cpu_seconds(), time.perf_counter()
         output = ARMS[arm](model)(**inputs)[0]
-        taken = time.perf_counter() - start, cpu_seconds() - before
+        taken = time.perf_counter() - start, cpu_seconds() - before, peak_gib() - held
     torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
     return taken
 
@@ -82,17 +87,21 @@ def cpu_seconds() -> float:
     return sum(u.ru_utime + u.ru_stime for u in used)
 
 
+def peak_gib() -> float:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def in_a_process(arm: str, blocks: int, cache: str) -> list[float]:
     """As compile_once, in a process of its own, whose caches are in a folder."""
     command = [sys.executable, __file__, "--once", arm, "--blocks", str(blocks)]
     # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return [float(x) for x in output.split()[-2:]]
+    return [float(x) for x in output.split()[-3:]]
 
 
 def measure_compile(runs: Sequence[tuple[str, int]], repeats: int) -> dict[tuple[str, int], list[list[float]]]:
-    """Of each arm and number of blocks: wall and CPU seconds with empty caches, and with full ones."""
+    """Of each arm and number of blocks: the results of compile_once with empty caches, then with full ones."""
     order = [run for run in runs for _ in range(repeats)]
     random.Random(0).shuffle(order)
     seconds: dict[tuple[str, int], list[list[float]]] = {run: [] for run in runs}
@@ -122,6 +131,36 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
     return seconds
 
 
+def measure_sizes(size: Size) -> list[tuple[str, float, float, int, bool]]:
+    """Ten resolutions in two turns, by kind: resolution, seconds of its first and second call, compilations so far, and
+    whether its outputs are those of a model compiled for that size alone."""
+    found: dict[str, list[float]] = {}
+    compiled, right = {}, {}
+    model = by_kind(small_model("wan", size))
+    with torch.no_grad():
+        for turn in range(2):
+            for number, (height, width) in enumerate(tqdm(RESOLUTIONS, desc=f"resolutions, turn {turn + 1}")):
+                at = replace(size, height=height, width=width)
+                inputs = small_inputs("wan", at, number)
+                start = time.perf_counter()
+                output = model(**inputs)[0]
+                label = f"{height} x {width}"
+                found.setdefault(label, []).append(time.perf_counter() - start)
+                compiled.setdefault(label, counters["stats"]["unique_graphs"])
+                right.setdefault(label, (inputs, output))
+        for label, (inputs, output) in tqdm(right.items(), desc="compiled for one size"):
+            torch._dynamo.reset()
+            expected = chunkflow_compile.compile(small_model("wan", size), dynamic=False, **RESIDENT)(**inputs)[0]
+            right[label] = torch.allclose(output, expected, atol=1e-4, rtol=1e-3)
+    return [(label, *seconds, compiled[label], right[label]) for label, seconds in found.items()]
+
+
+def size_table(rows: list[tuple[str, float, float, int, bool]]) -> str:
+    cells = [(at, f"{a:.2f} s", f"{b:.3f} s", n, "yes" if right else "NO") for at, a, b, n, right in rows]
+    headers = ("latent", "first call", "second call", "graphs compiled so far", "as compiled for this size alone")
+    return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
+
+
 def compile_table(found: dict[tuple[str, int], list[list[float]]], blocks: int) -> str:
     medians = {
         arm: [statistics.median(c) for c in zip(*v, strict=True)] for (arm, n), v in found.items() if n == blocks
@@ -129,13 +168,14 @@ def compile_table(found: dict[tuple[str, int], list[list[float]]], blocks: int) 
     rows = [
         (
             arm,
-            *(f"{s:.1f} s" for s in medians[arm]),
+            *(f"{medians[arm][i]:.1f} s" for i in (0, 1, 3, 4)),
+            f"{medians[arm][2]:.2f} GiB",
             f"{medians[BASE][0] / medians[arm][0]:.1f}x",
             len(found[arm, blocks]),
         )
         for arm in ARMS
     ]
-    headers = ("arm", "wall", "CPU", "second process, wall", "CPU", "faster than torch.compile", "runs")
+    headers = ("arm", "wall", "CPU", "second process, wall", "CPU", "host memory", "faster than torch.compile", "runs")
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -178,11 +218,14 @@ def main() -> None:
     text += "Wan-style models from diffusers, random weights, float32, one process. Written by\n`make bench`.\n\n"
     text += f"## From the call to the first output, {blocks} narrow blocks\n\n"
     text += (
-        "Empty caches, then a second process with the caches of the first. CPU seconds include those of children.\n\n"
+        "Empty caches, then a second process with the caches of the first. CPU seconds include those of children. "
+        "Host memory: what the first\nprocess needed at most above what it had before.\n\n"
     )
     text += compile_table(found, blocks) + "\n\n"
     text += f"By kind, {COUNTS[0]} blocks take {few:.1f} s and {COUNTS[1]} blocks {many:.1f} s: "
     text += f"{(many - few) / (COUNTS[1] - COUNTS[0]):.3f} s for each more.\n"
+    text += f"\n## Ten resolutions in turns, {blocks} narrow blocks, by kind\n\n"
+    text += size_table(measure_sizes(Size(layers=blocks))) + "\n"
     for label, size in sizes.items():
         text += f"\n## A step, {label}, all weights resident\n\n{step_table(measure_steps(size, arguments.steps))}\n"
     print(text)

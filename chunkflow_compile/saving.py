@@ -1,0 +1,110 @@
+"""``save`` and ``load``: carry a model's lowered regions to another process or machine of the same kind.
+
+The file is a zip archive: a manifest, and for each region what Inductor's ``CompiledArtifact.save`` writes.  ``load`` puts
+them into Inductor's caches, where the next compilation finds them by Inductor's own keys, which cover the graph, the
+configuration, the device and torch, and checks their guards.  So a region is never used where it does not fit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import platform
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch._inductor.standalone_compile import CompiledArtifact
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placing import programs
+
+_log = logging.getLogger(__name__)
+
+_MANIFEST = "manifest.json"
+_FORMAT = 1
+
+
+def save(model: nn.Module, path: str | Path) -> int:
+    """Write the lowered regions of a compiled model to a file; return their number.
+
+    Raises ChunkflowError if the model has run no program lowered by Inductor: call it once first.
+    """
+    regions = {id(region): region for s in programs(model) for region in s.code.regions.values()}
+    artifacts = [region for region in regions.values() if isinstance(region, CompiledArtifact)]
+    if not artifacts:
+        raise ChunkflowError(
+            "This model has no regions lowered by Inductor: call the compiled model once, then save it."
+        )
+    target = Path(path)
+    part = target.with_name(f"{target.name}.part")  # renamed below: a reader never sees half a file
+    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
+        digests = {}
+        for number, artifact in enumerate(artifacts):
+            one = Path(folder, f"region_{number}")
+            try:
+                artifact.save(path=str(one), format="binary")
+            except Exception as error:  # noqa: BLE001  such as an op that cannot be pickled: it is compiled anew
+                _log.warning("region %d cannot be saved (%s)", number, str(error).splitlines()[0])
+                continue
+            digests[one.name] = hashlib.sha256(one.read_bytes()).hexdigest()
+            archive.write(one, one.name)
+        archive.writestr(_MANIFEST, json.dumps({**_machine(), "regions": digests}, indent=1, sort_keys=True))
+    part.replace(target)
+    return len(digests)
+
+
+def load(path: str | Path) -> int:
+    """Put the regions of a file that ``save`` wrote into Inductor's caches; return their number.
+
+    Call it before the first call of the compiled model.  A file of another machine or release, or one that is damaged, is
+    ignored with a warning: the model then compiles as without it.  As with ``torch.load``, only load files you trust.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            manifest = json.loads(archive.read(_MANIFEST))
+            blobs = {name: archive.read(name) for name in manifest["regions"]}
+        damaged = [n for n, blob in blobs.items() if hashlib.sha256(blob).hexdigest() != manifest["regions"][n]]
+    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        return _ignored(path, f"it cannot be read ({error})")
+    if damaged:
+        return _ignored(path, f"{damaged[0]} is not what was saved")
+    if found := next(_differences(manifest), None):
+        return _ignored(path, found)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, blob in blobs.items():
+            one = Path(folder, name)
+            one.write_bytes(blob)
+            try:
+                CompiledArtifact.load(path=str(one), format="binary")  # the caches have it now
+            except Exception as error:  # noqa: BLE001  whatever Inductor cannot read is compiled anew
+                return _ignored(path, f"{name} cannot be loaded ({error})")
+    return len(blobs)
+
+
+def _machine() -> dict[str, Any]:
+    """What a file of regions is for."""
+    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    return {
+        "format": _FORMAT,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "gpu": "none" if gpu is None else f"{gpu.name} {gpu.major}.{gpu.minor}",
+    }
+
+
+def _differences(manifest: dict[str, Any]) -> Iterator[str]:
+    for what, here in _machine().items():
+        if manifest.get(what) != here:
+            yield f"it was saved with {what} {manifest.get(what)}, here it is {here}"
+
+
+def _ignored(path: str | Path, why: str) -> int:
+    _log.warning("%s is ignored: %s; regions are compiled", path, why)
+    return 0

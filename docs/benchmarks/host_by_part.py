@@ -1,0 +1,105 @@
+"""Host time of one call of 60 blocks by part, whole and by kind: guards and wrappers, runner, session, executor, regions.
+
+python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_by_part.md
+
+Narrow blocks on the CPU, all weights resident, ops one by one: the compute is small, and no part waits for a device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+import chunkflow_compile
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.runtime import executor
+from chunkflow_compile.runtime.executor import Executor
+from chunkflow_compile.runtime.runner import Runner
+from chunkflow_compile.runtime.session import Session
+
+OPTIONS = {"policy": "resident", "min_bytes": 4096, "lowering": "eager"}
+PARTS = ("guards, wrappers, and eager code", "runner", "session and course", "executor", "regions")
+CALLS = 40
+
+
+class Clock:
+    """Seconds inside each of several functions, in the order from the outermost to the innermost."""
+
+    def __init__(self) -> None:
+        self.inside = [0.0] * len(PARTS)
+
+    def around(self, part: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.inside[part] += time.perf_counter() - start
+
+        return timed
+
+    def own(self) -> list[float]:
+        """Seconds of each part without the parts inside it."""
+        return [outer - inner for outer, inner in zip(self.inside, [*self.inside[1:], 0.0], strict=True)]
+
+
+@contextmanager
+def watched(clock: Clock) -> Iterator[None]:
+    owning = executor.owning
+    with (
+        mock.patch.object(Runner, "__call__", clock.around(1, Runner.__call__)),
+        mock.patch.object(Session, "run", clock.around(2, Session.run)),
+        mock.patch.object(Executor, "run", clock.around(3, Executor.run)),
+        mock.patch.object(executor, "owning", lambda region, slots: clock.around(4, owning(region, slots))),
+    ):
+        yield
+
+
+def measured(make: Callable[[nn.Module], Any], blocks: int) -> list[float]:
+    """Median seconds of each part in a call."""
+    size, clock, found = Size(layers=blocks), Clock(), list[list[float]]()
+    inputs = small_inputs("wan", size, 0)
+    with torch.no_grad(), watched(clock):
+        model = make(small_model("wan", size))
+        for call in range(CALLS + 10):
+            clock.inside = [0.0] * len(PARTS)
+            clock.around(0, model)(**inputs)
+            if call >= 10:  # the first calls compile, and learn the course
+                found.append(clock.own())
+    torch._dynamo.reset()
+    return [statistics.median(part) for part in zip(*found, strict=True)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--blocks", type=int, default=60)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    arms: dict[str, Callable[[nn.Module], Any]] = {
+        "whole": lambda model: torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS),
+        "by kind": lambda model: chunkflow_compile.compile(model, **OPTIONS),
+    }
+    found = {arm: measured(make, arguments.blocks) for arm, make in arms.items()}
+    rows = [(part, *(f"{1e3 * found[arm][i]:.2f} ms" for arm in arms)) for i, part in enumerate(PARTS)]
+    rows.append(("together", *(f"{1e3 * sum(found[arm]):.2f} ms" for arm in arms)))
+    table = tabulate(rows, headers=("part", *arms), tablefmt="github", disable_numparse=True)
+    about = (
+        f"A Wan-style model of {arguments.blocks} narrow blocks on the CPU, all weights resident, ops one by one. Medians of "
+        f"{CALLS} warm calls.\nBy kind, each block is a call of its own. torch {torch.__version__}."
+    )
+    command = "python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_by_part.md"
+    arguments.out.write_text(f"# Host time by part\n\n{about}\n\n```\n{command}\n```\n\n{table}\n")
+
+
+if __name__ == "__main__":
+    main()

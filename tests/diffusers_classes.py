@@ -1,0 +1,135 @@
+"""Every transformer class of diffusers, with the tiny configurations of its own tests, against eager.
+
+    git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
+    python tests/diffusers_classes.py diffusers [--only Wan] [--way parts|whole|kind] [--out classes.md]
+
+Ways: ``parts``, without fullgraph; ``whole``, with it; ``kind``, chunkflow_compile.compile.  A class counts if it runs that
+way with the backend aot_eager.  Then three calls with ChunkFlow, eager lowering, must be bit-equal to eager, and weights
+must have moved.  The exit code is 1 if one of them is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from tqdm import tqdm
+
+import chunkflow_compile
+
+FOLDER = "tests/models/transformers"
+OPTIONS = {"min_bytes": 256, "chunk_bytes": 4096, "slowdown": 1.0, "lowering": "eager"}
+TIME_LIMIT_S = 900
+GOOD = ("equal", "not with aot_eager", "not in this release")
+
+
+def configs(module: str) -> Iterator[Any]:
+    """The configurations of one test module: objects with the class, its arguments and its inputs."""
+    for name, cls in vars(importlib.import_module(module)).items():
+        if isinstance(cls, type) and hasattr(cls, "get_init_dict") and cls.__module__ == module and "Config" in name:
+            yield cls()
+
+
+def outputs(result: Any) -> list[torch.Tensor]:
+    if isinstance(result, torch.Tensor):
+        return [result]
+    values = result.values() if hasattr(result, "values") else result
+    return [t for v in values if v is not None for t in outputs(v)] if not isinstance(values, (int, float)) else []
+
+
+def called(model: Any, config: Any, seed: int) -> list[torch.Tensor]:
+    """One call.  Floating-point inputs depend on the seed."""
+    inputs = config.get_dummy_inputs()
+    generator = torch.Generator().manual_seed(seed)
+    for name, value in inputs.items():
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 2:
+            inputs[name] = value + 0.1 * torch.randn(value.shape, generator=generator).to(value.dtype)
+    torch.manual_seed(seed)
+    return outputs(model(**inputs))
+
+
+def compiled(model: Any, way: str, backend: str) -> Any:
+    if way == "kind" and backend == "chunkflow":
+        return chunkflow_compile.compile(model, **OPTIONS)
+    more = {"options": OPTIONS} if backend == "chunkflow" else {}
+    return torch.compile(model, backend=backend, fullgraph=way == "whole", **more)
+
+
+def check(config: Any, way: str) -> str:
+    """What one class does; ``equal`` if all is well."""
+    torch.manual_seed(0)
+    try:
+        model = config.model_class(**config.get_init_dict()).eval()
+        twin = copy.deepcopy(model)
+        expected = [called(twin, config, seed) for seed in range(3)]
+    except (AttributeError, TypeError, ImportError, ValueError) as error:
+        return f"not in this release ({type(error).__name__})"
+    try:
+        called(compiled(copy.deepcopy(model), way, "aot_eager"), config, 0)
+    except Exception as error:
+        return f"not with aot_eager ({type(error).__name__})"
+    torch._dynamo.reset()
+    ours = compiled(model, way, "chunkflow")
+    found = [called(ours, config, seed) for seed in range(3)]
+    if not all(torch.equal(a, b) for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=True)):
+        return "differs"
+    moved = sum(m.moved_bytes + m.primed_bytes for p in chunkflow_compile.programs(model) for m in p.measurements)
+    return f"equal ({moved} bytes moved)" if moved else "nothing moved"
+
+
+def run_one(checkout: Path, file: str, way: str) -> list[tuple[str, str]]:
+    """The classes of one test file, in a process of its own."""
+    command = [sys.executable, __file__, str(checkout), "--way", way, "--file", file]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"}
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIME_LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return [(file, "takes too long")]
+    rows = [line.split("\t")[1:] for line in done.stdout.splitlines() if line.startswith("class\t")]
+    last = (done.stderr.strip().splitlines() or ["no output"])[-1]
+    good = done.returncode == 0 or "ImportError" in last
+    failed = [] if done.returncode == 0 else [(file, f"{'not in this release' if good else 'failed'} ({last})")]
+    return [(name, said) for name, said in rows] + failed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path, help="a clone of diffusers")
+    parser.add_argument("--way", choices=("parts", "whole", "kind"), default="parts")
+    parser.add_argument("--only", default="", help="of the test files")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--file", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.file:
+        sys.path.insert(0, str(arguments.checkout))
+        with torch.no_grad():
+            for config in configs(f"{FOLDER}/{arguments.file}".replace("/", ".")):
+                print("class", config.model_class.__name__, check(config, arguments.way), sep="\t", flush=True)
+        return
+    files = sorted(p.stem for p in (arguments.checkout / FOLDER).glob("test_*.py") if arguments.only.lower() in p.stem)
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        runs = pool.map(lambda file: run_one(arguments.checkout, file, arguments.way), files)
+        rows = [row for found in tqdm(runs, total=len(files)) for row in found]
+    bad = [row for row in rows if not row[1].startswith(GOOD)]
+    equal = sum(said.startswith("equal") for _, said in rows)
+    text = f"{tabulate(rows, headers=('class', arguments.way), tablefmt='github')}\n\n"
+    text += f"{len(rows)} classes, {equal} equal, {len(bad)} not as they should be.\n"
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+    sys.exit(bool(bad))
+
+
+if __name__ == "__main__":
+    main()
