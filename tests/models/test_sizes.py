@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch._dynamo.utils import counters
 import chunkflow_compile
 from chunkflow_compile import programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.runtime.codes import KEPT_SIZES
 
 SIZE = Size(layers=2)
@@ -129,6 +130,23 @@ def test_new_weights_and_a_replan_hold_for_their_size() -> None:
         weights = {name: w.detach().clone() * 0.5 for name, w in twin.named_parameters()}
         network.load_state_dict({**network.state_dict(), **weights} if network is model else weights, strict=False)
     turns(whole, twin, sizes)
+
+
+def resolutions_on_a_rank(rank: int) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    whole = torch.compile(model, backend="chunkflow", options=EAGER)
+    with torch.no_grad():
+        compiled = turns(whole, twin, at_resolutions(4))
+    assert len(set(compiled)) == 2
+    crossing = {sum(c.nbytes for c in p.program.problem.collectives) for p in programs(model)}
+    assert len(crossing) == 4, "the bytes of the collectives are those of each size"
+    assert all(m.collectives > 0 and m.moved_bytes > 0 for p in programs(model) for m in p.measurements)
+
+
+def test_resolutions_at_ulysses_2(on_ranks: Callable[..., None]) -> None:
+    on_ranks(resolutions_on_a_rank)
 
 
 MOCHI: dict[str, Any] = {
