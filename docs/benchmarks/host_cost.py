@@ -30,6 +30,7 @@ from chunkflow_compile.runtime.cuda_time import FIRST_STEPS
 from chunkflow_compile.runtime.executor import Executor
 
 STEPS = 3 * FIRST_STEPS
+ALSO = "[host_by_part.md](host_by_part.md) has the parts of a call that runs on the CPU."
 
 
 class IdleGpu:
@@ -75,7 +76,7 @@ def main() -> None:
         f"The call is predicted to take {predicted.step_s:.1f} s on {machine.name}. torch {torch.__version__}, one core."
     )
     command = "python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md"
-    arguments.out.write_text(f"# The host's share\n\n{about}\n\n```\n{command}\n```\n\n```\n{table}\n```\n")
+    arguments.out.write_text(f"# The host's share\n\n{about}\n\n```\n{command}\n```\n\n```\n{table}\n```\n\n{ALSO}\n")
 
 
 @dataclass(eq=False)
