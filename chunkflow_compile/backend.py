@@ -36,7 +36,6 @@ from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.graph.sizes import bounds
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Settings, Stage, StageName, stages
 from chunkflow_compile.passes.placement.place import least_memory
@@ -108,7 +107,7 @@ def chunkflow(
         told("planning")
         tables = move_tables(aten, device)
         traced = describe_graph(aten, parameters, index.blocks)
-        note_estimates(bounds(aten), traced.sizes)
+        note_estimates(traced)
         make = partial(run_passes, traced, settings, chosen.dump)
         stage, folder = make()
         program = stage.program

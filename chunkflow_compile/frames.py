@@ -16,6 +16,7 @@ from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.lowering.warm_up import warmed_up
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.sizes import symbols_of
+from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
@@ -48,9 +49,9 @@ def note_graph_break(graph: GraphModule) -> None:
         )
 
 
-def note_estimates(symbols: Iterable[str], sizes: Mapping[str, int]) -> None:
+def note_estimates(traced: Traced) -> None:
     """Log the sizes that depend on data, and what the plan takes them for."""
-    if found := ", ".join(f"{name} for {sizes[name]}" for name in symbols):
+    if found := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
         _log.warning("sizes that depend on data: the plan takes %s, so its FLOPs, bytes and times are estimates", found)
 
 

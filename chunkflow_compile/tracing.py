@@ -96,8 +96,9 @@ def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: 
     resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # exists in every release, but not in __all__
     groups = {group_name(n) for n in graph.graph.nodes if collective_kind(n) is not None}
     ranks = {name: int(resolve(name).size()) for name in sorted(groups)}
-    sizes = estimated(hints(graph), bounds(graph))
-    return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks, sizes=sizes)
+    unknown = bounds(graph)
+    sizes = estimated(hints(graph), unknown)
+    return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks, sizes=sizes, unknown=unknown)
 
 
 def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int) -> list[Parameter]:

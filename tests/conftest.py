@@ -21,6 +21,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.utils import counters
 
 # An example may take as long as it likes: on a machine with other work, 200 ms pass in any of them.
 hypothesis.settings.register_profile("chunkflow", deadline=None)
@@ -48,6 +49,7 @@ SIZES = ("--hardware", "cpu", "--min-bytes", "0", "--chunk-bytes", "4096", "--sl
 @pytest.fixture(autouse=True)
 def fresh_dynamo() -> Iterator[None]:
     torch._dynamo.reset()
+    counters.clear()
     yield
     torch._dynamo.reset()
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from torch import nn
+from torch._dynamo.utils import counters
 
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size
@@ -23,6 +24,11 @@ from chunkflow_compile.tracing import trace
 
 # Projections of 1 MiB.  Tests that compile a model with Inductor share this size, and so its compiled kernels.
 WIDE = Size(layers=2, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)
+
+
+def graphs() -> int:
+    """The number of graphs that Dynamo has compiled in this test."""
+    return int(counters["stats"]["unique_graphs"])
 
 
 def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:

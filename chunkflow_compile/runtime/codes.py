@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from chunkflow_compile.passes.graph.regions import Cut
-from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints, symbol_nodes
+from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Settings, Stage
 from chunkflow_compile.passes.program.rewrite import Program
@@ -95,7 +95,6 @@ class Codes:
         inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
         position = {node: i for i, node in enumerate(inputs)}
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
-        self._unknown = bounds(traced.graph)
         known = hints(traced.graph)
         begun = tuple(known.get(name, -1) for name in self._symbols)  # -1: it depends on data
         self._codes = {begun: first}
@@ -108,7 +107,7 @@ class Codes:
     def plan(self, inputs: Sequence[Any]) -> None:
         """Plan for the sizes of a call, and forget the oldest plan if there are too many."""
         sizes = tuple(inputs[position] for position in self._symbols.values())
-        values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._unknown)
+        values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
         code = self.first.at(replace(self._traced, sizes=values))
         same = (known for known, other in self._codes.items() if other.program.same_as(code.program))
         self._same[sizes] = known = next(same, sizes)

@@ -15,7 +15,8 @@ class Traced:
     """An ATen inference graph from AOTAutograd, and the facts that its nodes do not carry.
 
     ``blocks``: module key in ``nn_module_stack`` -> name of the block, for modules that are blocks.  ``ranks``: name of
-    a process group that the graph's collectives use -> its size.  ``sizes``: of the symbols in its metadata (sizes.py).
+    a process group that the graph's collectives use -> its size.  ``sizes``: of the symbols in its metadata (sizes.py);
+    ``unknown``: the bounds of those among them that no call gives.
     """
 
     graph: GraphModule
@@ -23,3 +24,4 @@ class Traced:
     blocks: Mapping[str, str]
     ranks: Mapping[str, int]
     sizes: Mapping[str, int] = field(default_factory=dict)
+    unknown: Mapping[str, int | None] = field(default_factory=dict)

@@ -6,15 +6,14 @@ import inspect
 import io
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack
+from helpers import Stack, graphs
 from torch import nn
-from torch._dynamo.utils import counters
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, courses, programs, restore
@@ -27,16 +26,7 @@ EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 MIN_BYTES = OPTIONS["min_bytes"]
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    counters.clear()
-    with torch.no_grad():
-        yield
-
-
-def graphs() -> int:
-    """The number of graphs that Dynamo has compiled in this test."""
-    return int(counters["stats"]["unique_graphs"])
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def pair(family: str = "wan") -> tuple[nn.Module, nn.Module]:

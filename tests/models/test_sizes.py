@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,9 +12,8 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack
+from helpers import Stack, graphs
 from torch import nn
-from torch._dynamo.utils import counters
 
 import chunkflow_compile
 from chunkflow_compile import programs
@@ -28,15 +27,7 @@ EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 RESOLUTIONS = [(8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8)]
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    counters.clear()
-    with torch.no_grad():
-        yield
-
-
-def graphs() -> int:
-    return int(counters["stats"]["unique_graphs"])
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def check(model: Any, twin: nn.Module, inputs: dict[str, Any], tolerance: float = 0.0) -> None:
