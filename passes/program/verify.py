@@ -298,7 +298,7 @@ def _check_place(course: Course, call: int, program: Program) -> Iterator[str]:
         [
             (op.kind, op.weight, op.chunk, op.serves, op.mark, streamed.intersection(op.reads))
             for op in order.ops
-            if op.call == call
+            if op.call == call and (op.kind != "other" or op.reads)
         ]
         for order in (HappensBefore((course,), 1), HappensBefore((course.at(call, program),), 1))
     )

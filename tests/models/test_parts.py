@@ -14,7 +14,7 @@ from conftest import OPTIONS
 from helpers import Stack
 from torch import nn
 
-from chunkflow_compile import offload, programs, restore
+from chunkflow_compile import courses, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 
 SIZE = Size(layers=3, singles=2)
@@ -101,16 +101,25 @@ def _mag_ratios() -> torch.Tensor:
     return torch.linspace(1.0, 0.9, 20)
 
 
-CACHES: dict[str, Callable[[], Any]] = {
-    "first block": lambda: diffusers.FirstBlockCacheConfig(threshold=0.2),
-    "pyramid attention broadcast": lambda: diffusers.PyramidAttentionBroadcastConfig(
+# Called with a function that returns the timestep.
+CACHES: dict[str, Callable[[Callable[[], int]], Any]] = {
+    "first block": lambda timestep: diffusers.FirstBlockCacheConfig(threshold=0.2),
+    "pyramid attention broadcast": lambda timestep: diffusers.PyramidAttentionBroadcastConfig(
         spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(-1, 1000),
-        current_timestep_callback=lambda: 500,
+        spatial_attention_timestep_skip_range=(-1, 900),
+        current_timestep_callback=timestep,
     ),
-    "mag": lambda: diffusers.MagCacheConfig(
+    "mag": lambda timestep: diffusers.MagCacheConfig(
         mag_ratios=_mag_ratios(), num_inference_steps=20, retention_ratio=0.1, threshold=0.5
     ),
+    "faster": lambda timestep: diffusers.FasterCacheConfig(
+        spatial_attention_block_skip_range=2,
+        spatial_attention_timestep_skip_range=(-1, 900),
+        attention_weight_callback=lambda _: 0.5,
+        is_guidance_distilled=True,
+        current_timestep_callback=timestep,
+    ),
+    "taylor seer": lambda timestep: diffusers.TaylorSeerCacheConfig(cache_interval=3, disable_cache_before_step=2),
 }
 
 
@@ -120,12 +129,14 @@ CACHES: dict[str, Callable[[], Any]] = {
 def test_a_step_cache(family: str, kind: str) -> None:
     """Hits and misses in turns: the inputs change little, and every third time a lot."""
     model, twin = pair(family)
+    timestep = 1000
     for m in (model, twin):
-        m.enable_cache(CACHES[kind]())  # type: ignore[operator]
+        m.enable_cache(CACHES[kind](lambda: timestep))  # type: ignore[operator]
     offload(model, min_bytes=MIN_BYTES)
     model.compile(backend="chunkflow", options=EAGER)
     base = small_inputs(family, SIZE, 0)
     for step in range(20):
+        timestep = 500 if step > 1 else 1000  # the first two steps skip nothing
         changed = base["hidden_states"] + 0.01 * step + (step // 3)
         outputs = []
         for m in (model, twin):
@@ -135,6 +146,33 @@ def test_a_step_cache(family: str, kind: str) -> None:
         assert torch.equal(*outputs)
     moved = [m.moved_bytes for p in programs(model) for m in p.measurements]
     assert sum(moved) >= large_bytes(twin)
+
+
+@pytest.mark.long
+def test_faster_cache_with_guidance(caplog: pytest.LogCaptureFixture) -> None:
+    """Half of the batch is skipped in turns: two graphs of the same weights, which run in one course."""
+    model, twin = pair("wan")
+    for m in (model, twin):
+        m.enable_cache(  # type: ignore[operator]
+            diffusers.FasterCacheConfig(
+                spatial_attention_block_skip_range=2,
+                unconditional_batch_skip_range=2,
+                attention_weight_callback=lambda _: 0.5,
+                current_timestep_callback=lambda: 500,
+            )
+        )
+    offload(model, min_bytes=MIN_BYTES)
+    model.compile(backend="chunkflow", options=EAGER)
+    base = {k: torch.cat([v, v]) if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, 0).items()}
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        for step in range(12):
+            inputs = {**base, "hidden_states": base["hidden_states"] + 0.01 * step}
+            outputs = [m(**inputs)[0] for m in (model, twin)]
+            assert torch.equal(*outputs)
+            programs(model)[0].arena.courses.settle()
+    (route, *_) = courses(model)
+    assert sum(m.moved_bytes for m in route.measurements) >= large_bytes(twin)
+    assert not any("as a course" in r.message for r in caplog.records)
 
 
 def test_a_frame_without_weights_is_lowered_as_it_is() -> None:
