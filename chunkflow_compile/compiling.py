@@ -31,6 +31,8 @@ def compile(
     model: nn.Module,
     *,
     device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    share: Any = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     **options: Any,
@@ -41,7 +43,8 @@ def compile(
     run as a course: what the whole model would do as one program, without the time to trace every block.  A model
     without repeated blocks is compiled whole.
 
-    ``device``: see :func:`offload`; a model that is placed already stays where it is.  ``mode``: as in torch.compile, such
+    ``device``, ``dtype``, ``share``: see :func:`offload`; a model that is placed already stays as it is.
+    ``mode``: as in torch.compile, such
     as "max-autotune-no-cudagraphs".  ``dynamic``: as there; by default, sizes that change are left open from the second
     compilation on.  ``options``: those of the backend.
     Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
@@ -57,7 +60,7 @@ def compile(
     blocks = blocks_of(model)
     parts = parts_of(model, blocks.values(), min_bytes)
     if placement is None:
-        placement = placement_of(offload(model, device, min_bytes=min_bytes))
+        placement = placement_of(offload(model, device, min_bytes=min_bytes, dtype=dtype, share=share))
     if placement is not None and chosen.lowering == "inductor":
         with compile_lock:
             warm_up(placement.store.device)

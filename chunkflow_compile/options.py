@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import parse_bytes
-from chunkflow_compile.weights.host_memory import pin_budget
 
 # Starting a copy takes 5 to 10 us and moving 1 MiB 35 us at 30 GB/s, so smaller copies waste much of the link.  Smaller
 # parameters (biases, norms, modulation tables) make up less than 1 % of a DiT.
@@ -99,7 +97,8 @@ class Options:
 
     pin_memory: int | str | None = None
     """Most host bytes to pin for the model, as bytes or "64GB"; weights beyond that are copied from pageable memory,
-    which is slower.  On a GPU only.  By default four fifths of the machine's memory divided by LOCAL_WORLD_SIZE."""
+    which is slower.  On a GPU only.  By default the weights' own memory and what else the machine and the control groups of
+    the process leave, less a reserve of 5 %, divided by LOCAL_WORLD_SIZE."""
 
     debug: str | Sequence[str] = ()
     """"poison" overwrites evicted weights with NaN, which exposes a late reader; "threads" runs every stream, compute
@@ -179,11 +178,9 @@ class Options:
         """The budget of ``memory``, bytes; None if it is not set."""
         return None if self.memory is None else parse_bytes(self.memory, "memory")
 
-    def pin_bytes(self) -> int:
-        """Most host bytes to pin."""
-        if self.pin_memory is not None:
-            return parse_bytes(self.pin_memory, "pin_memory")
-        return pin_budget(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    def pin_bytes(self) -> int | None:
+        """Most host bytes to pin; None for what the machine and its control groups leave."""
+        return None if self.pin_memory is None else parse_bytes(self.pin_memory, "pin_memory")
 
     def on(self, device: torch.device) -> Options:
         """The options with the default hardware of ``device``, unless ``hardware`` is set."""

@@ -6,7 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,11 +20,14 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.bytes import is_dense
+from chunkflow_compile.weights.filling import DtypeOf, Filling, as_they_are, cast_to
 from chunkflow_compile.weights.guards import Guards, detach_guards
-from chunkflow_compile.weights.host_store import Home, HostStore, give_back, home_of, no_room_for
+from chunkflow_compile.weights.host_memory import give_free_memory_back
+from chunkflow_compile.weights.host_store import HostStore, give_back, home_of, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, leaves, leaves_of, stream_inside, tensors_of
+from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, stream_inside, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
+from chunkflow_compile.weights.peers import Peers, peers_of
 from chunkflow_compile.weights.progress import CompileProgress, moving
 from chunkflow_compile.weights.staging import GpuStagings
 
@@ -55,9 +58,7 @@ class Placement:
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
         self.root = root
         self.min_bytes = min_bytes
-        self.store = HostStore(
-            weakref.ref(root), device, partial(_quiet, weakref.ref(self)), pages=device.type == "cuda"
-        )
+        self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)))
         self.guards = Guards(root, self.store, partial(_free, weakref.ref(self)))
         self.sessions: list[Session] = []
         self.lock = ProcessLock()
@@ -111,33 +112,51 @@ class Placement:
                 session.close()
             self.sessions.clear()
 
-    def move(self, weights: Iterable[tuple[tuple[str, ...], torch.Tensor]]) -> None:
+    def move(
+        self,
+        weights: Iterable[tuple[tuple[str, ...], torch.Tensor]],
+        dtype_of: DtypeOf = as_they_are,
+        peers: Peers | None = None,
+    ) -> None:
         """Move parameters and buffers into the store.  If that fails, the whole placement is undone.
 
+        ``peers``: the ranks to share their memory with, which is closed.
         Waits for the steps of other threads, whose programs may read them where they are now.
         """
-        moved: list[Home] = []
         with self.quiet():
+            todo = [(names, p) for names, p in weights if home_of(p) is None]
+            origins, device = {p.device.type for _, p in todo}, self.store.device
+            plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
+            filling = Filling(device, plain, dtype_of, pages=device.type == "cuda", peers=peers)
             try:
-                todo = [(names, p) for names, p in weights if home_of(p) is None]
-                stagings = GpuStagings()
                 with moving("moving weights to the host", sum(_bytes(p) for _, p in todo)) as told:
                     for names, tensor in todo:
-                        moved.append(self.store.add(names, tensor, stagings))
-                        told(moved[-1].nbytes)
+                        told(_bytes(tensor))
+                        self.store.add(names, tensor, filling)
+                filling.finish()
                 self.guards.add()
-            except BaseException:
+            except BaseException as error:
+                filling.close(error)
                 self.undo()
                 raise
-            if any(home.origin.type == "cuda" for home in moved):
+            filling.close()
+            if "cuda" in origins:
                 torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
+            if todo:
+                give_free_memory_back()
 
-    def carry(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Move the tensors that are not in the store to the store's device."""
+    def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = as_they_are) -> None:
+        """Move the tensors that are not in the store to the store's device, and cast them."""
         with torch.no_grad():
-            for tensor in tensors:
-                if home_of(tensor) is None and tensor.device != self.store.device:
-                    self._carried.append((tensor, tensor.data))
+            for name, tensor in tensors:
+                if home_of(tensor) is not None:
+                    continue
+                if (dtype := dtype_of(name, tensor)) != tensor.dtype:
+                    tensor.data = tensor.data.to(dtype)
+                if tensor.device != self.store.device:
+                    # a view of the checkpoint would keep all of it mapped
+                    part_of_more = tensor.untyped_storage().nbytes() > tensor.nbytes
+                    self._carried.append((tensor, tensor.data.clone() if part_of_more else tensor.data))
                     tensor.data = tensor.data.to(self.store.device)
 
     def undo(self, device: torch.device | None = None) -> None:
@@ -162,14 +181,27 @@ class Placement:
 
 
 def offload(
-    model: nn.Module, device: torch.device | str | None = None, *, min_bytes: int = DEFAULT_MIN_BYTES
+    model: nn.Module,
+    device: torch.device | str | None = None,
+    *,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    dtype: torch.dtype | None = None,
+    share: Any = None,
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
     Each is still a tensor with its shape, dtype and compute device (:class:`HostWeight`); smaller ones move to ``device``
     (default: where the parameters are).  Of a tensor subclass, such as a quantised weight, the tensors inside it move.
-    Raises ChunkflowError, and leaves the model as it was, if the model is placed already or has parameters on the meta
-    device.
+    A weight that is still a mapping of its safetensors file, as ``from_pretrained`` leaves it, is read from there.
+
+    ``dtype``: cast floating-point weights to it one by one, with the same result as ``from_pretrained(torch_dtype=dtype)``:
+    modules that the class of the model keeps in float32 stay there.
+
+    ``share``: whether the ranks of a machine keep one copy of the weights together: True, False, or a process group.  All
+    ranks of the group must then call ``offload``, and those that differ in a weight keep their own.  By default, the ranks of
+    the default process group share if ``device`` is a GPU.  A rank that writes a weight gets a copy of its own.
+    Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
+    device, or lies in a checkpoint that cannot be read; weights that were cast before an error stay cast.
     """
     root = _unwrap(model)
     index = ModelIndex.of(root)
@@ -182,13 +214,15 @@ def offload(
     if any(p.is_meta for p in parameters):
         raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
     target = check_device(_device(device, parameters))
+    dtype_of = as_they_are if dtype is None else cast_to(_checked(dtype), root)
     weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
+    peers = peers_of(share, target)
     placement = Placement.on(root, target, min_bytes)
     with compile_lock:
         placement.guards.watch_calls()
-        placement.move(weights)
+        placement.move(weights, dtype_of, peers)
     try:
-        placement.carry(parameters)
+        placement.carry(named_leaves(root), dtype_of)
         align(root)
     except BaseException:
         placement.undo()
@@ -306,6 +340,14 @@ def _values(tensor: torch.Tensor, device: torch.device, before: torch.Tensor | N
 
 def _bytes(parameter: torch.Tensor) -> int:
     return parameter.numel() * parameter.element_size()
+
+
+def _checked(dtype: torch.dtype) -> torch.dtype:
+    if not dtype.is_floating_point or dtype.itemsize < 2:
+        raise ChunkflowError(
+            f"offload casts to float32, float16 or bfloat16, not to {dtype}: quantise the model instead."
+        )
+    return dtype
 
 
 def _device(device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:

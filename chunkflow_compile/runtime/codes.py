@@ -32,7 +32,8 @@ class Code:
     ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
     ``verified``: whether the program was verified, and is to be verified together with others in its arena.
     ``goal``: what it was planned for, None if it was planned again.
-    ``pin_bytes``: most host bytes to pin.  ``advice``: returns a sentence on what would fit if the arena does not.
+    ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
+    ``advice``: returns a sentence on what would fit if the arena does not.
     """
 
     program: Program
@@ -45,7 +46,7 @@ class Code:
     kind: DeviceKind
     poison: bool = False
     verified: bool = True
-    pin_bytes: int = 0
+    pin_bytes: int | None = None
     goal: object = None
     advice: Callable[..., str] = str
 

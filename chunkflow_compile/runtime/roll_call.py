@@ -16,27 +16,20 @@ from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.peers import meeting
 
 # Calls of which a rank remembers what they were; ranks are rarely further apart.
 _REMEMBERED = 256
 # The store is read this often within the timeout of the process group, so two rounds end well before it.
 _ROUNDS = 5
 _KEY = "chunkflow/roll/{}/{}"
-# Process groups of real ranks, whose store all of them can reach.
-_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 
 
 def begin_roll_call() -> RollCall | None:
     """A roll call over the default process group, None if there is none of several ranks."""
-    if not dist.is_initialized() or dist.get_world_size() < 2 or dist.get_backend() not in _DEVICE:
-        return None
-    backend = dist.distributed_c10d._get_default_group()._get_backend(torch.device(_DEVICE[dist.get_backend()]))
-    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
-    return RollCall(dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size(), timeout)
+    found = meeting()
+    return None if found is None else RollCall(found.store, found.rank, len(found.ranks), found.timeout)
 
 
 class RollCall:

@@ -187,7 +187,7 @@ class Route:
         measured = session.measured, self._measured[call]
         return Executor(program, session.code.regions, binding, session.code.poison, course, measured)
 
-    def _take_memory(self, pin_bytes: int) -> None:
+    def _take_memory(self, pin_bytes: int | None) -> None:
         """Bind the course to the arena's memory.  Raises ChunkflowError if the device has no room."""
         for tenant in self.arena.tenants:
             if tenant.key in self.keys:

@@ -1,6 +1,6 @@
 """What a module with offloaded weights does differently from any other module.
 
-* ``state_dict`` has the host copies as ordinary tensors.
+* ``state_dict`` has the host copies as ordinary tensors.  Of weights that ranks share, a write to one is not the model's.
 * ``load_state_dict(assign=True)`` takes the tensors it is given as host memory.
 * ``.to()``, ``.half()`` and the like leave the values in host memory.
 * In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward sees a cast
@@ -223,7 +223,11 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.host.detach() if isinstance(tensor, HostWeight) else tensor
+    if not isinstance(tensor, HostWeight):
+        return tensor
+    shared = tensor.cell.shared
+    # other ranks read shared memory, and a write to it would go unnoticed here
+    return tensor.host.detach() if shared is None else shared.to_write(tensor.host)
 
 
 def _assign_host_copies(

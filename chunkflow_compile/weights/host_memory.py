@@ -20,11 +20,8 @@ import torch
 from .bytes import copy_host_bytes, flat_bytes
 from .staging import GpuStaging
 
-# The share of the machine's memory that one model may pin on all ranks together.  The rest is for everything else,
-# because pinned pages can be neither swapped out nor moved.
-MOST_PINNED = 0.8
-
-
+# Elements that are cast at a time.
+_CAST = 1 << 22
 # Since this version, a fork copies pages that a device reads for the child.  Before it, the parent's next write to such a
 # page moved the parent to a copy, while the device went on reading the old one.
 _FORKS_COPY_PINNED = (5, 12)
@@ -36,24 +33,46 @@ def own_pages(values: torch.Tensor, cpus: frozenset[int], staging: GpuStaging | 
     ``cpus``: the processors of the memory node to put the pages on, from :func:`near_cpus`; empty for any node.
     ``staging``: fetches the values from their GPU.
     """
-    nbytes = values.numel() * values.element_size()
-    pages = mmap.mmap(-1, max(1, nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made = empty_pages(values, values.dtype)
+    if made.numel():
+        with running_on(cpus):  # the first thread to write a page decides its memory node
+            fill(made, values, staging)
+    return made
+
+
+def empty_pages(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A host tensor of the shape and strides of a dense one, in pages of its own, which no thread has written."""
+    nbytes = like.numel() * dtype.itemsize
+    if not nbytes:
+        return torch.empty_strided(like.shape, like.stride(), dtype=dtype)
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
         if kernel_version(platform.release()) < _FORKS_COPY_PINNED:
             pages.madvise(mmap.MADV_DONTFORK)
-    raw = torch.frombuffer(pages, dtype=torch.uint8)[:nbytes]
-    made = raw.view(values.dtype).as_strided(values.shape, values.stride()) if nbytes else values.to("cpu", copy=True)
-    if nbytes:
-        with _running_on(cpus):  # the first thread to write a page decides its memory node
-            if values.device.type == "cpu":
-                copy_host_bytes(raw, flat_bytes(values))
-            elif staging is not None:
-                staging.fetch(raw, values)
-            else:
-                ctypes.memset(raw.data_ptr(), 0, nbytes)  # from this thread; copy_ may use others
-                made.copy_(values)
-    return made
+    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes].view(dtype).as_strided(like.shape, like.stride())
+
+
+def fill(made: torch.Tensor, values: torch.Tensor, staging: GpuStaging | None = None) -> None:
+    """Write a dense tensor's values into a host tensor of the same shape and strides, from this thread alone."""
+    if made.dtype != values.dtype:
+        # by pieces: a cast of the whole would be a second copy on the way from a GPU
+        target, source = made.as_strided((made.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
+        for begin in range(0, made.numel(), _CAST):
+            target[begin : begin + _CAST] = source[begin : begin + _CAST].to(made.dtype).to("cpu")
+    elif values.device.type == "cpu":
+        copy_host_bytes(flat_bytes(made), flat_bytes(values))
+    elif staging is not None:
+        staging.fetch(flat_bytes(made), values)
+    else:
+        ctypes.memset(made.data_ptr(), 0, made.nbytes)  # from this thread; copy_ may use others
+        made.copy_(values)
+
+
+def give_free_memory_back() -> None:
+    """Return what the allocator keeps of freed memory: after a load it may be half of the model."""
+    with contextlib.suppress(AttributeError, OSError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def kernel_version(release: str) -> tuple[int, int]:
@@ -87,14 +106,8 @@ def parse_cpus(text: str) -> frozenset[int]:
     return frozenset(found)
 
 
-def pin_budget(ranks: int) -> int:
-    """The default for the bytes that a model may pin in each of ``ranks`` processes on this machine."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(MOST_PINNED * total) // max(1, ranks)
-
-
 @contextlib.contextmanager
-def _running_on(cpus: frozenset[int]) -> Iterator[None]:
+def running_on(cpus: frozenset[int]) -> Iterator[None]:
     """Keep the calling thread on ``cpus`` inside the context, if it may run on any of them."""
     before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set[int]()
     if not (cpus & before):

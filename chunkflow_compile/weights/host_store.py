@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -16,9 +17,9 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import ordinary
-from .host_memory import near_cpus, own_pages
+from .filling import Filling
 from .host_weight import HostBytes, HostWeight, become, like
+from .limits import host_memory, pin_budget
 from .progress import moving
 from .reader import HostReader
 from .staging import GpuStagings
@@ -75,17 +76,17 @@ class Home:
         self._resident = version, weakref.ref(made)
         return made
 
-    def pin(self, device: HostReader, budget: int) -> None:
+    def pin(self, device: HostReader, budget: int | None) -> None:
         """Pin the host memory for the device's copies, once; if that fails, the store warns.
 
-        ``budget``: most bytes of the store to pin.
+        ``budget``: most bytes of the store to pin, None for what the machine leaves.
         """
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
         if self._unpin is not None or not self.store.pins:
             return
         try:
-            if device.name == "cuda" and self.store.pinned_bytes + self.nbytes > budget:
-                raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
+            if device.name == "cuda":
+                self.store.check_budget(self.nbytes, budget)
             # a model that is dropped without restore must not leave its pages pinned after they are unmapped
             self._unpin = weakref.finalize(self, _unpin, self._copied_by, device.pin(self.host))
             self._unpin.atexit = False
@@ -112,20 +113,17 @@ class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``; it ends with the model.
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
-    after pinning failed once.  ``pages``: whether each weight gets pages of its own, which can be pinned for a GPU.
-    ``fetched_bytes``: those copied for ops outside programs.
+    after pinning failed once.  ``fetched_bytes``: those copied for ops outside programs.
     """
 
     _root: weakref.ref[nn.Module]
     device: torch.device
     quiet: Callable[[], AbstractContextManager[object]]
     pins: bool = True
-    pages: bool = False
     fetched_bytes: int = 0
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     _warned: bool = False
     _total: int = 0
-    _cpus: frozenset[int] | None = None
 
     @property
     def root(self) -> nn.Module | None:
@@ -143,30 +141,29 @@ class HostStore:
     def pinned_bytes(self) -> int:
         return sum(h.nbytes for h in self.homes if h.pinned)
 
-    def add(self, names: tuple[str, ...], tensor: torch.Tensor, stagings: GpuStagings) -> Home:
+    def add(self, names: tuple[str, ...], tensor: torch.Tensor, filling: Filling) -> Home:
         """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.
 
-        On the CPU the store takes over the tensor's memory and copies nothing.  For a GPU the bytes are copied, and
-        one weight at a time exists twice.  A weight that has host memory already keeps it.
+        One weight at a time exists twice.  A weight that has host memory already keeps it.
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight):
                 return self._adopt(names, tensor, self.device)
-            values = ordinary(tensor.detach())
-            host, origin = values, values.device
-            if self.pages or origin.type != "cpu":
-                host = own_pages(values, self._near(), stagings.of(origin))
-            grad = tensor.grad
+            grad, origin = tensor.grad, tensor.device
+            host, shared = filling.host(names[0], tensor)
             become(tensor, like(tensor, HostWeight(host, self.device, label=names[0])))
             home = self._adopt(names, tensor, origin)
             home.grad = grad
+            weight: Any = tensor
+            weight.cell.shared = shared
             return home
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:
         home = Home(names, weight.host, weight.cell, self, origin, weakref.ref(weight))
         weight.label, weight.home = names[0], home
         weight.cell.order = id(self)
-        weight.cell.writing, weight.cell.read = partial(_writing, weakref.ref(home)), partial(_count, weakref.ref(self))
+        weight.cell.writing = partial(_writing, weakref.ref(home), weakref.ref(weight.cell))
+        weight.cell.read = partial(_count, weakref.ref(self))
         self._homes.append(weakref.ref(home))
         self._total += home.nbytes
         return home
@@ -200,10 +197,15 @@ class HostStore:
                 stacklevel=2,
             )
 
-    def _near(self) -> frozenset[int]:
-        if self._cpus is None:
-            self._cpus = near_cpus(self.device)
-        return self._cpus
+    def check_budget(self, nbytes: int, budget: int | None) -> None:
+        """Raise OSError if ``nbytes`` more are not to be pinned."""
+        pinned = self.pinned_bytes + nbytes
+        if budget is not None:
+            if pinned > budget:
+                raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
+        elif pinned > (most := pin_budget(self._total, _local_ranks(), memory := host_memory())):
+            by = f" below {memory.limit}" if memory.limit is not None else ""
+            raise OSError(f"{memory.free} bytes are free{by}, and {memory.reserve} stay in reserve: at most {most}")
 
     def pageable(self, home: Home, error: OSError) -> None:
         """Continue without pinned memory, and warn once."""
@@ -215,6 +217,11 @@ class HostStore:
             "host memory; in a container, raise its memory limit.",
             stacklevel=2,
         )
+
+
+def _local_ranks() -> int:
+    """The processes of this job on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
@@ -246,6 +253,9 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
 def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -> None:
     """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room; it stays as it is then."""
     with torch.inference_mode(False), torch.no_grad():
+        if device.type == "cpu":
+            with weight.cell.writing():  # ends sharing: an ordinary tensor may be written at any time
+                pass
         with no_room_for(weight.label, weight.host.nbytes, device):
             plain = stagings.brought(weight.host, device)
         home = home_of(weight)
@@ -255,14 +265,20 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
 
 
 @contextlib.contextmanager
-def _writing(ref: weakref.ref[Home]) -> Iterator[None]:
-    """Hold the steps of the model's programs, and wait for the copies that read the weight."""
-    home = ref()
-    if home is None:
-        yield
-        return
-    with home.store.quiet():
-        home.settle()
+def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterator[None]:
+    """Hold the steps of the model's programs, and wait for the copies that read the weight.
+
+    A weight that other ranks share gets memory of its own first.
+    """
+    home, cell = ref(), cell_ref()
+    with contextlib.nullcontext() if home is None else home.store.quiet():
+        if home is not None:
+            home.settle()
+        if cell is not None and cell.shared is not None:
+            if home is not None:
+                home.unpin()  # the pages that a device reads are those at the address when they were pinned
+            cell.shared.own_again()
+            cell.shared = None
         yield
 
 

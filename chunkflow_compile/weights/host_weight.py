@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,6 +21,9 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
+
+if TYPE_CHECKING:
+    from .sharing import SharedWeight
 
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
 _LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
@@ -63,7 +66,7 @@ class HostBytes:
     ``version`` counts the writes through weights; those to the memory itself are in its tensor's ``_version``.
     ``order``: of the store that it belongs to; an op that writes several weights enters ``writing`` in this order.
     ``writing``: entered around each write; it waits for the steps and copies that read the memory.  ``read``: called with
-    the bytes of each fetch.
+    the bytes of each fetch.  ``shared``: its place, if other ranks have the memory too; ``writing`` ends that.
     """
 
     def __init__(self) -> None:
@@ -71,6 +74,7 @@ class HostBytes:
         self.order = 0
         self.writing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.read: Callable[[int], None] = _ignore
+        self.shared: SharedWeight | None = None
 
 
 def _ignore(nbytes: int) -> None:

@@ -63,7 +63,12 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def leaves_of(root: nn.Module) -> Iterator[torch.Tensor]:
     """The tensors with bytes of a model; a tied one once for each name."""
-    return (leaf for _, tensor in tensors_of(root) for _, leaf in leaves(tensor))
+    return (leaf for _, leaf in named_leaves(root))
+
+
+def named_leaves(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """As ``leaves_of``, with their names."""
+    return (found for name, tensor in tensors_of(root) for found in leaves(tensor, name))
 
 
 def beside(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:

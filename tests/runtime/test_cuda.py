@@ -31,7 +31,7 @@ from chunkflow_compile.passes.program.course import prefetches
 from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
-from chunkflow_compile.weights.host_memory import own_pages, parse_cpus, pin_budget
+from chunkflow_compile.weights.host_memory import own_pages, parse_cpus
 
 EAGER = {**OPTIONS, "lowering": "eager"}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
@@ -249,7 +249,7 @@ PLACING = """
 import contextlib, resource, torch
 from torch import nn
 from chunkflow_compile.weights.host_store import HostStore
-from chunkflow_compile.weights.staging import GpuStagings
+from chunkflow_compile.weights.filling import Filling, as_they_are
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -258,9 +258,10 @@ weights = [torch.full((16 << 20,), i, dtype=torch.uint8) for i in range(32)]
 model = nn.ParameterList([nn.Parameter(w, requires_grad=False) for w in weights])
 del weights
 before, total = peak(), 32 * 16 << 20
-store = HostStore(model, torch.device("cpu"), contextlib.nullcontext, pages=True)
+store, device = HostStore(model, torch.device("cpu"), contextlib.nullcontext), torch.device("cpu")
+filling = Filling(device, [(str(i), p) for i, p in enumerate(model)], as_they_are, pages=True)
 for i, p in enumerate(list(model)):
-    store.add((str(i),), p, GpuStagings())
+    store.add((str(i),), p, filling)
 assert all(h.host[-1] == i and h.host.data_ptr() % 4096 == 0 for i, h in enumerate(store.homes))
 assert all(type(p).__name__ == "HostWeight" for p in model)
 print((total + peak() - before) / total)
@@ -274,7 +275,6 @@ def test_placing_takes_no_second_copy_of_the_weights() -> None:
 
 def test_lists_of_processors() -> None:
     assert parse_cpus("0-3,8\n") == {0, 1, 2, 3, 8} and parse_cpus("\n") == frozenset()
-    assert 0 < pin_budget(8) * 8 <= pin_budget(1)
 
 
 def test_a_pin_budget_is_kept(no_grad: None) -> None:

@@ -1,0 +1,238 @@
+"""Weights that still lie in their checkpoint: ``from_pretrained`` maps the file, and reads nothing until it is touched.
+
+Such a weight is read from the file straight into its pages, by several threads.  To copy it through the mapping would
+fault its pages in one by one, and leave them in this process's tables.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .bytes import copy_host_bytes, flat_bytes
+from .host_memory import running_on
+
+PAGE = mmap.PAGESIZE
+# What one thread reads at a time: enough for a drive's full rate.
+BLOCK = 8 << 20
+# As many requests in flight as a drive needs for its full rate.
+THREADS = 4
+# Elements that torch casts on the calling thread alone; of more, each of our threads would start a team of its own.
+_ALONE = 1 << 15
+# Bits of an entry of /proc/self/pagemap.
+_SWAPPED, _OF_FILE = 1 << 62, 1 << 61
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """``nbytes`` from ``offset`` of a file.  ``inode``: its device and number; ``modified``: when, in ns."""
+
+    path: str
+    inode: tuple[int, int]
+    modified: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class _Mapping:
+    begin: int
+    end: int
+    offset: int
+    inode: tuple[int, int]
+    path: str
+
+
+class Mappings:
+    """The files that this process maps now."""
+
+    def __init__(self) -> None:
+        self._found = sorted(_mapped(), key=lambda m: m.begin)
+        self._begins = [m.begin for m in self._found]
+
+    def part(self, tensor: torch.Tensor) -> FilePart | None:
+        """The part of a file that a dense host tensor is; None if it is none, was written, or the file was replaced.
+
+        Raises ChunkflowError if the file has become too short: to touch the mapping would kill the process.
+        """
+        if tensor.device.type != "cpu" or not tensor.nbytes:
+            return None
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        found = self._found[bisect.bisect_right(self._begins, address) - 1] if self._begins else None
+        if found is None or not found.begin <= address or address + nbytes > found.end or _written(address, nbytes):
+            return None
+        offset = found.offset + address - found.begin
+        try:
+            told = os.stat(found.path)
+        except OSError:
+            return None  # deleted, or not to be seen from this name space: the mapping still has the bytes
+        if (told.st_dev, told.st_ino) != found.inode:
+            return None
+        if told.st_size < offset + nbytes:
+            raise ChunkflowError(
+                f"The checkpoint {found.path} was cut to {told.st_size} bytes after it was loaded; a weight reaches to byte "
+                f"{offset + nbytes}. Restore the file and load the model again."
+            )
+        return FilePart(found.path, found.inode, told.st_mtime_ns, offset, nbytes)
+
+
+class CheckpointReader:
+    """Reads parts of files into host memory, with a few threads.
+
+    ``direct``: whether to bypass the page cache, where memory is short.  ``cpus``: where the threads run, for the memory node
+    of the pages that they write first.
+    """
+
+    def __init__(self, direct: bool, cpus: frozenset[int] = frozenset()) -> None:
+        self._direct = direct
+        self._cpus = cpus
+        self._local = threading.local()
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="chunkflow-read")
+        self._files: dict[str, _File] = {}
+
+    def read(self, part: FilePart, made: torch.Tensor, dtype: torch.dtype) -> None:
+        """Read a part, whose elements are of ``dtype``, into a dense host tensor, and cast them to its dtype.
+
+        Raises ChunkflowError if the file is replaced, cut or changed meanwhile, or the drive fails.
+        """
+        file = self._file(part)
+        count, size = made.numel(), dtype.itemsize
+        step = BLOCK // size
+        flat = made.as_strided((count,), (1,))
+        spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
+        todo = [self._threads.submit(self._block, file, part, flat, dtype, span) for span in spans]
+        try:
+            for block in todo:
+                block.result()
+        except OSError as error:
+            raise ChunkflowError(
+                f"The checkpoint {part.path} cannot be read at byte {part.offset}: {error.strerror or error}. Check "
+                "the drive, or copy the file to another one and load the model again."
+            ) from error
+        finally:
+            for block in todo:
+                block.cancel()
+        file.check(part)
+
+    def close(self) -> None:
+        """Wait for the threads, and close the files."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+
+    def _file(self, part: FilePart) -> _File:
+        if part.path not in self._files:
+            self._files[part.path] = _File(part.path, self._direct)
+        self._files[part.path].check(part)
+        return self._files[part.path]
+
+    def _block(
+        self, file: _File, part: FilePart, flat: torch.Tensor, dtype: torch.dtype, span: tuple[int, int]
+    ) -> None:
+        with running_on(self._cpus):
+            begin, end = (part.offset + place * dtype.itemsize for place in span)
+            target = flat[span[0] : span[1]]
+            if not file.direct and dtype == flat.dtype:
+                file.read(_bytes_of(target), begin, part)
+                return
+            first = begin - begin % PAGE
+            buffer = self._buffer()[: -(-(end - first) // PAGE) * PAGE]
+            file.read(buffer, first, part, least=end - first)
+            read = torch.frombuffer(buffer, dtype=torch.uint8)
+            values = read[begin - first : end - first]
+            if dtype == flat.dtype:
+                copy_host_bytes(flat_bytes(target), values)
+                return
+            if (begin - first) % dtype.itemsize:  # a checkpoint may begin a weight at any byte
+                copy_host_bytes(read[: end - begin], values)  # memmove: they may overlap
+                values = read[: end - begin]
+            for cast, value in zip(target.split(_ALONE), values.view(dtype).split(_ALONE), strict=True):
+                cast.copy_(value)
+
+    def _buffer(self) -> memoryview:
+        """Whole pages of the calling thread, as reads beside the page cache need."""
+        found: memoryview | None = getattr(self._local, "buffer", None)
+        if found is None:
+            found = self._local.buffer = memoryview(mmap.mmap(-1, BLOCK + 2 * PAGE))
+        return found
+
+
+class _File:
+    """An open file.  ``direct``: whether its reads bypass the page cache."""
+
+    def __init__(self, path: str, direct: bool) -> None:
+        self.direct = direct and hasattr(os, "O_DIRECT")
+        if self.direct:
+            try:
+                self._number = os.open(path, os.O_RDONLY | os.O_DIRECT)
+            except OSError:  # a file system that has no such reads
+                self.direct = False
+        if not self.direct:
+            self._number = os.open(path, os.O_RDONLY)
+
+    def read(self, target: Any, offset: int, part: FilePart, least: int | None = None) -> None:
+        """Fill ``target`` from ``offset``; at the end of the file ``least`` bytes are enough."""
+        view = memoryview(target).cast("B")
+        done, least = 0, len(view) if least is None else least
+        while done < least:
+            count = os.preadv(self._number, [view[done:]], offset + done)
+            if not count:
+                raise ChunkflowError(_changed(part))
+            done += count
+
+    def check(self, part: FilePart) -> None:
+        """Raise ChunkflowError if this is no longer the file that was mapped."""
+        told = os.fstat(self._number)
+        if (told.st_dev, told.st_ino) != part.inode or told.st_mtime_ns != part.modified:
+            raise ChunkflowError(_changed(part))
+
+    def close(self) -> None:
+        os.close(self._number)
+
+
+def _changed(part: FilePart) -> str:
+    return f"The checkpoint {part.path} was changed while its weights were read: load the model again."
+
+
+def _bytes_of(tensor: torch.Tensor) -> Any:
+    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+
+
+def _mapped() -> Iterator[_Mapping]:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/maps").read_text().splitlines():
+            fields = line.split(None, 5)
+            if len(fields) == 6 and fields[4] != "0" and fields[5].startswith("/"):
+                begin, end = (int(x, 16) for x in fields[0].split("-"))
+                major, minor = (int(x, 16) for x in fields[3].split(":"))
+                inode = os.makedev(major, minor), int(fields[4])
+                yield _Mapping(begin, end, int(fields[2], 16), inode, fields[5])
+
+
+def _written(address: int, nbytes: int) -> bool:
+    """Whether a page of a private mapping was written, and so is no longer the file's; True if the kernel does not say."""
+    first, last = address // PAGE, (address + nbytes - 1) // PAGE
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            raw = bytearray(os.pread(pagemap.fileno(), 8 * (last - first + 1), 8 * first))
+    except OSError:
+        return True
+    if len(raw) != 8 * (last - first + 1):
+        return True
+    entries = torch.frombuffer(raw, dtype=torch.int64)
+    held = (entries < 0) | (entries & _SWAPPED != 0)  # the highest bit: present
+    return bool((held & (entries & _OF_FILE == 0)).any())

@@ -1,0 +1,143 @@
+"""Filling: how the weights of one move get into host memory, from where, in which dtype, and into which pages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .bytes import ordinary
+from .checkpoint import CheckpointReader, FilePart, Mappings
+from .host_memory import empty_pages, fill, near_cpus, running_on
+from .limits import host_memory
+from .peers import Peers
+from .sharing import SharedPages, SharedWeight, Wanted
+from .staging import GpuStagings
+
+# The dtype that a weight of this name gets.
+DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
+
+
+class Filling:
+    """Makes the host tensors of the weights of one move, in their order.
+
+    Each gets pages of its own, which can be pinned for a GPU and shared; on the CPU it may keep its memory instead.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        weights: Sequence[tuple[str, torch.Tensor]],
+        dtype_of: DtypeOf,
+        *,
+        pages: bool,
+        peers: Peers | None = None,
+    ) -> None:
+        """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
+        own.  ``peers``: the ranks to share them with, which move the weights of the same model."""
+        self._device = device
+        self._nbytes = sum(w.nbytes for _, w in weights)
+        self._pages = pages or peers is not None
+        self._dtype_of = dtype_of
+        self._stagings = GpuStagings()
+        self._peers = peers
+        self._left: list[tuple[torch.Tensor, FilePart, torch.dtype]] = []  # to other ranks
+        try:
+            self._shared = None if peers is None else SharedPages(peers, [self._wanted(*w) for w in weights])
+        except BaseException as error:
+            self.close(error)
+            raise
+
+    def host(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, SharedWeight | None]:
+        """The host tensor of a weight, and what its memory is if it is shared.
+
+        Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
+        """
+        values, dtype = tensor.detach(), self._dtype_of(name, tensor)
+        if not self._pages and values.device.type == "cpu" and dtype == values.dtype:
+            return ordinary(values), None
+        part = self._mappings.part(values)
+        found = None if self._shared is None else self._shared.pages(name)
+        if self._shared is not None and found is not None:
+            role, equal = self._shared.role(name), True
+            if role == "fill":
+                self._fill(found.host, values, part)
+                self._shared.written(name)
+            elif role == "leave" and part is not None:
+                self._left.append((found.host, part, values.dtype))
+            else:
+                equal = self._shared.same(name, values)
+            if equal:
+                return found.host, found
+        made = empty_pages(values, dtype)
+        self._fill(made, values, part)
+        return made, None
+
+    def finish(self) -> None:
+        """Wait until the other ranks have done their share."""
+        if self._shared is not None:
+            self._shared.finish()
+            self._left.clear()
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Give back threads, files and sockets.
+
+        ``error``: why the move has failed; the weights that this rank has left to others are read now, so that none is lost.
+        """
+        if self._peers is not None:
+            self._peers.close(error)
+        if error is not None:
+            for made, part, dtype in self._left:
+                with suppress(ChunkflowError):  # the file is gone too
+                    self._reader.read(part, made, dtype)
+        if "_reader" in self.__dict__:
+            self._reader.close()
+
+    def _fill(self, made: torch.Tensor, values: torch.Tensor, part: FilePart | None) -> None:
+        if part is not None:
+            self._reader.read(part, made, values.dtype)
+        elif made.numel():
+            with running_on(self._cpus):  # the first thread to write a page decides its memory node
+                fill(made, values, self._stagings.of(values.device))
+
+    def _wanted(self, name: str, tensor: torch.Tensor) -> Wanted:
+        values = tensor.detach()
+        part = self._mappings.part(values)
+        return Wanted(name, (*values.shape,), (*values.stride(),), self._dtype_of(name, tensor), values.dtype, part)
+
+    @cached_property
+    def _cpus(self) -> frozenset[int]:
+        return near_cpus(self._device)
+
+    @cached_property
+    def _mappings(self) -> Mappings:
+        return Mappings()
+
+    @cached_property
+    def _reader(self) -> CheckpointReader:
+        # the page cache of the checkpoint would push out other memory if there is no room for both
+        return CheckpointReader(direct=host_memory().free < 2 * self._nbytes, cpus=self._cpus)
+
+
+def as_they_are(name: str, tensor: torch.Tensor) -> torch.dtype:
+    """Each weight keeps its dtype."""
+    return tensor.dtype
+
+
+def cast_to(dtype: torch.dtype, root: nn.Module) -> DtypeOf:
+    """As ``from_pretrained(torch_dtype=dtype)`` of diffusers: all floating-point weights of the state, except those that
+    the class of the model keeps in float32."""
+    kept = set(getattr(root, "_keep_in_fp32_modules", None) or ())
+    known = root.state_dict().keys()
+
+    def of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        if name not in known or not tensor.dtype.is_floating_point or tensor.dtype.itemsize < 2:
+            return tensor.dtype
+        return torch.float32 if kept & set(name.split(".")) else dtype
+
+    return of

@@ -1,0 +1,119 @@
+"""How much host memory this process may still take: of the machine, and of the control groups that it is in.
+
+Both hierarchies of Linux are read, v1 and v2, with all ancestors: in a container the machine's own figure means nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+# Left to the kernel's watermarks, the page cache, and the rest of the pipeline.
+RESERVED_SHARE = 0.05
+LEAST_RESERVED = 1 << 30
+# A v1 group without a limit says so with a number near 2**63.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """``total``: bytes of the machine, or the limit of the group that leaves the least.  ``free``: bytes that this process
+    may still take, page cache that can be dropped included.  ``limit``: the file of that group's limit; None if the machine
+    itself leaves the least.
+    """
+
+    total: int
+    free: int
+    limit: Path | None = None
+
+    @property
+    def reserve(self) -> int:
+        """Bytes that are not to be pinned or filled."""
+        return max(LEAST_RESERVED, int(RESERVED_SHARE * self.total))
+
+
+def host_memory(root: Path = Path("/")) -> HostMemory:
+    """The least of what the machine and each control group leave.  ``root``: where the file systems are, for tests."""
+    machine = meminfo(root)
+    found = HostMemory(machine.get("MemTotal", 0), machine.get("MemAvailable", 0))
+    for group in _groups(root):
+        try:
+            limit, used = _limit(group), _used(group)
+        except (OSError, ValueError):  # the root group has no limit, and a group may vanish
+            continue
+        if limit is not None and limit[1] - used < found.free:
+            found = HostMemory(limit[1], max(0, limit[1] - used), limit[0])
+    return found
+
+
+def pin_budget(held: int, ranks: int, memory: HostMemory | None = None) -> int:
+    """Bytes that a process may pin.
+
+    ``held``: bytes of host memory that its weights take already; they are not free, and to pin them takes no more.
+    ``ranks``: processes on this machine, which share what is free.
+    """
+    memory = memory or host_memory()
+    return max(0, held + (memory.free - memory.reserve) // max(1, ranks))
+
+
+def meminfo(root: Path = Path("/")) -> dict[str, int]:
+    """Bytes by name, from /proc/meminfo; none where there is no such file."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return {}
+    return {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.endswith("kB")}
+
+
+def _groups(root: Path) -> Iterator[Path]:
+    """The folders of the memory groups of this process, each with its ancestors."""
+    try:
+        mounts = (root / "proc/self/mountinfo").read_text().splitlines()
+        mine = [line.split(":", 2) for line in (root / "proc/self/cgroup").read_text().splitlines()]
+    except OSError:
+        return
+    for before, separator, after in (line.partition(" - ") for line in mounts):
+        if not separator:
+            continue
+        fields, (kind, _, options) = before.split(), after.split(" ", 2)
+        if kind == "cgroup2":
+            path = next((p for number, _, p in mine if number == "0"), None)
+        elif kind == "cgroup" and "memory" in options.split(","):
+            path = next((p for _, controllers, p in mine if "memory" in controllers.split(",")), None)
+        else:
+            continue
+        if path is not None:
+            yield from _with_ancestors(root / fields[4].lstrip("/"), _below(path, fields[3]))
+
+
+def _below(path: str, mounted: str) -> PurePosixPath:
+    """The path of a group below the group that is mounted; a container may see only its own."""
+    try:
+        return PurePosixPath(path).relative_to(mounted)
+    except ValueError:
+        return PurePosixPath()
+
+
+def _with_ancestors(mount: Path, path: PurePosixPath) -> Iterator[Path]:
+    yield mount
+    for part in path.parts:
+        mount = mount / part
+        yield mount
+
+
+def _limit(group: Path) -> tuple[Path, int] | None:
+    """The file and the bytes of the lowest limit of a group; None if it has none."""
+    names = ("memory.max", "memory.high") if (group / "memory.current").exists() else ("memory.limit_in_bytes",)
+    told = [(group / name, (group / name).read_text().strip()) for name in names if (group / name).exists()]
+    limits = [(path, int(text)) for path, text in told if text != "max" and int(text) < _NO_LIMIT]
+    return min(limits, key=lambda found: found[1], default=None)
+
+
+def _used(group: Path) -> int:
+    """Bytes that a group uses, without the page cache that the kernel can drop at once."""
+    name, cache = ("memory.current", "inactive_file")
+    if not (group / name).exists():
+        name, cache = "memory.usage_in_bytes", "total_inactive_file"
+    rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+    return int((group / name).read_text()) - next((int(row[1]) for row in rows if row[0] == cache), 0)

@@ -1,0 +1,283 @@
+"""Peers: the ranks of a process group that run on this machine and can share memory.
+
+They find each other through the store of the process group, and then talk over sockets, which say at once that a process
+has ended.  The sockets are abstract: they have no name in a file system, and nothing is left of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .host_memory import near_cpus
+
+_log = logging.getLogger(__name__)
+
+_KEY = "chunkflow/peers/{}/{}"
+# Process groups of real ranks, whose store all of them can reach.
+_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
+_LENGTH = struct.Struct("!Q")
+_CREDENTIALS = struct.Struct("3i")  # process, user, group
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A process group of several ranks: its store, this rank of it, all of its ranks, and how long it waits for one."""
+
+    store: Any
+    rank: int
+    ranks: tuple[int, ...]
+    timeout: timedelta
+
+
+def meeting(group: Any = None) -> Meeting | None:
+    """The meeting of a process group, the default one if none is given; None if it has not several real ranks."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_backend(group) not in _DEVICE:
+        return None
+    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
+    if len(ranks) < 2 or dist.get_rank() not in ranks:
+        return None
+    found = group or dist.distributed_c10d._get_default_group()
+    backend = found._get_backend(torch.device(_DEVICE[dist.get_backend(group)]))
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout)
+
+
+class Peers:
+    """The ranks of this machine that share memory, in their order; the first one leads.
+
+    Every method is called by all of them, in the same order.  Raises ChunkflowError when another rank has ended or failed.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], links: Mapping[int, socket.socket]) -> None:
+        """``links``: of the leader to each other rank, and of each other rank to the leader."""
+        self.rank = rank
+        self.ranks = tuple(ranks)
+        self._links = dict(links)
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.ranks[0]
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, at every rank.  They must be such that JSON can hold."""
+        if not self.leads:
+            self._send(self.ranks[0], value)
+            found: list[Any] = self._receive(self.ranks[0])
+            return found
+        mine = json.loads(json.dumps(value))  # as the others see it
+        values = [mine if rank == self.rank else self._receive(rank) for rank in self.ranks]
+        self.say(values)
+        return values
+
+    def say(self, value: Any) -> None:
+        """Tell the other ranks a value; the leader calls this, and they call :meth:`hear`."""
+        for rank in self._links:
+            self._send(rank, value)
+
+    def hear(self) -> Any:
+        return self._receive(self.ranks[0])
+
+    def hand(self, descriptor: int) -> None:
+        """Hand a file to the other ranks, which call :meth:`take`."""
+        for rank, link in self._links.items():
+            try:
+                socket.send_fds(link, [b"f"], [descriptor])
+            except OSError as error:
+                raise _ended(rank, error) from error
+
+    def take(self) -> int:
+        """The file that the leader hands over, which the caller closes."""
+        try:
+            _, descriptors, _, _ = socket.recv_fds(self._links[self.ranks[0]], 1, 1)
+        except OSError as error:
+            raise _ended(self.ranks[0], error) from error
+        if not descriptors:
+            raise _ended(self.ranks[0], None)
+        return descriptors[0]
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Close the sockets.  ``error``: why this rank cannot go on, which the others are told."""
+        for rank, link in self._links.items():
+            if error is not None:
+                with contextlib.suppress(ChunkflowError):
+                    self._send(rank, f"rank {self.rank}: {error}", failed=True)
+            link.close()
+        self._links.clear()
+
+    def _send(self, rank: int, value: Any, failed: bool = False) -> None:
+        text = json.dumps({"failed" if failed else "value": value}).encode()
+        try:
+            self._links[rank].sendall(_LENGTH.pack(len(text)) + text)
+        except OSError as error:
+            raise _ended(rank, error) from error
+
+    def _receive(self, rank: int) -> Any:
+        try:
+            (length,) = _LENGTH.unpack(self._exactly(rank, _LENGTH.size))
+            message = json.loads(self._exactly(rank, length))
+        except OSError as error:
+            raise _ended(rank, error) from error
+        if "failed" in message:
+            raise ChunkflowError(f"The weights are not placed, because another rank failed. {message['failed']}")
+        return message["value"]
+
+    def _exactly(self, rank: int, length: int) -> bytes:
+        found = bytearray()
+        while len(found) < length:
+            part = self._links[rank].recv(min(length - len(found), 1 << 20))
+            if not part:
+                raise _ended(rank, None)
+            found += part
+        return bytes(found)
+
+
+def peers_of(share: Any, device: torch.device) -> Peers | None:
+    """The ranks to share weights with that are placed for ``device``; None for none.
+
+    ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.
+    Raises ChunkflowError if sharing was asked for and there is no such group, or if a rank of it is absent.
+    """
+    if share is False or (share is None and device.type != "cuda"):
+        return None
+    found = meeting(None if share is True else share)
+    if found is None:
+        if share is not None:
+            raise ChunkflowError(
+                "share needs a process group of several ranks, of gloo or NCCL: call torch.distributed.init_process_group "
+                "first, or leave share out."
+            )
+        return None
+    # each memory node has its own copy: a GPU reads the other node's memory more slowly
+    near = near_cpus(device)
+    return meet(found, ",".join(map(str, sorted(near))))
+
+
+def meet(found: Meeting, near: str = "") -> Peers | None:
+    """The peers of this rank, None if there are none.  All ranks of the meeting must call it.
+
+    ``near``: the memory node to share on; ranks on others share among themselves.
+    Raises ChunkflowError, with the numbers of the ranks, if some do not call it before the timeout.
+    """
+    group = hashlib.sha256(repr(found.ranks).encode()).hexdigest()[:8]
+    number = found.store.add(_KEY.format(group, f"count/{found.rank}"), 1)
+    listener, name = _listener()
+    with listener:
+        mine = {"where": f"{_machine()} {os.getuid()} {_network()} {near}", "machine": _machine(), "name": name}
+        records = _exchange(found, f"{group}/{number}", mine)
+        ranks = [rank for rank in found.ranks if records[rank]["where"] == mine["where"]]
+        beside = [r for r in found.ranks if records[r]["machine"] == mine["machine"] and r not in ranks]
+        if beside and not near:
+            _log.warning(
+                "rank %s shares no weights with %s on this machine: another user, or another network name space",
+                found.rank,
+                _numbers(beside),
+            )
+        if len(ranks) < 2:
+            return None
+        seconds = found.timeout.total_seconds()
+        if found.rank != ranks[0]:
+            return Peers(
+                found.rank, ranks, {ranks[0]: _connected(found.rank, ranks[0], records[ranks[0]]["name"], seconds)}
+            )
+        return Peers(found.rank, ranks, _accepted(listener, ranks[1:], seconds))
+
+
+def _exchange(found: Meeting, key: str, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
+    """What each rank says of itself."""
+    found.store.set(_KEY.format(key, found.rank), json.dumps(mine))
+    keys = [_KEY.format(key, rank) for rank in found.ranks]
+    try:
+        found.store.wait(keys, found.timeout)
+    except RuntimeError as error:
+        absent = [rank for rank, k in zip(found.ranks, keys, strict=True) if not found.store.check([k])]
+        raise ChunkflowError(
+            f"{_numbers(absent)} did not place the model within {found.timeout.total_seconds():.0f} s: with share, every "
+            "rank of the group calls offload. Pass share=False to place it on this rank alone."
+        ) from error
+    return {rank: json.loads(found.store.get(k)) for rank, k in zip(found.ranks, keys, strict=True)}
+
+
+def _listener() -> tuple[socket.socket, str]:
+    """A listening socket, and its name."""
+    name = f"chunkflow-{os.urandom(16).hex()}"
+    made = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    made.bind(f"\0{name}")
+    made.listen(128)
+    return made, name
+
+
+def _connected(rank: int, leader: int, name: str, seconds: float) -> socket.socket:
+    link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    link.settimeout(seconds)
+    try:
+        link.connect(f"\0{name}")
+        link.sendall(_LENGTH.pack(rank))
+    except OSError as error:
+        link.close()
+        raise _ended(leader, error) from error
+    return link
+
+
+def _accepted(listener: socket.socket, ranks: Sequence[int], seconds: float) -> dict[int, socket.socket]:
+    """The links to ``ranks``.  A process of another user is turned away: an abstract name can be reached by anyone."""
+    links: dict[int, socket.socket] = {}
+    listener.settimeout(seconds)
+    while len(links) < len(ranks):
+        absent = [rank for rank in ranks if rank not in links]
+        try:
+            link, _ = listener.accept()
+            link.settimeout(seconds)
+            told = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            if _CREDENTIALS.unpack(told)[1] != os.getuid():
+                link.close()
+                continue
+            (rank,) = _LENGTH.unpack(link.recv(_LENGTH.size, socket.MSG_WAITALL))
+            links[rank] = link
+        except (OSError, struct.error) as error:
+            for link in links.values():
+                link.close()
+            raise _ended(absent[0], error) from error
+    return {rank: links[rank] for rank in ranks}
+
+
+def _ended(rank: int, error: Exception | None) -> ChunkflowError:
+    cause = "did not answer in time" if isinstance(error, TimeoutError) else "has ended"
+    return ChunkflowError(
+        f"Rank {rank} {cause} while the weights were placed. Look at its own error, and start all ranks again."
+    )
+
+
+def _numbers(ranks: Sequence[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}".capitalize()
+
+
+def _machine() -> str:
+    """The same for all containers of one running machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _network() -> str:
+    """The network name space, which abstract sockets do not leave."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""

@@ -1,0 +1,265 @@
+"""Sharing: one copy of the weights on a machine, in memory that its ranks map together.
+
+The memory is a sealed memfd: a file without a name, which is gone when the last process that maps it has ended, however it
+ended.  That a weight is the same on all ranks is proved, not assumed: it is the same part of the same file everywhere, or
+each rank compares all bytes of its own with those that the first rank has written.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import mmap
+import os
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .checkpoint import PAGE, FilePart
+from .limits import host_memory
+from .peers import Peers
+
+_log = logging.getLogger(__name__)
+
+# What a rank does with a weight: writes its pages, compares its own values with them, or leaves it to another rank, which
+# reads the same part of the same file.
+Role = Literal["fill", "compare", "leave"]
+# Elements of a weight that are cast and compared at a time.
+_PIECE = 1 << 20
+_MREMAP_MAYMOVE, _MREMAP_FIXED, _FAILED = 1, 2, 2**64 - 1
+_HUGE = 14  # of madvise
+_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+# In messages, names of more weights are left out.
+_NAMED = 5
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A weight to share: its name, shape, strides and dtype, and the part of a file that it is, if it is one."""
+
+    name: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    read_as: torch.dtype
+    part: FilePart | None
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        return count * self.dtype.itemsize
+
+    def told(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        part = None if self.part is None else asdict(self.part)
+        return {"as": [self.name, [*self.shape], [*self.stride], str(self.dtype)], "from": [part, str(self.read_as)]}
+
+
+class SharedWeight:
+    """A weight whose memory other ranks map too.  ``host``: its values."""
+
+    def __init__(self, descriptor: _Descriptor, offset: int, host: torch.Tensor) -> None:
+        self.host = host
+        self._descriptor = descriptor
+        self._offset = offset
+
+    def own_again(self) -> None:
+        """Give the weight memory of its own, at the same address: views of it stay views, and other ranks see no write.
+
+        Raises ChunkflowError if there is no memory.
+        """
+        libc, size, there = _libc(), _whole_pages(self.host.nbytes), self.host.data_ptr()
+        made = libc.mmap(None, size, _ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if made != _FAILED:
+            ctypes.memmove(made, there, self.host.nbytes)
+            # the pages move in one call: a reader sees either the shared bytes or the same bytes
+            if libc.mremap(made, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, there) == there:
+                return
+            libc.munmap(made, size)
+        raise ChunkflowError(_no_memory(self.host))
+
+    def to_write(self, view: torch.Tensor) -> torch.Tensor:
+        """A view of the values as an ordinary tensor.  It takes no memory until it is written, and only it sees the writes.
+
+        Raises ChunkflowError if there is no memory.
+        """
+        pages = _map(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
+        if pages is None:
+            raise ChunkflowError(_no_memory(self.host))
+        begin = (view.data_ptr() - self.host.data_ptr()) // view.element_size()
+        return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
+
+
+class SharedPages:
+    """The pages of the weights of one move, and what this rank does with each."""
+
+    def __init__(self, peers: Peers, wanted: Sequence[Wanted]) -> None:
+        """All peers create it, each with its own weights.  Raises ChunkflowError if there is no room, or a peer has ended."""
+        self._peers = peers
+        self._pages: dict[str, SharedWeight] = {}
+        self._roles: dict[str, Role] = {}
+        self._written: set[str] = set()  # by the leader, as it has told
+        self._differ: list[str] = []
+        told = peers.gather([w.told() for w in wanted])
+        sources: dict[str, list[Any]] = {}
+        for manifest in told:
+            for weight in manifest:
+                sources.setdefault(repr(weight["as"]), []).append(weight["from"])
+        # in the order of the first rank; a weight of other sizes elsewhere, or of some ranks only, stays private
+        order = [repr(w["as"]) for w in told[0]]
+        mine = {repr(w.told()["as"]): w for w in wanted}
+        common = [mine[key] for key in order if key in mine and len(sources[key]) == len(told) and mine[key].nbytes]
+        places = self._places(common)
+        total = places[-1] if common else 0
+        if not total:
+            return
+        memory, descriptor = self._mapped(total)
+        self._assign(common, {w.name: sources[repr(w.told()["as"])] for w in common})
+        for weight, begin in zip(common, places, strict=False):
+            raw = memory[begin : begin + weight.nbytes]
+            host = raw.view(weight.dtype).as_strided(weight.shape, weight.stride)
+            self._pages[weight.name] = SharedWeight(descriptor, begin, host)
+
+    @staticmethod
+    def _places(weights: Sequence[Wanted]) -> list[int]:
+        """Where each weight begins, on a page of its own, and the end."""
+        places = [0]
+        for weight in weights:
+            places.append(places[-1] + _whole_pages(weight.nbytes))
+        return places
+
+    def _mapped(self, total: int) -> tuple[torch.Tensor, _Descriptor]:
+        """The shared memory, uint8, and its file: the leader makes it, the others get it."""
+        if not self._peers.leads:
+            descriptor = _Descriptor(self._peers.take())
+        else:
+            memory = host_memory()
+            if total > memory.free:
+                by = f" below {memory.limit}" if memory.limit is not None else ""
+                raise ChunkflowError(
+                    f"The weights take {total} bytes of host memory, and {memory.free} are free{by}. Load them in a smaller "
+                    "dtype, or raise the limit."
+                )
+            descriptor = _Descriptor(os.memfd_create("chunkflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            os.ftruncate(descriptor.number, total)
+            # no rank can cut it while another reads it
+            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+            fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, seals)
+            self._peers.hand(descriptor.number)
+        pages = _map(descriptor, total, mmap.MAP_SHARED)
+        if pages is None:
+            raise ChunkflowError(f"{total} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}.")
+        _libc().madvise(pages.data_ptr(), total, _HUGE)  # no matter where the kernel has no such pages
+        return pages, descriptor
+
+    def _assign(self, weights: Sequence[Wanted], sources: dict[str, list[Any]]) -> None:
+        """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest."""
+        same = {
+            w.name for w in weights if sources[w.name][0][0] and all(s == sources[w.name][0] for s in sources[w.name])
+        }
+        total, done = sum(w.nbytes for w in weights if w.name in same), 0
+        for weight in weights:
+            if weight.name in same:
+                reader = self._peers.ranks[min(len(self._peers.ranks) * done // total, len(self._peers.ranks) - 1)]
+                self._roles[weight.name] = "fill" if reader == self._peers.rank else "leave"
+                done += weight.nbytes
+            else:
+                self._roles[weight.name] = "fill" if self._peers.leads else "compare"
+        self._compared = {w.name for w in weights} - same
+
+    def pages(self, name: str) -> SharedWeight | None:
+        """The pages of a weight; None if it is not shared."""
+        return self._pages.get(name)
+
+    def role(self, name: str) -> Role:
+        return self._roles[name]
+
+    def written(self, name: str) -> None:
+        """Tell the others that the pages of a weight are written, if they wait to compare them."""
+        if name in self._compared:
+            self._peers.say(name)
+
+    def same(self, name: str, values: torch.Tensor) -> bool:
+        """Whether a weight has the bytes that the leader has written.  Waits for that."""
+        while name not in self._written:
+            self._written.add(self._peers.hear())
+        equal = _same_bytes(self._pages[name].host, values)
+        if not equal:
+            self._differ.append(name)
+        return equal
+
+    def finish(self) -> None:
+        """Wait until all pages are written and compared.  Weights that differ are named on all ranks."""
+        for rank, names in zip(self._peers.ranks, self._peers.gather(self._differ), strict=True):
+            if names:
+                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+                _log.warning(
+                    "rank %s has other values than rank %s in %s%s, and keeps its own copy of them",
+                    rank,
+                    self._peers.ranks[0],
+                    ", ".join(names[:_NAMED]),
+                    more,
+                )
+
+
+class _Descriptor:
+    """An open file, closed when the last weight in it is gone."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        weakref.finalize(self, os.close, number).atexit = False
+
+
+def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
+    """Whether a dense host tensor has the bytes that ``values``, cast to its dtype, would have there."""
+    ours, theirs = (t.as_strided((t.numel(),), (1,)) for t in (made, values))
+    for begin in range(0, made.numel(), _PIECE):
+        piece = theirs[begin : begin + _PIECE].to(made.dtype).to("cpu")
+        held = ours[begin : begin + _PIECE]
+        if ctypes.CDLL(None).memcmp(ctypes.c_void_p(held.data_ptr()), ctypes.c_void_p(piece.data_ptr()), held.nbytes):
+            return False
+    return True
+
+
+def _libc() -> Any:
+    """The C library, with the calls that Python's mmap has not."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+    libc.mremap.argtypes = [ctypes.c_void_p, *2 * [ctypes.c_size_t], ctypes.c_int, ctypes.c_void_p]
+    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+    return libc
+
+
+def _map(descriptor: _Descriptor, nbytes: int, kind: int, offset: int = 0) -> torch.Tensor | None:
+    """Bytes of a file, uint8, unmapped with the last tensor in them; None if the kernel refuses.
+
+    Python's mmap would keep the file open, and so its memory, after all weights in it have left.
+    """
+    libc, size = _libc(), _whole_pages(nbytes)
+    made = libc.mmap(None, size, _ACCESS, kind, descriptor.number, offset)
+    if made == _FAILED:
+        return None
+    pages = (ctypes.c_ubyte * nbytes).from_address(made)
+    weakref.finalize(pages, libc.munmap, made, size).atexit = False
+    return torch.frombuffer(pages, dtype=torch.uint8)
+
+
+def _whole_pages(nbytes: int) -> int:
+    return -(-nbytes // PAGE) * PAGE
+
+
+def _no_memory(weight: torch.Tensor) -> str:
+    return (
+        f"A shared weight of {weight.nbytes} bytes cannot be given memory of its own: {os.strerror(ctypes.get_errno())}. "
+        "Free host memory, or place the model with share=False."
+    )

@@ -1,0 +1,168 @@
+"""Weights that lie in a checkpoint: read from it into pages of their own, and cast on the way."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import diffusers
+import pytest
+import torch
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.weights import checkpoint
+from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
+from chunkflow_compile.weights.filling import Filling, as_they_are
+
+SIZE = Size(layers=2)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    return tmp_path / "wan"
+
+
+def loaded(folder: Path, **options: object) -> nn.Module:
+    model: nn.Module = diffusers.WanTransformer3DModel.from_pretrained(folder, **options)
+    return model
+
+
+def the_file(folder: Path) -> Path:
+    (found,) = folder.glob("*.safetensors")
+    return found
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_weight_is_read_from_its_file(
+    saved: Path, direct: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoint, "BLOCK", 4096 * 3)  # several blocks a weight, ends in the middle of a page
+    model = loaded(saved)
+    mappings, reader = Mappings(), CheckpointReader(direct)
+    for values in model.parameters():
+        part = mappings.part(values.detach())
+        assert part is not None and part.path == str(the_file(saved)) and part.nbytes == values.nbytes
+        made = torch.full_like(values, 7, dtype=dtype)
+        reader.read(part, made, values.dtype)
+        assert torch.equal(made, values.detach().to(dtype))
+    reader.close()
+
+
+def test_a_weight_that_was_written_is_no_part_of_its_file(saved: Path) -> None:
+    model = loaded(saved)
+    weight = model.blocks[0].ffn.net[0].proj.weight  # type: ignore[index,union-attr]
+    assert Mappings().part(weight.detach()) is not None
+    with torch.no_grad():
+        weight[0, 0] = 3  # type: ignore[index]
+    assert Mappings().part(weight.detach()) is None
+    assert Mappings().part(torch.randn(2048)) is None
+    filling = Filling(CPU, [], as_they_are, pages=True)
+    assert torch.equal(filling.host("weight", weight)[0], weight.detach())
+    filling.close()
+
+
+def test_a_checkpoint_that_was_replaced_is_copied_from_the_mapping(saved: Path, tmp_path: Path) -> None:
+    model = loaded(saved)
+    expected = {name: p.detach().clone() for name, p in loaded(saved).named_parameters()}
+    other = tmp_path / "other"
+    other.write_bytes(os.urandom(the_file(saved).stat().st_size))
+    other.replace(the_file(saved))
+    offload(model, min_bytes=256, dtype=torch.bfloat16)
+    for name, p in model.named_parameters():
+        assert torch.equal(p.to(torch.float32), expected[name].to(p.dtype).to(torch.float32))
+
+
+def test_a_checkpoint_that_was_cut(saved: Path) -> None:
+    model = loaded(saved)
+    values = {name: p.detach().clone() for name, p in model.named_parameters()}
+    size = the_file(saved).stat().st_size
+    os.truncate(the_file(saved), size // 2)
+    with pytest.raises(
+        ChunkflowError, match=rf"was cut to {size // 2} bytes after it was loaded.*load the model again"
+    ):
+        offload(model, min_bytes=256, dtype=torch.bfloat16)
+    assert len(values) == len(list(model.parameters())), "the model is there; its values are lost with the file"
+
+
+def test_a_checkpoint_that_changes_while_it_is_read(saved: Path) -> None:
+    model = loaded(saved)
+    weight = model.blocks[0].ffn.net[0].proj.weight  # type: ignore[index,union-attr]
+    part, reader = Mappings().part(weight.detach()), CheckpointReader(False)
+    assert part is not None
+    reader.read(part, torch.empty_like(weight), weight.dtype)
+    os.utime(the_file(saved), ns=(1, 1))
+    with pytest.raises(ChunkflowError, match=r"was changed while its weights were read: load the model again"):
+        reader.read(part, torch.empty_like(weight), weight.dtype)
+    reader.close()
+
+
+def test_a_drive_that_fails(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> int:
+        raise OSError(5, "Input/output error")
+
+    model = loaded(saved)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    monkeypatch.setattr(os, "preadv", fails)
+    with pytest.raises(ChunkflowError, match=r"cannot be read at byte \d+: Input/output error. Check the drive"):
+        offload(model, min_bytes=256, dtype=torch.bfloat16)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    monkeypatch.undo()
+    offload(model, min_bytes=256, dtype=torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.float32, torch.bfloat16}
+
+
+def test_a_cast_is_that_of_diffusers(saved: Path) -> None:
+    expected = loaded(saved, torch_dtype=torch.bfloat16)
+    model = offload(loaded(saved), min_bytes=1024, dtype=torch.bfloat16)
+    inputs = small_inputs("wan", SIZE, 0)
+    half = {k: v.to(torch.bfloat16) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    with torch.no_grad():
+        run = torch.compile(model, backend="chunkflow", options={"lowering": "eager", "min_bytes": 1024})
+        assert torch.equal(run(**half)[0], expected(**half)[0])
+    restore(model)
+    found = dict(model.named_parameters())
+    for name, p in expected.named_parameters():
+        assert found[name].dtype == p.dtype and torch.equal(found[name], p), name
+    assert {p.dtype for p in found.values()} == {torch.bfloat16, torch.float32}, "norms stay in float32"
+    with pytest.raises(ChunkflowError, match=r"not to torch\.int8: quantise the model instead"):
+        offload(model, dtype=torch.int8)
+
+
+PEAK = """
+import sys, torch, diffusers
+from chunkflow_compile.weights.filling import Filling, as_they_are, cast_to
+from chunkflow_compile.weights.host_memory import give_free_memory_back
+
+def anonymous(key="RssAnon"):
+    with open("/proc/self/status") as status:
+        return next(1024 * int(line.split()[1]) for line in status if line.startswith(key))
+
+model = diffusers.WanTransformer3DModel.from_pretrained(sys.argv[1])
+dtype_of = as_they_are if sys.argv[2] == "float32" else cast_to(torch.bfloat16, model)
+weights = dict(model.named_parameters())
+torch.zeros(1 << 20).to(torch.bfloat16)  # first use of torch
+before, most, total, made = anonymous(), 0, 0, []
+filling = Filling(torch.device("cpu"), list(weights.items()), dtype_of, pages=True)
+for name, weight in weights.items():
+    made.append(filling.host(name, weight)[0])
+    total += made[-1].nbytes
+    most = max(most, anonymous() - before)
+filling.close()
+give_free_memory_back()
+print(most / total, (anonymous() - before) / total)
+"""
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_while_placing(tmp_path: Path, dtype: str) -> None:
+    small_model("wan", Size(layers=6, heads=8, head_dim=128, text=64)).save_pretrained(tmp_path)  # type: ignore[operator]
+    command = [sys.executable, "-c", PEAK, str(tmp_path), dtype]
+    most, kept = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert 0.9 < kept <= most <= 1.05 + 40 / 300, (most, kept)  # the buffers of four threads are 32 MiB

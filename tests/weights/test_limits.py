@@ -1,0 +1,84 @@
+"""What host memory is free, in the layouts of control groups that machines have."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, host_memory, pin_budget
+
+GIB = 1 << 30
+V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
+V2 = "41 31 0:38 {mounted} /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate"
+
+
+def write(root: Path, files: dict[str, str | int]) -> None:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+def machine(root: Path, mounts: str, groups: str) -> None:
+    write(
+        root,
+        {
+            "proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {40 << 20} kB\nHugePages_Total: 0",
+            "proc/self/mountinfo": mounts,
+            "proc/self/cgroup": groups,
+        },
+    )
+
+
+def group(root: Path, path: str, limit: int | str, used: int, cache: int, v1: bool = False) -> None:
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
+    stat = f"cache 1\n{'total_' * v1}inactive_file {cache}"
+    write(
+        root,
+        {f"{path}/{name}": value for name, value in zip((*names, "memory.stat"), (limit, used, stat), strict=True)},
+    )
+
+
+def test_the_machine_alone(tmp_path: Path) -> None:
+    machine(tmp_path, "", "")
+    assert host_memory(tmp_path) == HostMemory(64 * GIB, 40 * GIB)
+    assert host_memory(tmp_path / "nothing") == HostMemory(0, 0)
+
+
+def test_an_ancestor_of_v2_limits_the_most(tmp_path: Path) -> None:
+    top = "sys/fs/cgroup"
+    machine(tmp_path, V2.format(mounted="/"), "0::/job.slice/run.scope")
+    group(tmp_path, f"{top}/job.slice", 16 * GIB, 12 * GIB, 2 * GIB)
+    group(tmp_path, f"{top}/job.slice/run.scope", "max", 3 * GIB, 0)
+    found = host_memory(tmp_path)
+    assert found == HostMemory(16 * GIB, 6 * GIB, tmp_path / top / "job.slice" / "memory.max")
+    write(tmp_path, {f"{top}/job.slice/run.scope/memory.high": 5 * GIB})
+    assert host_memory(tmp_path).free == 2 * GIB
+
+
+@pytest.mark.parametrize("mounted", ["/", "/docker/abc"])
+def test_v1_in_a_container(tmp_path: Path, mounted: str) -> None:
+    """A container without a name space of its own is told the host's path, and sees its group at the mount."""
+    machine(tmp_path, V1.format(mounted=mounted), "9:name=systemd:/\n4:memory:/docker/abc\n0::/")
+    inside = "sys/fs/cgroup/memory" if mounted != "/" else "sys/fs/cgroup/memory/docker/abc"
+    group(tmp_path, "sys/fs/cgroup/memory", 9223372036854771712, 30 * GIB, GIB, v1=True)
+    group(tmp_path, inside, 8 * GIB, 5 * GIB, GIB, v1=True)
+    assert host_memory(tmp_path).free == 4 * GIB
+
+
+def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
+    machine(tmp_path, V2.format(mounted="/"), "0::/a")
+    group(tmp_path, "sys/fs/cgroup/a", 4 * GIB, 5 * GIB, 0)
+    assert host_memory(tmp_path).free == 0
+
+
+def test_what_may_be_pinned() -> None:
+    memory = HostMemory(64 * GIB, 40 * GIB)
+    assert memory.reserve == int(0.05 * 64 * GIB) and HostMemory(8 * GIB, GIB).reserve == LEAST_RESERVED
+    assert pin_budget(0, 1, memory) == 40 * GIB - memory.reserve
+    assert pin_budget(10 * GIB, 2, memory) == 10 * GIB + (40 * GIB - memory.reserve) // 2
+    full = HostMemory(64 * GIB, GIB)
+    assert pin_budget(10 * GIB, 1, full) == 10 * GIB + GIB - full.reserve < 10 * GIB
+    assert pin_budget(0, 1, full) == 0
+    assert pin_budget(0, 1) > 0, "of this machine"

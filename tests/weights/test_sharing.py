@@ -1,0 +1,205 @@
+"""Weights that the ranks of a machine share: one copy, proved equal, and private again where a rank writes."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.weights.host_store import home_of
+
+SIZE = Size(layers=2)
+LEAST = 1024
+OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+
+
+def memfds() -> int:
+    """Mappings of shared weights in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:chunkflow-weights")
+
+
+def files() -> Iterator[Path]:
+    return (f for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+
+
+def shared(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if (home := home_of(p)) and home.cell.shared is not None}
+
+
+def large(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.nbytes >= LEAST}
+
+
+def steps(run: Any, twin: nn.Module, seed: int = 0) -> None:
+    with torch.no_grad():
+        for step in range(3):
+            inputs = small_inputs("wan", SIZE, seed + step)
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+
+
+def same_model(rank: int) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    names = large(model)
+    offload(model, min_bytes=LEAST, share=True)
+    assert shared(model) == names and memfds() == 1
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    steps(run, twin)
+    (program,) = programs(model)
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 3 > [0] * 3
+    # rank 1 writes a weight, and what state_dict gave it: only it sees the first, also through a view from before
+    weight = model.blocks[0].ffn.net[0].proj.weight  # type: ignore[union-attr,index]
+    view, state = weight[1:], model.state_dict()
+    given = state["blocks.1.ffn.net.0.proj.weight"]
+    assert torch.equal(given, twin.blocks[1].ffn.net[0].proj.weight)  # type: ignore[union-attr,index]
+    if rank == 1:
+        with torch.no_grad():
+            for m in (model, twin):
+                m.blocks[0].ffn.net[0].proj.weight.mul_(2)  # type: ignore[union-attr,index]
+            given.zero_()
+        assert torch.equal(view, twin.blocks[0].ffn.net[0].proj.weight[1:])  # type: ignore[union-attr,index]
+        assert names - shared(model) == {"blocks.0.ffn.net.0.proj.weight"} and not given.any()
+    dist.barrier()
+    if rank == 0:
+        assert shared(model) == names
+    steps(run, twin, 7)
+    model.load_state_dict(twin.state_dict())
+    assert not shared(model)
+    steps(run, twin, 11)
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    del run, program, view, given, weight, state
+    torch._dynamo.reset()
+    gc.collect()
+    assert memfds() == 0 and not any("chunkflow" in os.readlink(f) for f in files())
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_share_and_write(on_ranks: Callable[..., None], world: int) -> None:
+    on_ranks(same_model, world=world)
+
+
+def a_spoilt_element(rank: int) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    name = "blocks.1.attn1.to_q.weight"
+    if rank == 1:
+        with torch.no_grad():
+            for m in (model, twin):
+                m.get_parameter(name)[-1, -1] += 1
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("chunkflow_compile").addHandler(handler)
+    offload(model, min_bytes=LEAST, share=dist.group.WORLD)
+    assert [r for r in records if f"rank 1 has other values than rank 0 in {name}" in r], records
+    assert shared(model) == large(twin) - ({name} if rank else set())
+    steps(torch.compile(model, backend="chunkflow", options=OPTIONS), twin)
+    restore(model)
+    assert not shared(model) and torch.equal(model.get_parameter(name), twin.get_parameter(name))
+
+
+def test_a_spoilt_element_is_named_on_all_ranks(on_ranks: Callable[..., None]) -> None:
+    on_ranks(a_spoilt_element)
+
+
+def from_one_file(rank: int, folder: str, dtype: torch.dtype | None) -> None:
+    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
+    twin = diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    names = large(model)
+    offload(model, min_bytes=LEAST, share=True, dtype=dtype)
+    assert shared(model) == names
+    for name, p in twin.named_parameters():
+        assert torch.equal(model.get_parameter(name), p), name
+    dist.barrier()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_each_rank_reads_a_share_of_the_file(
+    on_ranks: Callable[..., None], tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    on_ranks(from_one_file, str(tmp_path / "wan"), dtype)
+
+
+def one_is_absent(rank: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=4)
+    )
+    if rank == 1:
+        time.sleep(8)
+        os._exit(0)
+    model = small_model("wan", SIZE)
+    with pytest.raises(ChunkflowError, match=r"Rank 1 did not place the model within 4 s.*Pass share=False"):
+        offload(model, min_bytes=LEAST, share=True)
+    offload(model, min_bytes=LEAST)
+    os._exit(0)
+
+
+def killed_at(rank: int, folder: str, who: int, when: str) -> None:
+    """One of two ranks is killed; the other must raise and keep its weights."""
+    from chunkflow_compile.weights import filling
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    before = {name: p.detach().clone() for name, p in twin.named_parameters()}
+    if rank == who:
+        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+        owner, name = {
+            "fill": (filling, "fill"),
+            "proof": (filling.SharedPages, "same" if rank else "written"),
+            "finish": (filling.SharedPages, "finish"),
+        }[when]
+        if when == "fill" and rank == 1:
+            owner, name = filling.SharedPages, "role"
+        setattr(owner, name, kill)
+    began = time.monotonic()
+    try:
+        offload(model, min_bytes=LEAST, share=True)
+    except ChunkflowError as error:
+        assert f"Rank {who} has ended" in str(error), error
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        assert time.monotonic() - began < 30 and not shared(model)
+        os._exit(0)
+    os._exit(3)
+
+
+def run_two(work: Callable[..., None], *args: Any) -> list[int | None]:
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=work, args=(rank, *args)) for rank in range(2)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(120)
+    return [p.exitcode for p in processes]
+
+
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    assert run_two(one_is_absent, str(tmp_path)) == [0, 0]
+
+
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("when", [pytest.param("fill", marks=pytest.mark.long), "proof", "finish"])
+def test_a_rank_is_killed(tmp_path: Path, who: int, when: str) -> None:
+    codes = run_two(killed_at, str(tmp_path), who, when)
+    assert codes[who] == -signal.SIGKILL and codes[1 - who] == 0
+    assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
+    assert "chunkflow" not in Path("/proc/net/unix").read_text()
+
+
+def test_share_without_a_group() -> None:
+    with pytest.raises(ChunkflowError, match="share needs a process group of several ranks"):
+        offload(small_model("wan", SIZE), share=True)
