@@ -15,6 +15,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from chunkflow_compile.weights.limits import host_memory
+
 from .profiles import measured_path
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "matplotlib", "torch-tensorrt")
@@ -38,7 +40,9 @@ class Machine:
     """The facts that ``chunkflow doctor`` checks.
 
     ``cuda_build``: CUDA version torch was built for, None for a CPU build.  ``libraries``: name -> version, None if
-    missing.  ``pinnable_bytes``: limit of locked memory, None for no limit.
+    missing.  ``memory_bytes``, ``available_bytes``: of the machine, or of the control group that leaves the least, whose
+    limit is the file ``memory_limit``.  ``huge_pages``: when the kernel gives them to private and to shared memory, empty if
+    it does not say.  ``pinnable_bytes``: limit of locked memory, None for no limit.
     """
 
     python: str
@@ -50,6 +54,8 @@ class Machine:
     numa_nodes: int
     memory_bytes: int
     available_bytes: int
+    memory_limit: str | None
+    huge_pages: tuple[str, str]
     pinnable_bytes: int | None
     gloo: bool
     nccl: bool
@@ -66,7 +72,7 @@ def device_name(device: torch.device) -> str:
 
 def look() -> Machine:
     """Inspect this machine.  Allocates nothing on a GPU and changes nothing."""
-    memory = _memory()
+    memory = host_memory()
     return Machine(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -75,8 +81,10 @@ def look() -> Machine:
         gpus=tuple(_gpus()),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        memory_bytes=memory.get("MemTotal", 0),
-        available_bytes=memory.get("MemAvailable", 0),
+        memory_bytes=memory.total,
+        available_bytes=memory.free,
+        memory_limit=None if memory.limit is None else str(memory.limit),
+        huge_pages=(_huge_pages("enabled"), _huge_pages("shmem_enabled")),
         pinnable_bytes=_locked_limit(),
         gloo=dist.is_available() and dist.is_gloo_available(),
         nccl=dist.is_available() and dist.is_nccl_available(),
@@ -133,13 +141,13 @@ def _nvidia(fields: tuple[str, ...]) -> list[list[str]]:
     return [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines() if line.strip()]
 
 
-def _memory() -> dict[str, int]:
-    """Bytes by name, from /proc/meminfo."""
+def _huge_pages(name: str) -> str:
+    """The setting in brackets, such as "always [madvise] never"."""
     try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
+        text = Path("/sys/kernel/mm/transparent_hugepage", name).read_text()
     except OSError:
-        return {}
-    return {line.partition(":")[0]: 1024 * int(line.split()[1]) for line in lines if line.endswith("kB")}
+        return ""
+    return text.partition("[")[2].partition("]")[0]
 
 
 def _locked_limit() -> int | None:

@@ -211,3 +211,9 @@ def preset(name: str) -> Preset:
     if name not in PRESETS:
         raise ChunkflowError(f"There is no preset {name!r}: use one of {', '.join(PRESETS)}.")
     return PRESETS[name]
+
+
+def weight_bytes(name: str, min_bytes: int = DEFAULT_MIN_BYTES) -> int:
+    """Bytes of the weights of a preset that stream, in bfloat16.  Raises ChunkflowError if there is no such preset."""
+    model, _ = preset(name).build(None, torch.device("meta"))
+    return sum(p.nbytes for p in model.parameters() if p.nbytes >= min_bytes)

@@ -17,6 +17,7 @@ from .record import size
 Verdict = Literal["ok", "note", "missing"]
 # Less free memory is reported: a model that needs streaming is larger than this.
 _SMALL_HOST = 16 << 30
+_PAGES = ("private", "shared")
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,16 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
         *_libraries(machine),
         _profile(machine.profile),
     )
+
+
+def room_for(model: str, nbytes: int, ranks: int, machine: Machine) -> Finding:
+    """Whether the host has room for the streamed weights of a model, which ``ranks`` of this machine share."""
+    copies = f", one copy for {ranks} ranks" if ranks > 1 else ""
+    found = f"{_gib(nbytes)} of host memory{copies}"
+    if nbytes <= machine.available_bytes:
+        return Finding(model, f"{found}; {_gib(machine.available_bytes - nbytes)} left")
+    fix = "load it in a smaller dtype or quantised, or free or add host memory; in a container, raise its memory limit"
+    return Finding(model, f"{found}; {_gib(machine.available_bytes)} free", "missing", fix)
 
 
 def health_table(found: tuple[Finding, ...]) -> str:
@@ -102,11 +113,16 @@ def _gpu(index: int, gpu: Gpu) -> Finding:
 
 def _memory(machine: Machine) -> Iterator[Finding]:
     found = f"{_gib(machine.available_bytes)} free of {_gib(machine.memory_bytes)}"
+    if machine.memory_limit is not None:
+        found += f" ({machine.memory_limit})"
     if machine.available_bytes < _SMALL_HOST:
         fix = "the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16"
         yield Finding("host memory", found, "note", fix)
     else:
         yield Finding("host memory", found)
+    yield Finding(
+        "huge pages", " ".join(f"{kind}: {how or 'none'}" for kind, how in zip(_PAGES, machine.huge_pages, strict=True))
+    )
     if machine.pinnable_bytes is None:
         yield Finding("pinnable memory", "no limit")
         return

@@ -17,7 +17,7 @@ from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
 from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
-from chunkflow_compile.weights.host_store import Home
+from chunkflow_compile.weights.host_store import Home, pin_all
 
 from .arena import Arena, Occupancy
 from .binding import Binding
@@ -195,9 +195,7 @@ class Route:
         memory = self.arena.reserve(self.course.plan.arena_bytes)
         homes = {w.name: self._home(w.name) for w in self.course.plan.streamed}
         self._occupancy = Occupancy(self.arena.streams, len(self._marks.marked))
-        for home in homes.values():
-            home.pin(self.arena.streams, pin_bytes)
-        if not all(home.pinned for home in homes.values()):
+        if not pin_all([*homes.values()], self.arena.streams, pin_bytes):
             self.arena.streams.stage()
         for weight in self.course.plan.streamed:
             assert weight.offset is not None

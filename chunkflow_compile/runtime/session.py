@@ -22,7 +22,7 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
-from chunkflow_compile.weights.host_store import Home, home_of
+from chunkflow_compile.weights.host_store import Home, home_of, pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
 
@@ -233,10 +233,9 @@ class Session:
         slots: dict[str, torch.Tensor] = {}
         for weight in self.plan.streamed:
             if (home := self.homes.get(weight.name)) is not None and weight.offset is not None:
-                home.pin(self.arena.streams, self.code.pin_bytes)
                 slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
                 values[weight.name] = as_weight(slots[weight.name], home.host)
-        if not all(self.homes[name].pinned for name in slots):
+        if not pin_all([self.homes[name] for name in slots], self.arena.streams, self.code.pin_bytes):
             self.arena.streams.stage()
         hosts = {name: flat_bytes(self.homes[name].host) for name in slots}
         marks = arrivals(self.program)

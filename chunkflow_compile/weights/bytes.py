@@ -6,6 +6,9 @@ import ctypes
 
 import torch
 
+# Elements that torch casts on the calling thread alone; for more it starts a team of threads.
+_ALONE = 1 << 15
+
 
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     """Copy between host tensors (uint8, equal sizes) on the calling thread alone, as a copy engine would.
@@ -13,6 +16,12 @@ def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
     Tensor.copy_ would also use the threads of compute.  ctypes releases the GIL.
     """
     ctypes.memmove(target.data_ptr(), source.data_ptr(), source.numel())
+
+
+def cast_alone(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Cast one flat host tensor to the dtype of another, on the calling thread alone."""
+    for cast, value in zip(target.split(_ALONE), source.split(_ALONE), strict=True):
+        cast.copy_(value)
 
 
 def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import copy_host_bytes, flat_bytes
+from .bytes import cast_alone, copy_host_bytes, flat_bytes
 from .host_memory import running_on
 
 PAGE = mmap.PAGESIZE
@@ -30,8 +30,6 @@ PAGE = mmap.PAGESIZE
 BLOCK = 8 << 20
 # As many requests in flight as a drive needs for its full rate.
 THREADS = 4
-# Elements that torch casts on the calling thread alone; of more, each of our threads would start a team of its own.
-_ALONE = 1 << 15
 # Bits of an entry of /proc/self/pagemap.
 _SWAPPED, _OF_FILE = 1 << 62, 1 << 61
 
@@ -160,8 +158,7 @@ class CheckpointReader:
             if (begin - first) % dtype.itemsize:  # a checkpoint may begin a weight at any byte
                 copy_host_bytes(read[: end - begin], values)  # memmove: they may overlap
                 values = read[: end - begin]
-            for cast, value in zip(target.split(_ALONE), values.view(dtype).split(_ALONE), strict=True):
-                cast.copy_(value)
+            cast_alone(target, values.view(dtype))
 
     def _buffer(self) -> memoryview:
         """Whole pages of the calling thread, as reads beside the page cache need."""

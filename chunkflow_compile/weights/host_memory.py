@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .bytes import copy_host_bytes, flat_bytes
+from .bytes import cast_alone, copy_host_bytes, flat_bytes
 from .staging import GpuStaging
 
 # Elements that are cast at a time.
@@ -58,8 +58,11 @@ def fill(made: torch.Tensor, values: torch.Tensor, staging: GpuStaging | None = 
     if made.dtype != values.dtype:
         # by pieces: a cast of the whole would be a second copy on the way from a GPU
         target, source = made.as_strided((made.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
-        for begin in range(0, made.numel(), _CAST):
-            target[begin : begin + _CAST] = source[begin : begin + _CAST].to(made.dtype).to("cpu")
+        for part, piece in zip(target.split(_CAST), source.split(_CAST), strict=True):
+            if piece.device.type == "cpu":
+                cast_alone(part, piece)
+            else:
+                part.copy_(piece.to(made.dtype))
     elif values.device.type == "cpu":
         copy_host_bytes(flat_bytes(made), flat_bytes(values))
     elif staging is not None:

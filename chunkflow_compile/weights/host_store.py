@@ -219,9 +219,20 @@ class HostStore:
         )
 
 
+def pin_all(homes: Sequence[Home], device: HostReader, budget: int | None) -> bool:
+    """Pin the host memory of weights, see :meth:`Home.pin`.  Returns whether all of it is pinned.
+
+    Ranks that share memory begin at different weights: where two pin the same pages at once, the kernel may refuse one.
+    """
+    first = len(homes) * int(os.environ.get("LOCAL_RANK", "0")) // _local_ranks()
+    for home in (*homes[first:], *homes[:first]):
+        home.pin(device, budget)
+    return all(home.pinned for home in homes)
+
+
 def _local_ranks() -> int:
     """The processes of this job on this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere

@@ -20,6 +20,8 @@ FAULTY = Machine(
     numa_nodes=2,
     memory_bytes=64 << 30,
     available_bytes=8 << 30,
+    memory_limit="/sys/fs/cgroup/memory.max",
+    huge_pages=("madvise", ""),
     pinnable_bytes=8 << 20,
     gloo=True,
     nccl=False,
@@ -38,23 +40,24 @@ class TestDoctor(TestCase):
             health_table(findings(FAULTY)),
             """\
 what              found
-----------------  ----------------------------------------------  -------
-python            3.11.7                                          ok
-torch             2.10.0+cu128                                    note
-CUDA              torch built for CUDA 12.8, driver 570.86        ok
-GPU 0             NVIDIA L40S, 48.0 GiB, PCIe 4 x8, NUMA node 0   note
-GPU 1             NVIDIA L40S, 48.0 GiB, PCIe 1 x16, NUMA node 1  note
-cpu               32 cores, 2 NUMA nodes                          ok
-host memory       8.0 GiB free of 64.0 GiB                        note
-pinnable memory   limit 8.0 MiB                                   note
-gloo              available                                       ok
-NCCL              not in this torch                               missing
-C++ compiler      none                                            missing
-triton            none                                            missing
-diffusers         not installed                                   note
-matplotlib        3.11.2                                          ok
-torch-tensorrt    not installed                                   ok
-hardware profile  not measured                                    note
+----------------  ----------------------------------------------------  -------
+python            3.11.7                                                ok
+torch             2.10.0+cu128                                          note
+CUDA              torch built for CUDA 12.8, driver 570.86              ok
+GPU 0             NVIDIA L40S, 48.0 GiB, PCIe 4 x8, NUMA node 0         note
+GPU 1             NVIDIA L40S, 48.0 GiB, PCIe 1 x16, NUMA node 1        note
+cpu               32 cores, 2 NUMA nodes                                ok
+host memory       8.0 GiB free of 64.0 GiB (/sys/fs/cgroup/memory.max)  note
+huge pages        private: madvise shared: none                         ok
+pinnable memory   limit 8.0 MiB                                         note
+gloo              available                                             ok
+NCCL              not in this torch                                     missing
+C++ compiler      none                                                  missing
+triton            none                                                  missing
+diffusers         not installed                                         note
+matplotlib        3.11.2                                                ok
+torch-tensorrt    not installed                                         ok
+hardware profile  not measured                                          note
 
 torch: ChunkFlow is tested on 2.11 to 2.15: install one of these if this one fails
 

@@ -1,0 +1,175 @@
+"""Host memory and start time of placing a model on one and two ranks: a private copy a rank, and one that they share.
+
+    python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md
+
+The ranks place the model as for a GPU, each weight in pages of its own, on a machine without one.  Memory is what the weights
+take beyond the page cache: private and shared pages of all ranks (Pss_Anon and Pss_Shmem), sampled while they place.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+
+from chunkflow_compile.models.small import Size, small_model
+from chunkflow_compile.report.record import size
+from chunkflow_compile.weights.filling import Filling, as_they_are, cast_to
+from chunkflow_compile.weights.host_memory import give_free_memory_back
+from chunkflow_compile.weights.peers import peers_of
+
+EVERY_S = 0.02
+CPU = torch.device("cpu")
+
+
+def copied(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+    """A copy of every weight, as ``pin_memory`` makes for diffusers' group offload with a stream."""
+    for p in model.parameters():
+        p.data = p.data.to(dtype, copy=True) if p.dtype != dtype else p.data.clone()
+    return [p.data for p in model.parameters()]
+
+
+def placed(share: bool) -> Callable[[nn.Module, torch.dtype], list[torch.Tensor]]:
+    def place(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
+        weights = list(model.named_parameters())
+        dtype_of = as_they_are if {p.dtype for _, p in weights} == {dtype} else cast_to(dtype, model)
+        filling = Filling(CPU, weights, dtype_of, pages=True, peers=peers_of(share, CPU))
+        made = [filling.host(name, p)[0] for name, p in weights]
+        filling.finish()
+        filling.close()
+        give_free_memory_back()
+        return made
+
+    return place
+
+
+ARMS: dict[str, Callable[[nn.Module, torch.dtype], list[torch.Tensor]]] = {
+    "each weight copied (pin_memory)": copied,
+    "chunkflow, share=False": placed(False),
+    "chunkflow, share=True": placed(True),
+}
+
+
+def rank_of(
+    rank: int, ranks: int, arm: str, checkpoint: str, dtype: torch.dtype, folder: str, go: Any, stop: Any
+) -> None:
+    torch.set_num_threads(1)
+    if ranks > 1:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    model = diffusers.WanTransformer3DModel.from_pretrained(checkpoint, torch_dtype=dtype)
+    copied(nn.Linear(8, 8), torch.bfloat16)  # first use of torch
+    held = memory(os.getpid())
+    go.wait()
+    begun, cpu = time.perf_counter(), used()
+    kept = ARMS[arm](model, torch.bfloat16)
+    found = {
+        "wall": time.perf_counter() - begun,
+        "cpu": used() - cpu,
+        "held": held,
+        "bytes": sum(t.nbytes for t in kept),
+    }
+    (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
+    stop.wait()
+
+
+def used() -> float:
+    found = resource.getrusage(resource.RUSAGE_SELF)
+    return found.ru_utime + found.ru_stime
+
+
+def memory(process: int) -> int:
+    """Bytes of private and shared memory of a process; of the shared, its part."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
+
+
+def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype) -> dict[str, float]:
+    context = multiprocessing.get_context("spawn")
+    go, stop = context.Barrier(ranks + 1), context.Barrier(ranks + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        made = [
+            context.Process(target=rank_of, args=(r, ranks, arm, checkpoint, dtype, folder, go, stop))
+            for r in range(ranks)
+        ]
+        for p in made:
+            p.start()
+        go.wait()
+        most, results = 0, [Path(folder) / f"{r}.json" for r in range(ranks)]
+        while not all(path.exists() for path in results):
+            most = max(most, sum(memory(p.pid or 0) for p in made))
+            time.sleep(EVERY_S)
+        time.sleep(0.2)
+        now = sum(memory(p.pid or 0) for p in made)
+        found = [json.loads(path.read_text()) for path in results]
+        stop.wait()
+        for p in made:
+            p.join()
+    held = sum(f["held"] for f in found)
+    one = found[0]["bytes"]
+    return {
+        "kept": (now - held) / one,
+        "most": (max(most, now) - held) / one,
+        "wall": max(f["wall"] for f in found),
+        "cpu": sum(f["cpu"] for f in found),
+        "bytes": one,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        model = small_model("wan", Size(layers=arguments.layers, heads=16, head_dim=128, text=64))
+        for dtype, label in ((torch.float32, "float32, cast to bfloat16"), (torch.bfloat16, "bfloat16")):
+            checkpoint = f"{folder}/{label[:4]}"
+            model.to(dtype).save_pretrained(checkpoint)  # type: ignore[operator]
+            for ranks in (1, 2):
+                for arm in ARMS:
+                    if ranks > 1 or "True" not in arm:
+                        found = run(arm, ranks, checkpoint, dtype)
+                        rows.append(
+                            (
+                                label,
+                                ranks,
+                                arm,
+                                f"{found['kept']:.2f}",
+                                f"{found['most']:.2f}",
+                                f"{found['wall']:.2f} s",
+                                f"{found['cpu']:.2f} s",
+                            )
+                        )
+                        print(*rows[-1], flush=True)
+    headers = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")
+    text = "# Host memory of the weights, and the time to place them\n\n"
+    text += f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}, no GPU. A Wan model of "
+    text += f"{size(int(found['bytes']))} in bfloat16,\nfrom one safetensors file in the page cache. `memory` and `most` (while "
+    text += "they place) are of all ranks together, in copies of the\nweights. The first arm is what diffusers' group offload with "
+    text += "a stream does on each rank. Written by\n`python docs/benchmarks/host_memory.py`.\n\n"
+    text += tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True) + "\n"
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
