@@ -52,7 +52,8 @@ _PLACEMENT = "_chunkflow_placement"
 class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
-    ``min_bytes``: smaller weights stay on the device.  ``progress``: of the compilation of its parts, if it is shown.
+    ``min_bytes``: smaller weights stay on the device.  ``share``: see :func:`offload`.
+    ``progress``: of the compilation of its parts, if it is shown.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
@@ -65,6 +66,7 @@ class Placement:
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
         self.progress: CompileProgress | None = None
+        self.share: Any = False
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:
@@ -145,6 +147,30 @@ class Placement:
             if todo:
                 give_free_memory_back()
 
+    def share_again(self) -> None:
+        """Share the weights that this rank has written since they were shared.  All ranks that share must call it.
+
+        Raises ChunkflowError if another rank ends or fails; the weights are right then, and not all of them are shared.
+        """
+        with self.quiet():
+            lost = {h.name: h for h in self.store.homes if h.was_shared and h.cell.shared is None}
+            peers = peers_of(self.share, self.store.device)
+            if peers is None:
+                return
+            filling = Filling(
+                self.store.device, [(n, h.host) for n, h in lost.items()], as_they_are, pages=True, peers=peers
+            )
+            try:
+                found = {name: filling.host(name, home.host)[1] for name, home in lost.items()}
+                filling.finish()
+                for name, shared in found.items():
+                    if shared is not None:
+                        lost[name].share(shared)
+            except BaseException as error:
+                filling.close(error)
+                raise
+            filling.close()
+
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = as_they_are) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them."""
         with torch.no_grad():
@@ -218,6 +244,7 @@ def offload(
     weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
     peers = peers_of(share, target)
     placement = Placement.on(root, target, min_bytes)
+    placement.share = share
     with compile_lock:
         placement.guards.watch_calls()
         placement.move(weights, dtype_of, peers)
@@ -254,6 +281,19 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
         if isinstance(leaf, HostWeight):
             give_back(leaf, target or leaf.device, GpuStagings())
     return model
+
+
+@contextlib.contextmanager
+def writing(model: nn.Module) -> Iterator[None]:
+    """A context in which all ranks that share the weights of a model write the same values to them.
+
+    A write ends the sharing of a weight.  At the end of this context, the weights that all ranks have written are compared,
+    byte for byte, and shared again.  Raises ChunkflowError if a rank ends or fails.  Does nothing for other models.
+    """
+    yield
+    for placement in _placements(model):
+        if placement.share is not False:
+            placement.share_again()
 
 
 def programs(model: nn.Module) -> tuple[Session, ...]:

@@ -22,6 +22,7 @@ from .host_weight import HostBytes, HostWeight, become, like
 from .limits import host_memory, pin_budget
 from .progress import moving
 from .reader import HostReader
+from .sharing import SharedWeight
 from .staging import GpuStagings
 
 
@@ -40,6 +41,7 @@ class Home:
     origin: torch.device
     _weight: weakref.ref[HostWeight]
     grad: torch.Tensor | None = None
+    was_shared: bool = False
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
     _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
     _copied_by: list[HostReader] = field(default_factory=list)
@@ -97,6 +99,13 @@ class Home:
         if self._unpin is not None:
             self._unpin()
             self._unpin = None
+
+    def share(self, shared: SharedWeight) -> None:
+        """Replace the memory by the same bytes in shared memory, at the same address.  No program of the model may run."""
+        self.settle()
+        self.unpin()
+        self.cell.shared = shared.over(self.host)
+        self.cell.version += 1  # programs pin it again
 
     @property
     def pinned(self) -> bool:
@@ -156,6 +165,7 @@ class HostStore:
             home.grad = grad
             weight: Any = tensor
             weight.cell.shared = shared
+            home.was_shared = shared is not None
             return home
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:

@@ -33,6 +33,7 @@ Role = Literal["fill", "compare", "leave"]
 # Elements of a weight that are cast and compared at a time.
 _PIECE = 1 << 20
 _MREMAP_MAYMOVE, _MREMAP_FIXED, _FAILED = 1, 2, 2**64 - 1
+_MAP_FIXED = 0x10
 _HUGE = 14  # of madvise
 _ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 # In messages, names of more weights are left out.
@@ -85,6 +86,16 @@ class SharedWeight:
                 return
             libc.munmap(made, size)
         raise ChunkflowError(_no_memory(self.host))
+
+    def over(self, host: torch.Tensor) -> SharedWeight:
+        """The shared memory at the address of ``host``, a weight of the same bytes in pages of its own, which it replaces.
+
+        Raises ChunkflowError if the kernel refuses.
+        """
+        size, there, flags = _whole_pages(host.nbytes), host.data_ptr(), mmap.MAP_SHARED | _MAP_FIXED
+        if _libc().mmap(there, size, _ACCESS, flags, self._descriptor.number, self._offset) != there:
+            raise ChunkflowError(f"A weight cannot be shared again: {os.strerror(ctypes.get_errno())}.")
+        return SharedWeight(self._descriptor, self._offset, host)
 
     def to_write(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values as an ordinary tensor.  It takes no memory until it is written, and only it sees the writes.

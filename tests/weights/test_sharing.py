@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_store import home_of
 
@@ -39,6 +39,10 @@ def files() -> Iterator[Path]:
 
 def shared(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if (home := home_of(p)) and home.cell.shared is not None}
+
+
+def addresses(model: nn.Module) -> dict[str, int]:
+    return {name: home.host.data_ptr() for name, p in model.named_parameters() if (home := home_of(p))}
 
 
 def large(model: nn.Module) -> set[str]:
@@ -91,6 +95,36 @@ def same_model(rank: int) -> None:
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_ranks_share_and_write(on_ranks: Callable[..., None], world: int) -> None:
     on_ranks(same_model, world=world)
+
+
+def written_together(rank: int) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    offload(model, min_bytes=LEAST, share=True)
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    steps(run, twin)
+    one, other = "blocks.0.ffn.net.0.proj.weight", "blocks.1.ffn.net.0.proj.weight"
+    places = addresses(model)
+    with writing(model), torch.no_grad():
+        for m in (model, twin):
+            m.get_parameter(one).mul_(2)
+            m.get_parameter(other).mul_(rank + 3)
+        assert {one, other}.isdisjoint(shared(model))
+        steps(run, twin, 3)
+    # both ranks wrote the first alike; the second is rank 0's, and rank 1 keeps its own
+    assert (one in shared(model)) and (other in shared(model)) == (rank == 0)
+    assert addresses(model) == places
+    steps(run, twin, 7)
+    with writing(model), torch.no_grad():
+        for m in (model, twin):
+            m.get_parameter(other).fill_(0.01)
+    assert shared(model) == large(twin)
+    steps(run, twin, 9)
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_ranks_write_together(on_ranks: Callable[..., None]) -> None:
+    on_ranks(written_together)
 
 
 def a_spoilt_element(rank: int) -> None:
