@@ -129,8 +129,9 @@ class Placement:
             todo = [(names, p) for names, p in weights if home_of(p) is None]
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
-            filling = Filling(device, plain, dtype_of, pages=device.type == "cuda", peers=peers)
+            filling: Filling | None = None
             try:
+                filling = Filling(device, plain, dtype_of, pages=device.type == "cuda", peers=peers)
                 with moving("moving weights to the host", sum(_bytes(p) for _, p in todo)) as told:
                     for names, tensor in todo:
                         told(_bytes(tensor))
@@ -138,7 +139,8 @@ class Placement:
                 filling.finish()
                 self.guards.add()
             except BaseException as error:
-                filling.close(error)
+                if filling is not None:
+                    filling.close(error)
                 self.undo()
                 raise
             filling.close()

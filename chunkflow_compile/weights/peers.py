@@ -95,6 +95,7 @@ class Peers:
 
     def hand(self, descriptor: int) -> None:
         """Hand a file to the other ranks, which call :meth:`take`."""
+        self.say(None)  # or why there is none
         for rank, link in self._links.items():
             try:
                 socket.send_fds(link, [b"f"], [descriptor])
@@ -103,6 +104,7 @@ class Peers:
 
     def take(self) -> int:
         """The file that the leader hands over, which the caller closes."""
+        self.hear()
         try:
             _, descriptors, _, _ = socket.recv_fds(self._links[self.ranks[0]], 1, 1)
         except OSError as error:
@@ -248,7 +250,8 @@ def _accepted(listener: socket.socket, ranks: Sequence[int], seconds: float) -> 
                 link.close()
                 continue
             (rank,) = _LENGTH.unpack(link.recv(_LENGTH.size, socket.MSG_WAITALL))
-            links[rank] = link
+            if rank in absent:
+                links[rank] = link
         except (OSError, struct.error) as error:
             for link in links.values():
                 link.close()

@@ -128,6 +128,14 @@ class SharedPages:
         order = [repr(w["as"]) for w in told[0]]
         mine = {repr(w.told()["as"]): w for w in wanted}
         common = [mine[key] for key in order if key in mine and len(sources[key]) == len(told) and mine[key].nbytes]
+        if 2 * len(common) < max(map(len, told)):
+            _log.warning(
+                "rank %s shares %s of its %s weights: another rank places another model, or other shards. Ranks that "
+                "share place the same models in the same order; pass share=False for a model that only some have",
+                peers.rank,
+                len(common),
+                len(wanted),
+            )
         places = self._places(common)
         total = places[-1] if common else 0
         if not total:

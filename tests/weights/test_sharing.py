@@ -6,6 +6,7 @@ import gc
 import logging
 import multiprocessing
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.limits import HostMemory
 
 SIZE = Size(layers=2)
 LEAST = 1024
@@ -148,6 +150,42 @@ def a_spoilt_element(rank: int) -> None:
 
 def test_a_spoilt_element_is_named_on_all_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(a_spoilt_element)
+
+
+def no_room(rank: int) -> None:
+    from chunkflow_compile.weights import sharing
+
+    if rank == 0:
+        sharing.host_memory = lambda: HostMemory(1 << 30, 5, Path("/sys/fs/cgroup/memory.max"))
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    said = r"The weights take \d+ bytes of host memory, and 5 are free below /sys/fs/cgroup/memory.max"
+    with pytest.raises(ChunkflowError, match=said if rank == 0 else f"because another rank failed. rank 0: {said}"):
+        offload(model, min_bytes=LEAST, share=True)
+    assert not shared(model)
+    steps(torch.compile(model, backend="chunkflow", options=OPTIONS), twin)
+
+
+def test_no_room_for_shared_memory(on_ranks: Callable[..., None]) -> None:
+    """Said before the kernel kills a rank."""
+    on_ranks(no_room)
+
+
+def other_models(rank: int) -> None:
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("chunkflow_compile").addHandler(handler)
+    family = "flux" if rank else "wan"
+    model, twin = small_model(family, SIZE), small_model(family, SIZE)
+    offload(model, min_bytes=LEAST, share=True)
+    assert [
+        r for r in records if re.search(rf"rank {rank} shares \d of its \d+ weights: another rank places another", r)
+    ]
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_ranks_that_place_other_models(on_ranks: Callable[..., None]) -> None:
+    on_ranks(other_models)
 
 
 def from_one_file(rank: int, folder: str, dtype: torch.dtype | None) -> None:

@@ -1,0 +1,63 @@
+"""Weights for a card: read from the checkpoint, shared by two ranks, pinned by both, and private where one writes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from pathlib import Path
+
+import diffusers
+import torch
+import torch.distributed as dist
+
+from chunkflow_compile import offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.weights.host_store import home_of
+
+SIZE = Size(layers=2)
+LEAST = 1024
+OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+
+
+def on_card(rank: int, folder: str) -> None:
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan")
+    twin = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan", torch_dtype=torch.bfloat16).to("cuda")
+    offload(model, "cuda", min_bytes=LEAST, dtype=torch.bfloat16)
+    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
+    assert homes and all(home.cell.shared is not None for home in homes), "the default for a GPU"
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+
+    def steps() -> None:
+        for step in range(3):
+            inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
+            inputs["hidden_states"] = inputs["hidden_states"].to(torch.bfloat16)
+            inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].to(torch.bfloat16)
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+
+    with torch.no_grad():
+        steps()
+        streamed = {w.name for w in programs(model)[-1].plan.streamed}
+        assert streamed and all(home.pinned for home in homes if home.name in streamed)
+        if rank == 1:
+            for m in (model, twin):
+                m.blocks[0].ffn.net[0].proj.weight.mul_(2)
+        steps()
+        private = [home for home in homes if home.cell.shared is None]
+        assert len(private) == rank and all(home.pinned for home in private)
+    dist.barrier()
+    restore(model)
+    assert all(torch.equal(a, b.to("cpu")) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    os._exit(0)
+
+
+def test_two_ranks_share_on_a_card(tmp_path: Path) -> None:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")
+    context = multiprocessing.get_context("spawn")
+    ranks = [context.Process(target=on_card, args=(rank, str(tmp_path))) for rank in range(2)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join(240)
+    assert [rank.exitcode for rank in ranks] == [0, 0]
