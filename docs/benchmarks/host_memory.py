@@ -12,7 +12,9 @@ import argparse
 import json
 import multiprocessing
 import os
+import random
 import resource
+import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -132,40 +134,51 @@ def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype) -> dict[str, 
     }
 
 
+ABOUT = """\
+# Host memory of the weights, and the time to place them
+
+{today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {size} in bfloat16, from one
+safetensors file in the page cache. `memory` and `most` (while they place) are of all ranks together, in copies of the weights.
+The first arm is what diffusers' group offload with a stream does on each rank. Medians of {repeats} runs in random order. Times
+are mostly those of the kernel, which makes the pages; in a virtual machine the first touch of a page can take ten times as
+long as the next. Written by `python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md`.
+
+"""
+HEADERS = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    rows = []
+    found: dict[tuple[str, int, str], list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         model = small_model("wan", Size(layers=arguments.layers, heads=16, head_dim=128, text=64))
-        for dtype, label in ((torch.float32, "float32, cast to bfloat16"), (torch.bfloat16, "bfloat16")):
-            checkpoint = f"{folder}/{label[:4]}"
-            model.to(dtype).save_pretrained(checkpoint)  # type: ignore[operator]
-            for ranks in (1, 2):
-                for arm in ARMS:
-                    if ranks > 1 or "True" not in arm:
-                        found = run(arm, ranks, checkpoint, dtype)
-                        rows.append(
-                            (
-                                label,
-                                ranks,
-                                arm,
-                                f"{found['kept']:.2f}",
-                                f"{found['most']:.2f}",
-                                f"{found['wall']:.2f} s",
-                                f"{found['cpu']:.2f} s",
-                            )
-                        )
-                        print(*rows[-1], flush=True)
-    headers = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")
-    text = "# Host memory of the weights, and the time to place them\n\n"
-    text += f"{date.today()}, {os.cpu_count()} CPU cores, torch {torch.__version__}, no GPU. A Wan model of "
-    text += f"{size(int(found['bytes']))} in bfloat16,\nfrom one safetensors file in the page cache. `memory` and `most` (while "
-    text += "they place) are of all ranks together, in copies of the\nweights. The first arm is what diffusers' group offload with "
-    text += "a stream does on each rank. Written by\n`python docs/benchmarks/host_memory.py`.\n\n"
-    text += tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True) + "\n"
+        kinds = {"float32, cast to bfloat16": torch.float32, "bfloat16": torch.bfloat16}
+        for label, dtype in kinds.items():
+            model.to(dtype).save_pretrained(f"{folder}/{label[:4]}")  # type: ignore[operator]
+        del model
+        cases = [(k, n, arm) for k in kinds for n in (1, 2) for arm in ARMS if n > 1 or "True" not in arm]
+        order = random.Random(0)
+        for case in [c for _ in range(arguments.repeats) for c in order.sample(cases, len(cases))]:
+            label, ranks, arm = case
+            found.setdefault(case, []).append(run(arm, ranks, f"{folder}/{label[:4]}", kinds[label]))
+            print(*case, found[case][-1], flush=True)
+    rows = []
+    for case in cases:
+        middle = {key: statistics.median(f[key] for f in found[case]) for key in found[case][0]}
+        shown = f"{middle['kept']:.2f}", f"{middle['most']:.2f}", f"{middle['wall']:.2f} s", f"{middle['cpu']:.2f} s"
+        rows.append((*case, *shown))
+    text = ABOUT.format(
+        today=date.today(),
+        cores=os.cpu_count(),
+        torch=torch.__version__,
+        size=size(int(found[cases[0]][0]["bytes"])),
+        repeats=arguments.repeats,
+    )
+    text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\n"
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
