@@ -138,10 +138,10 @@ ABOUT = """\
 # Host memory of the weights, and the time to place them
 
 {today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {size} in bfloat16, from one
-safetensors file in the page cache. `memory` and `most` (while they place) are of all ranks together, in copies of the weights.
-The first arm is what diffusers' group offload with a stream does on each rank. Medians of {repeats} runs in random order. Times
-are mostly those of the kernel, which makes the pages; in a virtual machine the first touch of a page can take ten times as
-long as the next. Written by `python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md`.
+safetensors file in the page cache. `memory` and `most` (while they place) are of all ranks together, in copies of the
+weights. The first arm is what diffusers' group offload with a stream does on each rank. Medians of {repeats} runs in random
+order. Times are mostly those of the kernel, which makes the pages; in a virtual machine the first touch of a page can take
+ten times as long as the next. Written by `python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md`.
 
 """
 HEADERS = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import HERE, OPTIONS
 from helpers import Stack
 from torch import nn
 from torch._dynamo.utils import counters
@@ -117,3 +120,29 @@ def test_a_model_that_was_not_called_has_nothing_to_save(tmp_path: Path) -> None
     with pytest.raises(ChunkflowError, match="call the compiled model once"):
         chunkflow_compile.save(Stack(), tmp_path / "regions.zip")
     assert not [*tmp_path.iterdir()]
+
+
+FILLS = """
+import sys
+sys.path[:0] = sys.argv[1:]
+import torch
+from conftest import HERE, OPTIONS
+from helpers import Stack
+
+torch.manual_seed(0)
+model, x = Stack(), torch.randn(4, 8)
+with torch.no_grad():
+    expected = model(x)
+    found = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)(x)
+torch.testing.assert_close(found, expected)
+"""
+
+
+@pytest.mark.long
+def test_two_processes_fill_one_cache(tmp_path: Path) -> None:
+    """The precompiled header too, which is in the folder for temporary files."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-c", FILLS, str(HERE), str(HERE.parent)]
+    started = [subprocess.Popen(command, env=environment) for _ in range(2)]
+    assert [process.wait(400) for process in started] == [0, 0]
+    subprocess.run(command, env=environment, check=True, timeout=400)

@@ -20,6 +20,7 @@ from chunkflow_compile import programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.runtime.codes import KEPT_SIZES
+from chunkflow_compile.weights.limits import host_memory
 
 SIZE = Size(layers=2)
 EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
@@ -233,3 +234,29 @@ def test_sizes_that_depend_on_data(name: str, lowering: str, caplog: pytest.LogC
     (program,) = programs(model)
     assert program.plan.moved_bytes > 0 and graphs() == 1
     assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements[1:])
+
+
+class Scaled(nn.Module):
+    """One product by a weight, element by element, in one byte an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(64, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.long
+@pytest.mark.skipif(host_memory().free < 12 << 30, reason="needs 12 GiB of host memory")
+def test_a_region_lowered_small_beyond_two_to_the_31_elements() -> None:
+    """With 32-bit indices, elements beyond the limit would be those of another place."""
+    model = Scaled()
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={"min_bytes": 1, "policy": "layerwise"})
+    with torch.no_grad():
+        for rows in (3, 5, 2**25 + 3):
+            x = torch.empty(rows, 64, dtype=torch.int8).random_(-100, 100)
+            found = run(x)
+            for begin in range(0, rows, 1 << 20):  # eager on all of it would take as much memory again
+                assert torch.equal(found[begin : begin + (1 << 20)], x[begin : begin + (1 << 20)] * model.scale)
+    assert found.numel() > 2**31 and graphs() == 2
