@@ -33,6 +33,7 @@ def compile(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     share: Any = None,
+    host_memory: int | str | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
     **options: Any,
@@ -43,7 +44,7 @@ def compile(
     run as a course: what the whole model would do as one program, without the time to trace every block.  A model
     without repeated blocks is compiled whole.
 
-    ``device``, ``dtype``, ``share``: see :func:`offload`; a model that is placed already stays as it is.
+    ``device``, ``dtype``, ``share``, ``host_memory``: see :func:`offload`; a model that is placed already stays as it is.
     ``mode``: as in torch.compile, such
     as "max-autotune-no-cudagraphs".  ``dynamic``: as there; by default, sizes that change are left open from the second
     compilation on.  ``options``: those of the backend.
@@ -60,7 +61,8 @@ def compile(
     blocks = blocks_of(model)
     parts = parts_of(model, blocks.values(), min_bytes)
     if placement is None:
-        placement = placement_of(offload(model, device, min_bytes=min_bytes, dtype=dtype, share=share))
+        offload(model, device, min_bytes=min_bytes, dtype=dtype, share=share, host_memory=host_memory)
+        placement = placement_of(model)
     if placement is not None and chosen.lowering == "inductor":
         with compile_lock:
             warm_up(placement.store.device)

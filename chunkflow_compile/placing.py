@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.locks import ProcessLock
+from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.bytes import is_dense
+from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.filling import DtypeOf, Filling, as_they_are, cast_to
 from chunkflow_compile.weights.guards import Guards, detach_guards
 from chunkflow_compile.weights.host_memory import give_free_memory_back
@@ -119,10 +121,11 @@ class Placement:
         weights: Iterable[tuple[tuple[str, ...], torch.Tensor]],
         dtype_of: DtypeOf = as_they_are,
         peers: Peers | None = None,
+        on_drive: Collection[str] = (),
     ) -> None:
         """Move parameters and buffers into the store.  If that fails, the whole placement is undone.
 
-        ``peers``: the ranks to share their memory with, which is closed.
+        ``peers``: the ranks to share their memory with, which is closed.  ``on_drive``: names of those that go to the drive.
         Waits for the steps of other threads, whose programs may read them where they are now.
         """
         with self.quiet():
@@ -130,8 +133,9 @@ class Placement:
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
             filling: Filling | None = None
+            pages = device.type == "cuda" or bool(on_drive)
             try:
-                filling = Filling(device, plain, dtype_of, pages=device.type == "cuda", peers=peers)
+                filling = Filling(device, plain, dtype_of, pages=pages, peers=peers, on_drive=on_drive)
                 with moving("moving weights to the host", sum(_bytes(p) for _, p in todo)) as told:
                     for names, tensor in todo:
                         told(_bytes(tensor))
@@ -163,7 +167,7 @@ class Placement:
                 self.store.device, [(n, h.host) for n, h in lost.items()], as_they_are, pages=True, peers=peers
             )
             try:
-                found = {name: filling.host(name, home.host)[1] for name, home in lost.items()}
+                found = {name: filling.place(name, home.host).shared for name, home in lost.items()}
                 filling.finish()
                 for name, shared in found.items():
                     if shared is not None:
@@ -215,6 +219,7 @@ def offload(
     min_bytes: int = DEFAULT_MIN_BYTES,
     dtype: torch.dtype | None = None,
     share: Any = None,
+    host_memory: int | str | None = None,
 ) -> nn.Module:
     """Move the parameters and buffers of at least ``min_bytes`` to host memory; return ``model``.
 
@@ -228,6 +233,9 @@ def offload(
     ``share``: whether the ranks of a machine keep one copy of the weights together: True, False, or a process group.  All
     ranks of the group must then call ``offload``, and those that differ in a weight keep their own.  By default, the ranks of
     the default process group share if ``device`` is a GPU.  A rank that writes a weight gets a copy of its own.
+
+    ``host_memory``: most bytes of host memory for the weights, as bytes or "24GiB".  The others stay on the drive, in the
+    checkpoint or in a scratch file in the folder for temporary files, and are read from there in every step.
     Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
     device, or lies in a checkpoint that cannot be read; weights that were cast before an error stay cast.
     """
@@ -244,12 +252,16 @@ def offload(
     target = check_device(_device(device, parameters))
     dtype_of = as_they_are if dtype is None else cast_to(_checked(dtype), root)
     weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
+    on_drive = frozenset[str]()
+    if host_memory is not None:
+        sizes = [(names[0], p.numel() * dtype_of(names[0], p).itemsize) for names, p in weights]
+        on_drive = for_the_drive(sizes, parse_bytes(host_memory, "host_memory"))
     peers = peers_of(share, target)
     placement = Placement.on(root, target, min_bytes)
     placement.share = share
     with compile_lock:
         placement.guards.watch_calls()
-        placement.move(weights, dtype_of, peers)
+        placement.move(weights, dtype_of, peers, on_drive)
     try:
         placement.carry(named_leaves(root), dtype_of)
         align(root)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.program.arrivals import Arrivals
+from chunkflow_compile.weights.source import Source
 
 from .arena import Arena, Occupancy
 from .measurement import WindowSeconds
@@ -21,7 +22,7 @@ class Binding:
     ``arena``: holds its slots and the streams.
     ``values``: offloaded weight -> the tensor that its readers get, a slot or a resident copy.  Readers of any other
     weight get the parameter, which is an input of every call.
-    ``slots``, ``hosts``: streamed weight -> its bytes on the device and on the host, uint8.
+    ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
     ``occupancy``: what lies in the slots, if it is shared with other programs: of the same placement, or of the course.
     ``marks``: the marks of the copies, if they were computed already.
     """
@@ -29,7 +30,7 @@ class Binding:
     arena: Arena
     values: Mapping[str, torch.Tensor]
     slots: Mapping[str, torch.Tensor]
-    hosts: Mapping[str, torch.Tensor]
+    hosts: Mapping[str, Source]
     occupancy: Occupancy | None = None
     marks: Arrivals | None = None
 

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.source import Source
 
 from .cuda_time import Clock, Frame
 from .staged import StagedCopies
@@ -147,10 +148,11 @@ class CudaDevice:
         if isinstance(self.copy, CudaStream):
             self.copy = StagedCopies(self, self.copy)
 
-    def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Source) -> None:
         if isinstance(self.copy, StagedCopies):
             self.copy.copy_bytes(target, source)
         else:
+            assert isinstance(source, torch.Tensor), "weights on the drive are staged"
             self.cuda.copy(target, source)
 
     def received(self, nbytes: int) -> None:

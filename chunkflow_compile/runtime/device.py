@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
-from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.reader import HostReader
+from chunkflow_compile.weights.source import Source, take
 
 from .cuda import CudaDevice, TorchCuda
 from .link import Port
@@ -67,7 +67,7 @@ class Device(HostReader, Protocol):
     def stage(self) -> None:
         """From now on, some copies come from memory that could not be pinned."""
 
-    def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Source) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
 
     def received(self, nbytes: int) -> None:
@@ -116,8 +116,8 @@ class _HostDevice:
     def stage(self) -> None:
         """Nothing to do: threads read any host memory."""
 
-    def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        copy_host_bytes(target, source)
+    def copy_bytes(self, target: torch.Tensor, source: Source) -> None:
+        take(target, source)
         if self.port is not None:
             self.copy.ended(self.port.send("copy", source.numel(), self.copy.since))
 

@@ -37,6 +37,7 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Course, border
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
+from chunkflow_compile.weights.source import Source
 
 from .arena import Occupancy
 from .binding import Binding, Cost, Step
@@ -59,7 +60,7 @@ class _Cold:
     ``waits``: whether compute waits for all of it.
     """
 
-    kept: Sequence[tuple[str, torch.Tensor, torch.Tensor]]
+    kept: Sequence[tuple[str, torch.Tensor, Source]]
     prefetches: Sequence[_Issue]
     waits: bool
 
@@ -232,7 +233,7 @@ class Executor:
             list(self._kept()), [self._prefetch(p, n) for n in found.prefetches if (p := prefetch_of(n))], found.waits
         )
 
-    def _kept(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+    def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
         plan = self.program.plan
         for weight in plan.streamed:
@@ -319,7 +320,7 @@ class Executor:
 
         return issue
 
-    def _copy(self, target: torch.Tensor, source: torch.Tensor, name: str) -> None:
+    def _copy(self, target: torch.Tensor, source: Source, name: str) -> None:
         """Enqueue a copy on the copy stream."""
         work = partial(self.device.copy_bytes, target, source)
         self.device.copy.run(work, self.traffic.copy(source.numel()), name)

@@ -16,8 +16,9 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
 from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
 from chunkflow_compile.passes.program.verify import verify_call
-from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.host_store import Home, pin_all
+from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Occupancy
 from .binding import Binding
@@ -79,7 +80,7 @@ class Route:
         self._marks = marks
         self._occupancy: Occupancy | None = None
         self._slots: dict[str, torch.Tensor] = {}
-        self._hosts: dict[str, torch.Tensor] = {}
+        self._hosts: dict[str, Source] = {}
         self._executors: list[weakref.WeakKeyDictionary[Session, Executor]] = [
             weakref.WeakKeyDictionary() for _ in self.keys
         ]
@@ -151,6 +152,8 @@ class Route:
         names = [self._name(home, call) for home in session.homes.values()]
         known = tuple(self._versions.get(name) for name in names)
         if known != session.versions:
+            if any(isinstance(source, DriveBytes) and self._home(n).drive is None for n, source in self._hosts.items()):
+                self.unbind()  # a weight that was on the drive is in host memory now
             if self._occupancy is not None and self.arena.holder is self._occupancy:
                 self.arena.holder = None
             self._versions = {name: home.version for name, ref in self.homes.items() if (home := ref()) is not None}
@@ -200,7 +203,7 @@ class Route:
         for weight in self.course.plan.streamed:
             assert weight.offset is not None
             self._slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
-        self._hosts = {name: flat_bytes(home.host) for name, home in homes.items()}
+        self._hosts = {name: home.source for name, home in homes.items()}
 
     def _home(self, name: str) -> Home:
         home = self.homes[name]()

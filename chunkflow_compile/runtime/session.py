@@ -21,7 +21,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.verify import verify_together
-from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.host_store import Home, home_of, pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
@@ -237,7 +237,7 @@ class Session:
                 values[weight.name] = as_weight(slots[weight.name], home.host)
         if not pin_all([self.homes[name] for name in slots], self.arena.streams, self.code.pin_bytes):
             self.arena.streams.stage()
-        hosts = {name: flat_bytes(self.homes[name].host) for name in slots}
+        hosts = {name: self.homes[name].source for name in slots}
         marks = arrivals(self.program)
         key = (
             self.plan.placement,

@@ -1,4 +1,4 @@
-"""Copies from pageable memory, for weights that could not be pinned.
+"""Copies from pageable memory, for weights that could not be pinned, and from the drive.
 
 CUDA may hold the thread that issues such a copy until the copy stream comes to it.  If that were the thread that issues
 compute, nothing would overlap.  So a thread of its own issues everything on the copy stream, and sends pageable bytes
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.source import DriveBytes, Source
 from chunkflow_compile.weights.staging import Staging
 
 from .streams import Waited, Watch
@@ -63,10 +64,10 @@ class StagedCopies:
 
         self._put(issue)
 
-    def copy_bytes(self, target: torch.Tensor, source: torch.Tensor) -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Source) -> None:
         """Called by the thread, as work of the stream."""
         if source.is_pinned() or not self._staging.pinned:
-            self._device.cuda.copy(target, source)
+            self._device.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
         else:
             self._staging.to_device(target, source, self._device.cuda.copy, self._inner.record)
 

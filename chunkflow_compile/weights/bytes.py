@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import torch
 
@@ -22,6 +23,11 @@ def cast_alone(target: torch.Tensor, source: torch.Tensor) -> None:
     """Cast one flat host tensor to the dtype of another, on the calling thread alone."""
     for cast, value in zip(target.split(_ALONE), source.split(_ALONE), strict=True):
         cast.copy_(value)
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """The memory of a dense host tensor as a buffer that can be written."""
+    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

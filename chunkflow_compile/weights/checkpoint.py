@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import ctypes
 import mmap
 import os
 import threading
@@ -22,10 +21,11 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import cast_alone, copy_host_bytes, flat_bytes
+from .bytes import cast_alone, copy_host_bytes, flat_bytes, memory_of
 from .host_memory import running_on
+from .mapping import PAGE
+from .source import changed
 
-PAGE = mmap.PAGESIZE
 # What one thread reads at a time: enough for a drive's full rate.
 BLOCK = 8 << 20
 # As many requests in flight as a drive needs for its full rate.
@@ -145,7 +145,7 @@ class CheckpointReader:
             begin, end = (part.offset + place * dtype.itemsize for place in span)
             target = flat[span[0] : span[1]]
             if not file.direct and dtype == flat.dtype:
-                file.read(_bytes_of(target), begin, part)
+                file.read(memory_of(target), begin, part)
                 return
             first = begin - begin % PAGE
             buffer = self._buffer()[: -(-(end - first) // PAGE) * PAGE]
@@ -188,25 +188,17 @@ class _File:
         while done < least:
             count = os.preadv(self._number, [view[done:]], offset + done)
             if not count:
-                raise ChunkflowError(_changed(part))
+                raise ChunkflowError(changed(part.path))
             done += count
 
     def check(self, part: FilePart) -> None:
         """Raise ChunkflowError if this is no longer the file that was mapped."""
         told = os.fstat(self._number)
         if (told.st_dev, told.st_ino) != part.inode or told.st_mtime_ns != part.modified:
-            raise ChunkflowError(_changed(part))
+            raise ChunkflowError(changed(part.path))
 
     def close(self) -> None:
         os.close(self._number)
-
-
-def _changed(part: FilePart) -> str:
-    return f"The checkpoint {part.path} was changed while its weights were read: load the model again."
-
-
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
 
 
 def _mapped() -> Iterator[_Mapping]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -13,14 +14,30 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
 from .checkpoint import CheckpointReader, FilePart, Mappings
+from .drive import Drive
 from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import host_memory
 from .peers import Peers
 from .sharing import SharedPages, SharedWeight, Wanted
+from .source import DriveBytes
 from .staging import GpuStagings
 
 # The dtype that a weight of this name gets.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
+
+    ``shared``: its place, if other ranks have the memory too.  ``drive``: its bytes in a file, if it is on the drive;
+    ``scratch``: in a scratch file, where writes to ``host`` go too.
+    """
+
+    host: torch.Tensor
+    shared: SharedWeight | None = None
+    drive: DriveBytes | None = None
+    scratch: bool = False
 
 
 class Filling:
@@ -37,31 +54,40 @@ class Filling:
         *,
         pages: bool,
         peers: Peers | None = None,
+        on_drive: Collection[str] = (),
     ) -> None:
         """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
-        own.  ``peers``: the ranks to share them with, which move the weights of the same model."""
+        own.  ``peers``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
+        those that go to the drive instead."""
         self._device = device
         self._nbytes = sum(w.nbytes for _, w in weights)
         self._pages = pages or peers is not None
         self._dtype_of = dtype_of
         self._stagings = GpuStagings()
         self._peers = peers
+        self._on_drive = on_drive
         self._left: list[tuple[torch.Tensor, FilePart, torch.dtype]] = []  # to other ranks
         try:
-            self._shared = None if peers is None else SharedPages(peers, [self._wanted(*w) for w in weights])
+            self._shared = (
+                None
+                if peers is None
+                else SharedPages(peers, [self._wanted(*w) for w in weights if w[0] not in on_drive])
+            )
         except BaseException as error:
             self.close(error)
             raise
 
-    def host(self, name: str, tensor: torch.Tensor) -> tuple[torch.Tensor, SharedWeight | None]:
-        """The host tensor of a weight, and what its memory is if it is shared.
+    def place(self, name: str, tensor: torch.Tensor) -> Placed:
+        """Where the values of a weight are from now on.
 
         Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
         """
         values, dtype = tensor.detach(), self._dtype_of(name, tensor)
         if not self._pages and values.device.type == "cpu" and dtype == values.dtype:
-            return ordinary(values), None
+            return Placed(ordinary(values))
         part = self._mappings.part(values)
+        if name in self._on_drive:
+            return self._on_the_drive(values, dtype, part)
         found = None if self._shared is None else self._shared.pages(name)
         if self._shared is not None and found is not None:
             role, equal = self._shared.role(name), True
@@ -73,10 +99,18 @@ class Filling:
             else:
                 equal = self._shared.same(name, values)
             if equal:
-                return found.host, found
+                return Placed(found.host, shared=found)
         made = empty_pages(values, dtype)
         self._fill(made, values, part)
-        return made, None
+        return Placed(made)
+
+    def _on_the_drive(self, values: torch.Tensor, dtype: torch.dtype, part: FilePart | None) -> Placed:
+        if part is not None and dtype == values.dtype and not values.is_inference():
+            return Placed(values, drive=self._drive.part(part))
+        made = empty_pages(values, dtype)
+        self._fill(made, values, part)
+        host, kept = self._drive.keep(made)
+        return Placed(host, drive=kept, scratch=True)
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""
@@ -113,6 +147,10 @@ class Filling:
     @cached_property
     def _cpus(self) -> frozenset[int]:
         return near_cpus(self._device)
+
+    @cached_property
+    def _drive(self) -> Drive:
+        return Drive()
 
     @cached_property
     def _mappings(self) -> Mappings:

@@ -17,12 +17,14 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .bytes import flat_bytes
 from .filling import Filling
 from .host_weight import HostBytes, HostWeight, become, like
 from .limits import host_memory, pin_budget
 from .progress import moving
 from .reader import HostReader
 from .sharing import SharedWeight
+from .source import DriveBytes, Source
 from .staging import GpuStagings
 
 
@@ -42,6 +44,8 @@ class Home:
     _weight: weakref.ref[HostWeight]
     grad: torch.Tensor | None = None
     was_shared: bool = False
+    drive: DriveBytes | None = None
+    scratch: bool = False
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
     _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
     _copied_by: list[HostReader] = field(default_factory=list)
@@ -61,6 +65,11 @@ class Home:
         """Changes with every write to the values, through a weight or to the host tensor itself."""
         weight = self._weight()
         return self.cell.version + self.host._version if weight is None else weight.writes
+
+    @property
+    def source(self) -> Source:
+        """The bytes that programs copy."""
+        return self.drive or flat_bytes(self.host)
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +93,7 @@ class Home:
         ``budget``: most bytes of the store to pin, None for what the machine leaves.
         """
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
-        if self._unpin is not None or not self.store.pins:
+        if self._unpin is not None or not self.store.pins or self.drive is not None:
             return
         try:
             if device.name == "cuda":
@@ -159,13 +168,14 @@ class HostStore:
             if isinstance(tensor, HostWeight):
                 return self._adopt(names, tensor, self.device)
             grad, origin = tensor.grad, tensor.device
-            host, shared = filling.host(names[0], tensor)
-            become(tensor, like(tensor, HostWeight(host, self.device, label=names[0])))
+            placed = filling.place(names[0], tensor)
+            become(tensor, like(tensor, HostWeight(placed.host, self.device, label=names[0])))
             home = self._adopt(names, tensor, origin)
             home.grad = grad
             weight: Any = tensor
-            weight.cell.shared = shared
-            home.was_shared = shared is not None
+            weight.cell.shared = placed.shared
+            home.was_shared = placed.shared is not None
+            home.drive, home.scratch = placed.drive, placed.scratch
             return home
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:
@@ -207,13 +217,18 @@ class HostStore:
                 stacklevel=2,
             )
 
+    @property
+    def held_bytes(self) -> int:
+        """Those of weights in host memory."""
+        return sum(h.nbytes for h in self.homes if h.drive is None)
+
     def check_budget(self, nbytes: int, budget: int | None) -> None:
         """Raise OSError if ``nbytes`` more are not to be pinned."""
         pinned = self.pinned_bytes + nbytes
         if budget is not None:
             if pinned > budget:
                 raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
-        elif pinned > (most := pin_budget(self._total, _local_ranks(), memory := host_memory())):
+        elif pinned > (most := pin_budget(self.held_bytes, _local_ranks(), memory := host_memory())):
             by = f" below {memory.limit}" if memory.limit is not None else ""
             raise OSError(f"{memory.free} bytes are free{by}, and {memory.reserve} stay in reserve: at most {most}")
 
@@ -273,13 +288,14 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
 
 def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -> None:
     """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room; it stays as it is then."""
+    home = home_of(weight)
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu":
             with weight.cell.writing():  # ends sharing: an ordinary tensor may be written at any time
                 pass
         with no_room_for(weight.label, weight.host.nbytes, device):
-            plain = stagings.brought(weight.host, device)
-        home = home_of(weight)
+            # a scratch file must not outlive the placement as the memory of an ordinary tensor
+            plain = stagings.brought(weight.host, device, copy=home is not None and home.scratch)
         become(weight, weight.plain(plain))
         if home is not None and home.grad is not None:
             weight.grad = home.grad.to(device)
@@ -295,6 +311,8 @@ def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterat
     with contextlib.nullcontext() if home is None else home.store.quiet():
         if home is not None:
             home.settle()
+            if not home.scratch:  # a mapping of a checkpoint is the process's own: the file does not see the write
+                home.drive = None
         if cell is not None and cell.shared is not None:
             if home is not None:
                 home.unpin()  # the pages that a device reads are those at the address when they were pinned

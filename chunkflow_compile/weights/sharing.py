@@ -12,7 +12,6 @@ import fcntl
 import logging
 import mmap
 import os
-import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -21,8 +20,9 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .checkpoint import PAGE, FilePart
+from .checkpoint import FilePart
 from .limits import host_memory
+from .mapping import ACCESS, FAILED, MAP_FIXED, Descriptor, libc, map_file, whole_pages
 from .peers import Peers
 
 _log = logging.getLogger(__name__)
@@ -32,10 +32,8 @@ _log = logging.getLogger(__name__)
 Role = Literal["fill", "compare", "leave"]
 # Elements of a weight that are cast and compared at a time.
 _PIECE = 1 << 20
-_MREMAP_MAYMOVE, _MREMAP_FIXED, _FAILED = 1, 2, 2**64 - 1
-_MAP_FIXED = 0x10
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _HUGE = 14  # of madvise
-_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 # In messages, names of more weights are left out.
 _NAMED = 5
 
@@ -67,7 +65,7 @@ class Wanted:
 class SharedWeight:
     """A weight whose memory other ranks map too.  ``host``: its values."""
 
-    def __init__(self, descriptor: _Descriptor, offset: int, host: torch.Tensor) -> None:
+    def __init__(self, descriptor: Descriptor, offset: int, host: torch.Tensor) -> None:
         self.host = host
         self._descriptor = descriptor
         self._offset = offset
@@ -77,14 +75,14 @@ class SharedWeight:
 
         Raises ChunkflowError if there is no memory.
         """
-        libc, size, there = _libc(), _whole_pages(self.host.nbytes), self.host.data_ptr()
-        made = libc.mmap(None, size, _ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        if made != _FAILED:
+        system, size, there = libc(), whole_pages(self.host.nbytes), self.host.data_ptr()
+        made = system.mmap(None, size, ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+        if made != FAILED:
             ctypes.memmove(made, there, self.host.nbytes)
             # the pages move in one call: a reader sees either the shared bytes or the same bytes
-            if libc.mremap(made, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, there) == there:
+            if system.mremap(made, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, there) == there:
                 return
-            libc.munmap(made, size)
+            system.munmap(made, size)
         raise ChunkflowError(_no_memory(self.host))
 
     def over(self, host: torch.Tensor) -> SharedWeight:
@@ -92,8 +90,8 @@ class SharedWeight:
 
         Raises ChunkflowError if the kernel refuses.
         """
-        size, there, flags = _whole_pages(host.nbytes), host.data_ptr(), mmap.MAP_SHARED | _MAP_FIXED
-        if _libc().mmap(there, size, _ACCESS, flags, self._descriptor.number, self._offset) != there:
+        size, there, flags = whole_pages(host.nbytes), host.data_ptr(), mmap.MAP_SHARED | MAP_FIXED
+        if libc().mmap(there, size, ACCESS, flags, self._descriptor.number, self._offset) != there:
             raise ChunkflowError(f"A weight cannot be shared again: {os.strerror(ctypes.get_errno())}.")
         return SharedWeight(self._descriptor, self._offset, host)
 
@@ -102,7 +100,7 @@ class SharedWeight:
 
         Raises ChunkflowError if there is no memory.
         """
-        pages = _map(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
+        pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
         if pages is None:
             raise ChunkflowError(_no_memory(self.host))
         begin = (view.data_ptr() - self.host.data_ptr()) // view.element_size()
@@ -152,13 +150,13 @@ class SharedPages:
         """Where each weight begins, on a page of its own, and the end."""
         places = [0]
         for weight in weights:
-            places.append(places[-1] + _whole_pages(weight.nbytes))
+            places.append(places[-1] + whole_pages(weight.nbytes))
         return places
 
-    def _mapped(self, total: int) -> tuple[torch.Tensor, _Descriptor]:
+    def _mapped(self, total: int) -> tuple[torch.Tensor, Descriptor]:
         """The shared memory, uint8, and its file: the leader makes it, the others get it."""
         if not self._peers.leads:
-            descriptor = _Descriptor(self._peers.take())
+            descriptor = Descriptor(self._peers.take())
         else:
             memory = host_memory()
             if total > memory.free:
@@ -167,16 +165,16 @@ class SharedPages:
                     f"The weights take {total} bytes of host memory, and {memory.free} are free{by}. Load them in a smaller "
                     "dtype, or raise the limit."
                 )
-            descriptor = _Descriptor(os.memfd_create("chunkflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            descriptor = Descriptor(os.memfd_create("chunkflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(descriptor.number, total)
             # no rank can cut it while another reads it
             seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
             fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, seals)
             self._peers.hand(descriptor.number)
-        pages = _map(descriptor, total, mmap.MAP_SHARED)
+        pages = map_file(descriptor, total, mmap.MAP_SHARED)
         if pages is None:
             raise ChunkflowError(f"{total} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}.")
-        _libc().madvise(pages.data_ptr(), total, _HUGE)  # no matter where the kernel has no such pages
+        libc().madvise(pages.data_ptr(), total, _HUGE)  # no matter where the kernel has no such pages
         return pages, descriptor
 
     def _assign(self, weights: Sequence[Wanted], sources: dict[str, list[Any]]) -> None:
@@ -229,14 +227,6 @@ class SharedPages:
                 )
 
 
-class _Descriptor:
-    """An open file, closed when the last weight in it is gone."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        weakref.finalize(self, os.close, number).atexit = False
-
-
 def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a dense host tensor has the bytes that ``values``, cast to its dtype, would have there."""
     ours, theirs = (t.as_strided((t.numel(),), (1,)) for t in (made, values))
@@ -246,35 +236,6 @@ def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
         if ctypes.CDLL(None).memcmp(ctypes.c_void_p(held.data_ptr()), ctypes.c_void_p(piece.data_ptr()), held.nbytes):
             return False
     return True
-
-
-def _libc() -> Any:
-    """The C library, with the calls that Python's mmap has not."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
-    libc.mremap.argtypes = [ctypes.c_void_p, *2 * [ctypes.c_size_t], ctypes.c_int, ctypes.c_void_p]
-    libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-    libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    return libc
-
-
-def _map(descriptor: _Descriptor, nbytes: int, kind: int, offset: int = 0) -> torch.Tensor | None:
-    """Bytes of a file, uint8, unmapped with the last tensor in them; None if the kernel refuses.
-
-    Python's mmap would keep the file open, and so its memory, after all weights in it have left.
-    """
-    libc, size = _libc(), _whole_pages(nbytes)
-    made = libc.mmap(None, size, _ACCESS, kind, descriptor.number, offset)
-    if made == _FAILED:
-        return None
-    pages = (ctypes.c_ubyte * nbytes).from_address(made)
-    weakref.finalize(pages, libc.munmap, made, size).atexit = False
-    return torch.frombuffer(pages, dtype=torch.uint8)
-
-
-def _whole_pages(nbytes: int) -> int:
-    return -(-nbytes // PAGE) * PAGE
 
 
 def _no_memory(weight: torch.Tensor) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .bytes import copy_host_bytes, flat_bytes
+from .source import Source, take
 
 # Large enough that a copy of one piece hides the start of the next, small enough to be pinned where nothing else can be.
 PIECE = 16 << 20
@@ -32,8 +33,8 @@ class Staging:
     def pinned(self) -> bool:
         return bool(self._pieces)
 
-    def to_device(self, target: torch.Tensor, source: torch.Tensor, copy: Copy, record: Record) -> None:
-        """Copy host bytes to the device (uint8, equal sizes).
+    def to_device(self, target: torch.Tensor, source: Source, copy: Copy, record: Record) -> None:
+        """Copy bytes of the host or the drive to the device (uint8, equal sizes).
 
         ``copy``, ``record``: enqueue a copy, and a mark after it, on the stream to use.  The host returns when the last
         piece is enqueued.
@@ -41,7 +42,7 @@ class Staging:
         for (piece, free), span in self._spans(source.numel()):
             free.synchronize()
             part = piece[: span.stop - span.start]
-            copy_host_bytes(part, source[span])
+            take(part, source[span])
             copy(target[span], part)
             record(free)
 

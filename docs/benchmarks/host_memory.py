@@ -50,7 +50,7 @@ def placed(share: bool) -> Callable[[nn.Module, torch.dtype], list[torch.Tensor]
         weights = list(model.named_parameters())
         dtype_of = as_they_are if {p.dtype for _, p in weights} == {dtype} else cast_to(dtype, model)
         filling = Filling(CPU, weights, dtype_of, pages=True, peers=peers_of(share, CPU))
-        made = [filling.host(name, p)[0] for name, p in weights]
+        made = [filling.place(name, p).host for name, p in weights]
         filling.finish()
         filling.close()
         give_free_memory_back()

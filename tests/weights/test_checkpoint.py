@@ -64,7 +64,7 @@ def test_a_weight_that_was_written_is_no_part_of_its_file(saved: Path) -> None:
     assert Mappings().part(weight.detach()) is None
     assert Mappings().part(torch.randn(2048)) is None
     filling = Filling(CPU, [], as_they_are, pages=True)
-    assert torch.equal(filling.host("weight", weight)[0], weight.detach())
+    assert torch.equal(filling.place("weight", weight).host, weight.detach())
     filling.close()
 
 
@@ -151,7 +151,7 @@ torch.zeros(1 << 20).to(torch.bfloat16)  # first use of torch
 before, most, total, made = anonymous(), 0, 0, []
 filling = Filling(torch.device("cpu"), list(weights.items()), dtype_of, pages=True)
 for name, weight in weights.items():
-    made.append(filling.host(name, weight)[0])
+    made.append(filling.place(name, weight).host)
     total += made[-1].nbytes
     most = max(most, anonymous() - before)
 filling.close()

@@ -1,0 +1,89 @@
+"""Where the bytes of a copy to the device come from: host memory, or a file on the drive."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .bytes import copy_host_bytes, memory_of
+from .mapping import Descriptor
+
+
+class DriveFile:
+    """An open file of weights.  ``name``: for errors.  ``modified``: when, in ns, for one that must not change; else None.
+
+    ``read_bytes``: those read so far.
+    """
+
+    def __init__(self, descriptor: Descriptor, name: str, modified: int | None = None) -> None:
+        self.descriptor = descriptor
+        self.name = name
+        self.read_bytes = 0
+        self._modified = modified
+
+    def read(self, target: torch.Tensor, offset: int) -> None:
+        """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
+        view, done = memoryview(memory_of(target)).cast("B"), 0
+        try:
+            while done < len(view):
+                count = os.preadv(self.descriptor.number, [view[done:]], offset + done)
+                if not count:
+                    raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
+                done += count
+        except OSError as error:
+            raise ChunkflowError(
+                f"{self.name} cannot be read at byte {offset + done}: {error.strerror or error}. Check the drive, and load "
+                "the model again."
+            ) from error
+        if self._modified is not None and os.fstat(self.descriptor.number).st_mtime_ns != self._modified:
+            raise ChunkflowError(changed(self.name))
+        self.read_bytes += done
+
+
+class DriveBytes:
+    """Bytes of a file as a source of copies, as a flat uint8 tensor is one."""
+
+    def __init__(self, file: DriveFile, offset: int, nbytes: int) -> None:
+        self.file = file
+        self._offset = offset
+        self._nbytes = nbytes
+
+    def numel(self) -> int:
+        return self._nbytes
+
+    def is_pinned(self) -> bool:
+        return False
+
+    def __getitem__(self, part: slice) -> DriveBytes:
+        begin, end, _ = part.indices(self._nbytes)
+        return DriveBytes(self.file, self._offset + begin, max(0, end - begin))
+
+    def read(self, target: torch.Tensor) -> None:
+        """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`DriveFile.read`."""
+        self.file.read(target, self._offset)
+
+    def read_all(self) -> torch.Tensor:
+        """Read them into new host memory."""
+        made = torch.empty(self._nbytes, dtype=torch.uint8)
+        self.read(made)
+        return made
+
+
+# Where the bytes of a copy to the device come from.
+Source = torch.Tensor | DriveBytes
+
+
+def take(target: torch.Tensor, source: Source) -> None:
+    """Copy bytes into host memory (uint8, equal sizes) on the calling thread, wherever they are."""
+    if isinstance(source, DriveBytes):
+        source.read(target)
+    else:
+        copy_host_bytes(target, source)
+
+
+def changed(path: str) -> str:
+    """What to say when a checkpoint was changed after it was mapped."""
+    return f"The checkpoint {path} was changed while its weights were read: load the model again."

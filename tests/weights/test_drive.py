@@ -1,0 +1,188 @@
+"""Weights on the drive: read from the checkpoint or a scratch file in every step."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+from conftest import OPTIONS as SLOW
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import chunkflow_compile
+from chunkflow_compile import ChunkflowError, courses, offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.weights.drive import Drive, for_the_drive
+from chunkflow_compile.weights.host_store import Home, home_of
+
+SIZE = Size(layers=3)
+LEAST = 1024
+OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    return tmp_path / "wan"
+
+
+def loaded(folder: Path, **options: Any) -> nn.Module:
+    model: nn.Module = diffusers.WanTransformer3DModel.from_pretrained(folder, **options)
+    return model
+
+
+def homes(model: nn.Module) -> dict[str, Home]:
+    return {name: home for name, p in model.named_parameters() if (home := home_of(p)) is not None}
+
+
+def read_so_far(model: nn.Module) -> int:
+    return sum(file.read_bytes for file in {h.drive.file for h in homes(model).values() if h.drive is not None})
+
+
+def large(model: nn.Module) -> int:
+    return sum(p.nbytes for p in model.parameters() if p.nbytes >= LEAST)
+
+
+def steps(run: Any, twin: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+    for step in range(3):
+        found = small_inputs("wan", SIZE, seed + step).items()
+        inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in found}
+        assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> None:
+    model, twin = loaded(saved), loaded(saved, torch_dtype=dtype)
+    budget = large(twin) // 2
+    offload(model, min_bytes=LEAST, host_memory=budget, dtype=None if dtype == torch.float32 else dtype)
+    found = homes(model)
+    drive = [h for h in found.values() if h.drive is not None]
+    assert sum(h.nbytes for h in found.values() if h.drive is None) <= budget
+    assert 0.4 < sum(h.nbytes for h in drive) / sum(h.nbytes for h in found.values()) < 0.7
+    assert any(not h.scratch for h in drive) or dtype != torch.float32, "a part of the checkpoint stays there"
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    before = read_so_far(model)
+    steps(run, twin, dtype)
+    (program,) = programs(model)
+    streamed = {w.name for w in program.plan.streamed}
+    each = sum(h.nbytes for h in drive if h.name in streamed)
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 3
+    primed = sum(m.primed_bytes for m in program.measurements)
+    assert 0 < 3 * each <= read_so_far(model) - before <= 3 * each + primed, (
+        "as the plan says, and those of a cold start"
+    )
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    del run, program, drive, found
+    torch._dynamo.reset()
+    gc.collect()
+    assert not any("chunkflow-" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+
+
+@pytest.mark.parametrize("scratch", [False, True])
+@pytest.mark.parametrize("by_kind", [False, True])
+def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: bool) -> None:
+    model, twin = (loaded(saved) for _ in range(2))
+    for m in (model, twin):
+        if scratch:
+            m.requires_grad_(False)
+            for p in m.parameters():
+                p.add_(0)  # written: no longer a part of the file
+    offload(model, min_bytes=LEAST, host_memory=0)
+    found = homes(model)
+    assert {h.scratch for h in found.values()} == {scratch} and all(h.drive is not None for h in found.values())
+    if by_kind:
+        run: Any = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
+    else:
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for _ in range(4):
+        steps(run, twin)
+        programs(model)[0].arena.courses.settle()
+    assert bool(courses(model)) == by_kind
+    name = "blocks.1.ffn.net.0.proj.weight"
+    view = model.get_parameter(name)[1:]
+    for m in (model, twin):
+        m.get_parameter(name).mul_(2)
+    assert torch.equal(view, twin.get_parameter(name)[1:])
+    assert (found[name].drive is not None) == scratch, "a written part of a checkpoint is in host memory from then on"
+    steps(run, twin, seed=3)
+    model.load_state_dict({k: v + 0.01 for k, v in twin.state_dict().items()})
+    twin.load_state_dict({k: v + 0.01 for k, v in twin.state_dict().items()})
+    steps(run, twin, seed=7)
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    steps(model, twin)
+
+
+@pytest.fixture
+def fails_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The drive fails at the next read, once the list is emptied."""
+    plain, due = os.preadv, [1]
+
+    def preadv(number: int, *arguments: Any) -> int:
+        if not due:
+            due.append(1)
+            raise OSError(5, "Input/output error")
+        return plain(number, *arguments)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    yield due
+
+
+def test_a_drive_that_fails_in_a_step(saved: Path, fails_once: list[int]) -> None:
+    model, twin = (loaded(saved) for _ in range(2))
+    offload(model, min_bytes=LEAST, host_memory=0)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    steps(run, twin)
+    fails_once.clear()
+    with pytest.raises(ChunkflowError, match=r"cannot be read at byte \d+: Input/output error. Check the drive"):
+        run(**small_inputs("wan", SIZE, 9))
+    steps(run, twin)
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_checkpoint_that_changes_under_a_placed_model(saved: Path) -> None:
+    model = loaded(saved)
+    offload(model, min_bytes=LEAST, host_memory=0)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    run(**small_inputs("wan", SIZE, 0))
+    (file,) = saved.glob("*.safetensors")
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(ChunkflowError, match="was changed while its weights were read: load the model again"):
+        run(**small_inputs("wan", SIZE, 1))
+
+
+def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    with pytest.raises(
+        ChunkflowError, match=r"no room for a scratch file in /dev/shm: it is in memory itself \(tmpfs\)"
+    ):
+        Drive(Path("/dev/shm")).keep(torch.ones(8))
+    monkeypatch.setattr("chunkflow_compile.weights.drive.shutil.disk_usage", lambda _: type("", (), {"free": 3}))
+    with pytest.raises(
+        ChunkflowError, match=r"3 bytes are free\. Set TMPDIR to a folder on a drive, or raise host_memory"
+    ):
+        offload(model, min_bytes=LEAST, host_memory=0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@given(st.lists(st.integers(1, 50), max_size=40), st.floats(0, 1.2))
+def test_weights_for_the_drive(sizes: list[int], share: float) -> None:
+    weights = [(str(i), n) for i, n in enumerate(sizes)]
+    budget = int(share * sum(sizes))
+    chosen = for_the_drive(weights, budget)
+    kept = sum(n for name, n in weights if name not in chosen)
+    assert kept <= budget or not sizes
+    assert kept + 2 * max(sizes, default=0) >= min(budget, sum(sizes)), "no more than must"
+    if budget >= sum(sizes):
+        assert not chosen
