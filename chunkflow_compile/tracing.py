@@ -134,7 +134,8 @@ def _describe(index: int, inside: str, parameter: torch.Tensor, model: ModelInde
             keep = "no module holds it"
         elif nbytes < min_bytes:
             keep = f"small: {nbytes} bytes"
-    return Parameter(index=index, inside=inside, names=names, keep=keep)
+    drive = home is not None and home.drive is not None
+    return Parameter(index=index, inside=inside, names=names, keep=keep, drive=drive)
 
 
 class _TracedError(Exception):

@@ -5,13 +5,24 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ChunkflowError
 
 SCHEMA = 1
+
+
+# Most bytes that are read from the drive ahead of their copies: some tens of milliseconds of a fast drive.
+MOST_READ_AHEAD = 128 << 20
+
+
+def ring_bytes(reads: Sequence[int]) -> int:
+    """The bytes of the ring in host memory for these reads of a step: room for one that is copied, and for those ahead of it,
+    a quarter of the step and one at least."""
+    largest = max(reads, default=0)
+    return largest + max(largest, min(MOST_READ_AHEAD, sum(reads) // 4))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +32,7 @@ class LinkEmulation:
     ``bandwidth``: bytes/s into a rank.  ``latency_s``: seconds from a transfer's last byte to its completion.
     ``quantum``: bytes that one transfer sends before the next transfer's turn.  ``order``: "fair" (in turns) or "fifo".
     ``shared``: path of a file through which all ranks of the machine share one port; empty if each rank has its own.
+    ``drive``: bytes/s of a drive to emulate too, 0 for the machine's own.
     """
 
     bandwidth: float
@@ -28,8 +40,10 @@ class LinkEmulation:
     quantum: int = 256 << 10
     order: str = "fair"
     shared: str = ""
+    drive: float = 0.0
 
     def __post_init__(self) -> None:
+        _check("link_emulation.drive", self.drive, 0, 1e12)
         _check("link_emulation.bandwidth", self.bandwidth, 1e5, 1e13)
         _check("link_emulation.latency_s", self.latency_s, 0, 1)
         _check("link_emulation.quantum", self.quantum, 256, 1 << 30)
@@ -69,6 +83,8 @@ class Hardware:
     compute_slowdown: float = 1.0
     """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
     memory bandwidth and, on a CPU, core time."""
+    drive_bandwidth: float = 2e9
+    """Bytes/s that this rank reads from the drive, for weights beyond host_memory; 2 GB/s is a common NVMe drive."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
     """The link to emulate while programs run; None to use the machine's own."""
@@ -114,7 +130,7 @@ class Hardware:
             if name not in fields:
                 close = difflib.get_close_matches(name, list(fields), n=1, cutoff=0.0)[0]
                 raise ChunkflowError(f"Unknown hardware field {name!r}; did you mean {close!r}?")
-        optional = ("compute_slowdown", "sources", "link_emulation")
+        optional = ("compute_slowdown", "drive_bandwidth", "sources", "link_emulation")
         missing = [n for n in fields if n not in body and n not in optional]
         if missing:
             raise ChunkflowError(f"The hardware profile lacks {', '.join(missing)}.")
@@ -139,6 +155,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "copy_slowdown": (1, 100),
     "collective_slowdown": (1, 100),
     "compute_slowdown": (1, 100),
+    "drive_bandwidth": (1e5, 1e12),
 }
 
 

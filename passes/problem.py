@@ -15,13 +15,15 @@ class Parameter:
 
     ``index``: position among the inputs of the Dynamo graph.  ``names``: every name it has in the model; more than one
     for tied weights.  ``inside``: where it is in that input, if that is a tensor subclass, such as
-    ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.
+    ``.qdata``.  ``keep``: why it must stay on the device, or None if it may be streamed.  ``drive``: whether its bytes are on
+    the drive.
     """
 
     index: int
     names: tuple[str, ...]
     keep: str | None = None
     inside: str = ""
+    drive: bool = False
 
     @property
     def key(self) -> tuple[int, str]:
@@ -34,7 +36,8 @@ class Parameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Weight:
-    """A parameter as the step sees it.  ``uses``: indices of the regions that read it, ascending."""
+    """A parameter as the step sees it.  ``uses``: indices of the regions that read it, ascending.  ``drive``: whether its
+    bytes are on the drive."""
 
     name: str
     names: tuple[str, ...]
@@ -45,6 +48,7 @@ class Weight:
     stride: tuple[int, ...]
     uses: tuple[int, ...]
     keep: str | None
+    drive: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,7 +136,8 @@ class Problem:
         """
         regions = tuple((r.block, frozenset(r.weights)) for r in self.regions)
         collectives = tuple((c.kind, c.before, c.until) for c in self.collectives)
-        return regions, collectives, frozenset((w.name, w.nbytes, w.uses, w.keep is None) for w in self.weights)
+        weights = frozenset((w.name, w.nbytes, w.uses, w.keep is None, w.drive) for w in self.weights)
+        return regions, collectives, weights
 
     @property
     def digest(self) -> str:
@@ -141,9 +146,11 @@ class Problem:
         They cover what placement depends on, as far as it is the same however the model is traced.  The order of
         inputs, which changes when the model is offloaded, and ops specific to a device are left out.
         """
-        body = {
+        body: dict[str, object] = {
             "regions": [(r.block, r.weights, r.cost.flops) for r in self.regions],
             "collectives": [(c.kind, c.nbytes, c.before, c.until) for c in self.collectives],
             "weights": sorted((w.name, w.nbytes, w.dtype, w.shape, w.uses, w.keep is None) for w in self.weights),
         }
+        if drive := sorted(w.name for w in self.weights if w.drive):
+            body["drive"] = drive
         return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()[:16]

@@ -16,6 +16,7 @@ from chunkflow_compile.passes.plan import ALIGNMENT, Plan
 
 from .device import Device, DeviceKind, check_device, make_device
 from .locks import ProcessLock
+from .read_ahead import ReadAhead
 from .roll_call import RollCall, begin_roll_call
 
 Make = Callable[[torch.device, DeviceKind], Device]
@@ -91,6 +92,7 @@ class Arena:
         self._roll: RollCall | None = None
         self._kind = DeviceKind()
         self._streams: Device | None = None
+        self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
         self._tenants: list[weakref.ref[Any]] = []
         self._occupancies: weakref.WeakValueDictionary[object, Occupancy] = weakref.WeakValueDictionary()
@@ -117,6 +119,13 @@ class Arena:
         if self._streams is None:
             raise ChunkflowError("No program is bound to this arena: call the compiled model again.")
         return self._streams
+
+    @property
+    def reader(self) -> ReadAhead:
+        """Reads what the holder's copies need from the drive."""
+        if self._reader is None:
+            self._reader = ReadAhead(self.streams.ring, 0.0 if self._kind.link is None else self._kind.link.drive)
+        return self._reader
 
     @property
     def tenants(self) -> Sequence[Any]:
@@ -231,6 +240,9 @@ class Arena:
                     self._roll = None
                 self._occupancies.clear()  # a program that was closed may still hold one, with events of these streams
                 streams.close()
+                if self._reader is not None:
+                    self._reader.stop()
+                    self._reader = None
                 del memory  # not sooner: copies into it may have been in flight
 
     def _allocate(self, nbytes: int, advice: Callable[[], str]) -> torch.Tensor:

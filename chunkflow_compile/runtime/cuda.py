@@ -19,6 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.source import Source
 
 from .cuda_time import Clock, Frame
+from .read_ahead import Reading
 from .staged import StagedCopies
 from .streams import Over, Waited, Watch
 
@@ -148,7 +149,13 @@ class CudaDevice:
         if isinstance(self.copy, CudaStream):
             self.copy = StagedCopies(self, self.copy)
 
-    def copy_bytes(self, target: torch.Tensor, source: Source) -> None:
+    def ring(self, nbytes: int) -> torch.Tensor:
+        try:
+            return self.cuda.staging(nbytes)
+        except RuntimeError:  # it cannot be pinned
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         if isinstance(self.copy, StagedCopies):
             self.copy.copy_bytes(target, source)
         else:

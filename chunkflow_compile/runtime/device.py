@@ -18,11 +18,13 @@ import torch.distributed as dist
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.reader import HostReader
 from chunkflow_compile.weights.source import Source, take
 
 from .cuda import CudaDevice, TorchCuda
 from .link import Port
+from .read_ahead import Reading
 from .streams import CallingStream, Choose, Engine, HostEvent, Over, ThreadStream, Watch, end_with
 
 
@@ -67,7 +69,10 @@ class Device(HostReader, Protocol):
     def stage(self) -> None:
         """From now on, some copies come from memory that could not be pinned."""
 
-    def copy_bytes(self, target: torch.Tensor, source: Source) -> None:
+    def ring(self, nbytes: int) -> torch.Tensor:
+        """Host memory, uint8, that copies of bytes from the drive begin in."""
+
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
 
     def received(self, nbytes: int) -> None:
@@ -116,10 +121,20 @@ class _HostDevice:
     def stage(self) -> None:
         """Nothing to do: threads read any host memory."""
 
-    def copy_bytes(self, target: torch.Tensor, source: Source) -> None:
-        take(target, source)
+    def ring(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
+        since = self.copy.since
+        if isinstance(source, Reading):
+            values, came = source.take()
+            copy_host_bytes(target, values)
+            source.free()
+            since = max(since, came)
+        else:
+            take(target, source)
         if self.port is not None:
-            self.copy.ended(self.port.send("copy", source.numel(), self.copy.since))
+            self.copy.ended(self.port.send("copy", source.numel(), since))
 
     def received(self, nbytes: int) -> None:
         if self.port is not None:

@@ -37,13 +37,14 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Course, border
 from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
-from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Occupancy
 from .binding import Binding, Cost, Step
 from .host_flag import HostFlag
 from .measurement import RegionWatch, StepMeasurement, no_seconds
 from .outputs import owning
+from .read_ahead import Reading
 from .traffic import Traffic
 
 # An hour of steps of one second; older measurements are dropped.
@@ -57,12 +58,13 @@ _Issue = Callable[[Step], None]
 class _Cold:
     """What a cold start copies: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches``.
 
-    ``waits``: whether compute waits for all of it.
+    ``waits``: whether compute waits for all of it.  ``reads``: those of the prefetches that read the drive.
     """
 
     kept: Sequence[tuple[str, torch.Tensor, Source]]
     prefetches: Sequence[_Issue]
     waits: bool
+    reads: Sequence[Reading]
 
 
 class Executor:
@@ -102,6 +104,8 @@ class Executor:
         self._arrivals = binding.marks or arrivals(self.course)
         self.occupancy = binding.occupancy or Occupancy(device, len(self._arrivals.marked))
         self._streams = bool(program.plan.streamed)
+        # those of all calls, with the call; checked chunk by chunk, copies read the drive themselves
+        self._reads = [] if self._flag is not None else list(self._on_drive())
         self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
         self._instructions = list(self._prepare(program.module))
 
@@ -137,6 +141,18 @@ class Executor:
         self.occupancy.turns += 1
         return step
 
+    def _on_drive(self) -> Iterator[tuple[int, Reading]]:
+        """The copies of the course that read the drive, in order, each with its call."""
+        for call, _, op in self.course.prefetches:
+            if isinstance(self.binding.hosts.get(op.weight), DriveBytes):
+                yield call, self._reading(op)
+
+    def _reading(self, op: Prefetch) -> Reading:
+        source, size = self.binding.hosts[op.weight], self.program.plan.chunk_bytes
+        assert isinstance(source, DriveBytes)
+        part = source[op.first * size : op.end * size]
+        return Reading(self.binding.arena.reader, (op.weight, op.first, op.end), part)
+
     def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
         before, self.occupancy.ended = self.occupancy.ended, (turn, end)
         copied = self.traffic.settle(end)
@@ -160,7 +176,8 @@ class Executor:
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
-        if self.binding.arena.holder is self.occupancy:
+        holds = self.binding.arena.holder is self.occupancy
+        if holds:
             self.binding.arena.holder = None
         self.occupancy.writes.clear()
         if self._flag is not None:
@@ -170,6 +187,8 @@ class Executor:
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self.device.collect(True)
+        if self._reads and holds:
+            self.binding.arena.reader.stop()
         self.traffic.forget()
 
     def vacate(self) -> None:
@@ -215,6 +234,8 @@ class Executor:
         self.occupancy.writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
+        if self._reads:
+            copy.run(partial(self._read_from_here, cold))
         for weight, target, source in () if jumps else cold.kept:
             self._copy(target, source, f"keep {weight}")
             self._mark(weight)
@@ -229,9 +250,17 @@ class Executor:
 
     def _make_cold(self) -> _Cold:
         found = border(self.course, self.call)
-        return _Cold(
-            list(self._kept()), [self._prefetch(p, n) for n in found.prefetches if (p := prefetch_of(n))], found.waits
-        )
+        ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
+        reads = [
+            self._reading(p) for p, _ in ops if self._reads and isinstance(self.binding.hosts[p.weight], DriveBytes)
+        ]
+        return _Cold(list(self._kept()), [self._prefetch(p, n) for p, n in ops], found.waits, reads)
+
+    def _read_from_here(self, cold: _Cold) -> None:
+        """Let the drive be read in the order of the copies from this call on."""
+        cycle = [(r.key, r.source) for _, r in self._reads]
+        begin = sum(call < self.call for call, _ in self._reads)
+        self.binding.arena.reader.restart([(r.key, r.source) for r in cold.reads], cycle, begin)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
@@ -304,7 +333,8 @@ class Executor:
         # adjacent chunks of one window are one copy, unless the flag is checked before each chunk
         length = size if self._flag is not None else end - first
         parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
-        copies = [(slot[part], host[part]) for part in parts]
+        reading = isinstance(host, DriveBytes) and self._flag is None
+        copies = [(slot[part], self._reading(prefetch) if reading else host[part]) for part in parts]
         stream, flag, writes = self.device.copy, self._flag, self.occupancy.writes
         name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"
 
@@ -320,7 +350,7 @@ class Executor:
 
         return issue
 
-    def _copy(self, target: torch.Tensor, source: Source, name: str) -> None:
+    def _copy(self, target: torch.Tensor, source: Source | Reading, name: str) -> None:
         """Enqueue a copy on the copy stream."""
         work = partial(self.device.copy_bytes, target, source)
         self.device.copy.run(work, self.traffic.copy(source.numel()), name)

@@ -200,7 +200,9 @@ class Session:
 
     def as_call(self, names: Mapping[str, str]) -> Call:
         """The program as a call of a course.  ``names``: of its weights in the course."""
-        return Call(self.code.cut, names, dict.fromkeys((names[name] for name in self._in_place), _NOT_OFFLOADED))
+        keep = dict.fromkeys((names[name] for name in self._in_place), _NOT_OFFLOADED)
+        drive = frozenset(names[name] for name, home in self.homes.items() if home.drive is not None)
+        return Call(self.code.cut, names, keep, drive)
 
     def residents(self, names: Collection[str]) -> Mapping[str, torch.Tensor]:
         """Copies on the device, outside the arena, of these offloaded weights.  Those of others are given up."""

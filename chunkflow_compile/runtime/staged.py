@@ -21,6 +21,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.source import DriveBytes, Source
 from chunkflow_compile.weights.staging import Staging
 
+from .read_ahead import Reading
 from .streams import Waited, Watch
 
 
@@ -64,8 +65,15 @@ class StagedCopies:
 
         self._put(issue)
 
-    def copy_bytes(self, target: torch.Tensor, source: Source) -> None:
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         """Called by the thread, as work of the stream."""
+        if isinstance(source, Reading):
+            values, _ = source.take()
+            self._device.cuda.copy(target, values)
+            copied = self._device.cuda.event(False)
+            self._inner.record(copied)
+            source.free(copied)
+            return
         if source.is_pinned() or not self._staging.pinned:
             self._device.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
         else:

@@ -367,6 +367,7 @@ def _problem(
                 stride=tuple(value.stride()),
                 uses=tuple(readers.get(found.parameter.name, ())),
                 keep=found.keep,
+                drive=found.parameter.drive,
             )
         )
     before, started, awaited = 0, list[tuple[Node, int]](), dict[Node, int]()

@@ -264,7 +264,18 @@ class Planner:
         first = {w.name: w.uses[0] for w in self.weights}
         for name, slack in timeline.slack.items():
             stalls[first[name]] += max(0.0, -slack)
-        return rank(self.chunks, stalls)
+        return self._drive_first(rank(self.chunks, stalls))
+
+    def _drive_first(self, ranking: list[int]) -> list[int]:
+        """The ranking, with chunks on the drive first, until the drive can read the others within the resident step."""
+        seconds = {i: self.simulator.read_seconds(c.weight, c.index, c.index + 1) for i, c in enumerate(self.chunks)}
+        over, first = sum(seconds.values()) - self.resident.step_s, list[int]()
+        for i in ranking:
+            if over > 0 and seconds[i]:
+                first.append(i)
+                over -= seconds[i]
+        chosen = set(first)
+        return first + [i for i in ranking if i not in chosen]
 
 
 def barriers(problem: Problem, ops: Transfers) -> tuple[Barrier, ...]:

@@ -1,11 +1,14 @@
 """Timeline: play a schedule on a hardware profile, as a discrete-event simulation, until its steps repeat.
 
-There are three lanes.  *Compute* runs the items in order, as a device stream does.  *Collective* runs collectives one
+There are four lanes.  *Compute* runs the items in order, as a device stream does.  *Collective* runs collectives one
 at a time, in the order of their start.  *Copy* runs chunks one at a time, in the order of issue; a chunk is issued when
-compute reaches its prefetch.  On a shared link, a copy and the bytes of a collective in flight together slow each other
-down by the profile's factors: 2 for both is a fair share of a link that either fills alone.  A collective begins with
-its latency, in which ranks meet and nothing crosses the link.  A copy in flight stretches compute, and this latency, by
-the profile's factor.
+compute reaches its prefetch.  *Read* reads weights on the drive one at a time, in the order of their copies, ahead of
+them as far as the ring in host memory has room; a copy begins when its bytes are read.
+
+On a shared link, a copy and the bytes of a collective in flight together slow each other down by the profile's
+factors: 2 for both is a fair share of a link that either fills alone. A collective begins with its latency, in which
+ranks meet and nothing crosses the link. A copy in flight stretches compute, and this latency, by the profile's
+factor.
 
 The timeline knows no policy: it sees only the schedule.
 """
@@ -18,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.hardware import Hardware, ring_bytes
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import Lane, Span
@@ -72,6 +75,7 @@ class Simulator:
             self.collective_s = timings.collectives(problem, self.collective_s)
         self.link_s = [min(alone, link) for alone, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
+        self.drive = {w.name for w in problem.weights if w.drive}
 
     def with_slower_copies(self, factor: float) -> Simulator:
         """The same simulator with copies that take ``factor`` times as long."""
@@ -87,6 +91,10 @@ class Simulator:
         """Seconds that chunks ``[first, end)`` of a weight take alone on the link."""
         alone = self.nbytes(weight, first, end) / self.hardware.copy_rate + (end - first) * self.hardware.chunk_s
         return self.strain * alone
+
+    def read_seconds(self, weight: str, first: int, end: int) -> float:
+        """Seconds that the drive reads chunks ``[first, end)`` of a weight; 0 if it is in host memory."""
+        return self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if weight in self.drive else 0.0
 
     def play(self, items: Sequence[Item], spans: bool = True) -> Timeline:
         """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
@@ -123,12 +131,21 @@ class _Run:
         self.live = 0
         self.streamed: dict[str, int] = {}
         # Copy lane: what is queued, the seconds left of the first, and the newest issue of each weight.
-        self.copies: deque[tuple[Prefetch, float, int]] = deque()
+        self.copies: deque[tuple[Prefetch, float, int, int | None]] = deque()
         self.copy_left = 0.0
         self.copy_start = 0.0
         self.issued = self.arrived = 0
         self.newest: dict[str, int] = {}
         self.arrival: dict[int, float] = {}
+        # Read lane: the copies that read the drive, in order, those of a cold start before the steps; how many of them are
+        # issued and read; the seconds left of the next one; the bytes in the ring.
+        drive = [op for op in items if isinstance(op, Prefetch) and op.weight in simulator.drive]
+        self.cold_reads, self.reads = [op for op in drive if op.next_step], drive
+        self.most_ring = ring_bytes([simulator.nbytes(op.weight, op.first, op.end) for op in drive])
+        self.reads_issued = self.reads_done = 0
+        self.read_left = _NEVER
+        self.ring = 0
+        self.unread = False  # the first copy waits for its bytes
         # Collective lane: what is queued, and the seconds left of the first, in its latency and on the link.
         self.collectives: deque[int] = deque()
         self.latency_left = 0.0
@@ -142,6 +159,7 @@ class _Run:
             if isinstance(item, Prefetch):
                 nbytes = self.simulator.nbytes(item.weight, item.first, item.end)
                 self.streamed[item.weight] = self.streamed.get(item.weight, 0) + nbytes
+        self._start_read()
         for item in self.items:
             if isinstance(item, Prefetch) and item.next_step:
                 self._issue(item)
@@ -152,11 +170,13 @@ class _Run:
             for item in self.items:
                 self._run(item)
             # A copy that ends with the step belongs to it, despite rounding errors.
-            if self.copies and self.copy_left <= _SETTLED * self.copies[0][1]:
+            if self.copying and self.copy_left <= _SETTLED * self.copies[0][1]:
                 self._end_copy()
             length = self.now - self.step.start
             # Compare more than the length: if collectives determine it, it settles while copies still catch up.
-            state = (length, self.step.exposed, self.step.copy, self.step.inflation, self.copy_left, len(self.copies))
+            read_left = 0.0 if self.read_left == _NEVER else self.read_left
+            sums = (self.step.exposed, self.step.copy, self.step.inflation)
+            state = (length, *sums, self.copy_left, len(self.copies), read_left, self.ring)
             if previous and all(abs(a - b) <= _SETTLED * length for a, b in zip(state, previous, strict=True)):
                 break
             previous = state
@@ -181,7 +201,7 @@ class _Run:
         elif isinstance(item, Compute):
             start = self.now
             self.compute_end = start + self.simulator.compute_s[item.region] * (
-                self.compute_factor if self.copies else 1
+                self.compute_factor if self.copying else 1
             )
             while self.now < self.compute_end:
                 self._advance()
@@ -204,15 +224,48 @@ class _Run:
         self.issued += 1
         self.newest[op.weight] = self.issued
         seconds = self.simulator.copy_seconds(op.weight, op.first, op.end)
-        self.copies.append((op, seconds, self.issued))
+        read = self.reads_issued if op.weight in self.simulator.drive else None
+        self.reads_issued += read is not None
+        self.copies.append((op, seconds, self.issued, read))
         if len(self.copies) == 1:
             self._start_copy()
 
+    @property
+    def copying(self) -> bool:
+        return bool(self.copies) and not self.unread
+
     def _start_copy(self) -> None:
-        op, self.copy_left, _ = self.copies[0]
+        op, self.copy_left, _, read = self.copies[0]
+        self.unread = read is not None and read >= self.reads_done
+        if self.unread:
+            return
         self.copy_start = self.now
         self.live += self.simulator.nbytes(op.weight, op.first, op.end)
         self.step.peak = max(self.step.peak, self.live)
+
+    def _start_read(self) -> None:
+        """Read the next bytes, if there is room for them in the ring."""
+        if self.read_left != _NEVER or not self.reads:
+            return
+        op = self._read_op(self.reads_done)
+        nbytes = self.simulator.nbytes(op.weight, op.first, op.end)
+        if not self.ring or self.ring + nbytes <= self.most_ring:
+            self.ring += nbytes
+            self.read_left = self.simulator.read_seconds(op.weight, op.first, op.end)
+
+    def _read_op(self, number: int) -> Prefetch:
+        if number < len(self.cold_reads):
+            return self.cold_reads[number]
+        return self.reads[(number - len(self.cold_reads)) % len(self.reads)]
+
+    def _end_read(self) -> None:
+        self.reads_done += 1
+        self.read_left = _NEVER
+        self._start_read()
+        if self.unread:
+            self._start_copy()
+            if self.copying:  # from here on it stretches the region under way
+                self.compute_end = self.now + (self.compute_end - self.now) * self.compute_factor
 
     def _start_collective(self) -> None:
         first = self.collectives[0]
@@ -222,7 +275,7 @@ class _Run:
 
     def _advance(self) -> None:
         """Advance to the next end: of the region under way, the first copy, the first collective or its latency."""
-        copying, collecting, latency = bool(self.copies), bool(self.collectives), self.latency_left > 0
+        copying, collecting, latency = self.copying, bool(self.collectives), self.latency_left > 0
         both = copying and collecting and not latency
         copy_factor = self.copy_factor if both else 1.0
         collective_factor = self.collective_factor if both else 1.0
@@ -232,13 +285,17 @@ class _Run:
         left = self.latency_left if latency else self.collective_left
         collective_end = left * collective_factor if collecting else _NEVER
         compute_end = self.compute_end - self.now
-        delta = min(copy_end, collective_end, compute_end)
+        delta = min(copy_end, collective_end, compute_end, self.read_left)
         self.now = self.compute_end if delta == compute_end else self.now + delta
         if copying:
             self.step.copy += delta
             self.copy_left -= delta / copy_factor
-            if copy_end == delta:
-                self._end_copy()
+        read_ends = self.read_left == delta
+        self.read_left -= delta
+        if copying and copy_end == delta:
+            self._end_copy()
+        if read_ends:
+            self._end_read()
         if latency:
             self.latency_left = 0.0 if collective_end == delta else left - delta / collective_factor
         elif collecting:
@@ -247,14 +304,17 @@ class _Run:
                 self._end_collective()
 
     def _end_copy(self) -> None:
-        op, _, number = self.copies.popleft()
+        op, _, number, read = self.copies.popleft()
         self.arrived = number
         self.arrival[number] = self.now
         if self.spans:
             self.step.spans.append(("copy", f"{op.weight}[{op.first}:{op.end}]", self.copy_start, self.now))
+        if read is not None:
+            self.ring -= self.simulator.nbytes(op.weight, op.first, op.end)
+            self._start_read()
         if self.copies:
             self._start_copy()
-        elif self.compute_factor > 1:  # the rest of the region runs at full speed
+        if not self.copying and self.compute_factor > 1:  # the rest of the region runs at full speed
             self.compute_end = self.now + (self.compute_end - self.now) / self.compute_factor
 
     def _end_collective(self) -> None:

@@ -36,12 +36,13 @@ class Call:
     """A call of a course: the regions of a graph, on weights that another call may read too.
 
     ``names``: name of a weight in the graph -> its name in the course.  ``keep``: name in the course -> why it must stay
-    on the device, for those that the graph could stream.
+    on the device, for those that the graph could stream.  ``drive``: names in the course of those on the drive.
     """
 
     cut: Cut
     names: Mapping[str, str]
     keep: Mapping[str, str]
+    drive: frozenset[str] = frozenset()
 
     def problem(self) -> Problem:
         """The problem of the graph, with the names of the course."""
@@ -60,7 +61,8 @@ class Call:
 
     def _weight(self, weight: Weight) -> Weight:
         name = self.names[weight.name]
-        return replace(weight, name=name, names=(name,), keep=weight.keep or self.keep.get(name))
+        keep = weight.keep or self.keep.get(name)
+        return replace(weight, name=name, names=(name,), keep=keep, drive=name in self.drive)
 
 
 @dataclass(frozen=True)

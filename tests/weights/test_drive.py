@@ -64,10 +64,10 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     model, twin = loaded(saved), loaded(saved, torch_dtype=dtype)
     budget = large(twin) // 2
     offload(model, min_bytes=LEAST, host_memory=budget, dtype=None if dtype == torch.float32 else dtype)
-    found = homes(model)
-    drive = [h for h in found.values() if h.drive is not None]
-    assert sum(h.nbytes for h in found.values() if h.drive is None) <= budget
-    assert 0.4 < sum(h.nbytes for h in drive) / sum(h.nbytes for h in found.values()) < 0.7
+    placed = homes(model).values()
+    drive = [h for h in placed if h.drive is not None]
+    assert sum(h.nbytes for h in placed if h.drive is None) <= budget
+    assert 0.4 < sum(h.nbytes for h in drive) / sum(h.nbytes for h in placed) < 0.7
     assert any(not h.scratch for h in drive) or dtype != torch.float32, "a part of the checkpoint stays there"
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     before = read_so_far(model)
@@ -77,12 +77,11 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     each = sum(h.nbytes for h in drive if h.name in streamed)
     assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 3
     primed = sum(m.primed_bytes for m in program.measurements)
-    assert 0 < 3 * each <= read_so_far(model) - before <= 3 * each + primed, (
-        "as the plan says, and those of a cold start"
-    )
+    found = read_so_far(model) - before
+    assert 0 < 3 * each <= found <= 4 * each + primed, "as the plan says, those of a cold start, and those read ahead"
     restore(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    del run, program, drive, found
+    del run, program, drive, placed
     torch._dynamo.reset()
     gc.collect()
     assert not any("chunkflow-" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())

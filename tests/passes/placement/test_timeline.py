@@ -81,6 +81,32 @@ def test_a_copy_beside_compute_slows_compute_alone() -> None:
     assert busy.step_s == pytest.approx((1.5 + 4.5 + 9) * US) and busy.exposed_s == 0
 
 
+@pytest.mark.parametrize(("chunk_us", "step_us"), [(1, 10), (2, 10), (4, 16)])
+def test_the_drive_reads_ahead_of_the_copies(chunk_us: int, step_us: int) -> None:
+    """Reads of 4, 8 or 16 a step: ahead of the copies, across the end of the step."""
+    found = problem([5, 5], [replace(weight(0, 4 * CHUNK, (1,)), drive=True)])
+    played = play(found, {"w0": (0,) * 4}, drive_bandwidth=CHUNK / (chunk_us * US))
+    assert played.step_s == pytest.approx(step_us * US)
+    assert played.exposed_s == pytest.approx((step_us - 10) * US)
+    assert played.copy_s == pytest.approx(4 * US), "the link is free while the copy waits for its bytes"
+
+
+def test_a_copy_that_waits_for_the_drive_holds_up_those_after_it() -> None:
+    """Two weights of 2, one on the drive: its read of 12 a step decides the step, and the other one's copy comes after."""
+    drive, other = replace(weight(0, 2 * CHUNK, (1,)), drive=True), weight(1, 2 * CHUNK, (1,))
+    slow = play(problem([5, 5], [drive, other]), {"w0": (0,) * 2, "w1": (0,) * 2}, drive_bandwidth=CHUNK / (6 * US))
+    assert slow.step_s == pytest.approx(12 * US) and slow.copy_s == pytest.approx(4 * US)
+    fast = play(problem([5, 5], [drive, other]), {"w0": (0,) * 2, "w1": (0,) * 2}, drive_bandwidth=CHUNK / (4 * US))
+    assert fast.step_s == pytest.approx(10 * US) and fast.exposed_s == 0
+
+
+def test_compute_beside_a_copy_that_waits_for_the_drive_is_not_slowed() -> None:
+    found = problem([5, 5], [replace(weight(0, 2 * CHUNK, (1,)), drive=True)])
+    played = play(found, {"w0": (0,) * 2}, compute_slowdown=2.0, drive_bandwidth=CHUNK / (6 * US))
+    # the copy of 2 stretches the compute beside it from 1 to 2; the drive decides the step
+    assert played.step_s == pytest.approx(12 * US)
+
+
 def test_steps_are_played_until_they_repeat() -> None:
     """The first step is cold; later steps find what the step before has fetched."""
     found = problem([5, 5], [weight(0, 3 * CHUNK, (0,))])

@@ -1,0 +1,165 @@
+"""Reading ahead: the bytes of weights on the drive, in the order of their copies, round and round.
+
+The plan fixes that order.  So one thread reads what the next copies need into a ring of host memory, ahead of the copies,
+across the ends of calls.  A cold start or a jump gives it another order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import ring_bytes
+from chunkflow_compile.weights.source import DriveBytes
+
+# A weight, and the chunks of it that one copy moves.
+Key = tuple[str, int, int]
+Reads = Sequence[tuple[Key, DriveBytes]]
+
+_OVER = object()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """The bytes of a copy that the drive is to bring.  They are in the ring from :meth:`take` to :meth:`free`."""
+
+    reader: ReadAhead
+    key: Key
+    source: DriveBytes
+
+    def numel(self) -> int:
+        return self.source.numel()
+
+    def take(self) -> tuple[torch.Tensor, float]:
+        """Wait for the bytes; return them, uint8, and when they came, ``time.monotonic`` seconds.
+
+        Raises ChunkflowError if the drive fails.
+        """
+        return self.reader.take(self)
+
+    def free(self, event: Any = None) -> None:
+        """Give the ring the room back, once ``event`` has come to pass."""
+        self.reader.free(event)
+
+
+class ReadAhead:
+    """The reader of an arena.  :meth:`restart`, :meth:`take` and :meth:`free` are work of the copy stream, in its order."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor], rate: float = 0.0) -> None:
+        """``allocate``: memory for the ring, uint8.  ``rate``: bytes/s of a drive to emulate; 0 for the machine's own."""
+        self._allocate = allocate
+        self._rate = rate
+        self._ring = torch.empty(0, dtype=torch.uint8)
+        self._run: _Run | None = None
+        self._taken: deque[bool] = deque()  # whether each of the bytes not yet freed is in the ring
+
+    def restart(self, first: Reads, cycle: Reads, begin: int) -> None:
+        """Read ``first``, and then ``cycle`` from ``begin`` on, again and again."""
+        self.stop()
+        wanted = ring_bytes([source.numel() for _, source in cycle])
+        if self._ring.numel() < wanted:
+            self._ring = torch.empty(0, dtype=torch.uint8)  # freed before the new one is allocated
+            self._ring = self._allocate(wanted)
+        order = itertools.chain(first, cycle[begin:], itertools.cycle(cycle))
+        self._run = _Run(order, self._ring, self._rate)
+
+    def take(self, reading: Reading) -> tuple[torch.Tensor, float]:
+        found = None if self._run is None else self._run.take(reading.key)
+        self._taken.append(found is not None)
+        if found is not None:
+            return found
+        return reading.source.read_all(), time.monotonic()  # out of order
+
+    def free(self, event: Any) -> None:
+        if self._taken.popleft() and self._run is not None:
+            self._run.freed.put(_OVER if event is None else event)
+
+    def stop(self) -> None:
+        """End the thread.  No copy may need its bytes any more."""
+        if self._run is not None:
+            self._run.stop()
+            self._run = None
+        self._taken.clear()
+
+
+@dataclass
+class _Run:
+    """One thread, from a restart to the next."""
+
+    order: Iterable[tuple[Key, DriveBytes]]
+    ring: torch.Tensor
+    rate: float
+    ready: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    freed: SimpleQueue[Any] = field(default_factory=SimpleQueue)
+    over: bool = False
+    _next: Any = None
+    _used: deque[tuple[int, int]] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self._thread = threading.Thread(target=self._read, name="chunkflow-read-ahead", daemon=True)
+        self._thread.start()
+
+    def take(self, key: Key) -> tuple[torch.Tensor, float] | None:
+        """The bytes of the next read, None if it is another one."""
+        if self._next is None:
+            self._next = self.ready.get()
+        if isinstance(self._next, ChunkflowError):
+            raise self._next
+        found, values, at = self._next
+        if found != key:
+            return None
+        self._next = None
+        return values, at
+
+    def stop(self) -> None:
+        self.over = True
+        self.freed.put(None)
+        self._thread.join()
+
+    def _read(self) -> None:
+        through = time.monotonic()
+        for key, source in self.order:
+            begin = self._room(source.numel())
+            if begin is None or self.over:
+                return
+            values = self.ring[begin : begin + source.numel()]
+            try:
+                source.read(values)
+            except ChunkflowError as error:
+                self.ready.put(error.with_traceback(None))
+                return
+            if self.rate:
+                through = max(through, time.monotonic() - source.numel() / self.rate) + source.numel() / self.rate
+                time.sleep(max(0.0, through - time.monotonic()))
+            self.ready.put((key, values, time.monotonic()))
+
+    def _room(self, nbytes: int) -> int | None:
+        """Where the next bytes go in the ring, None when it is over.  Waits until enough of it is free."""
+        while (begin := self._place(nbytes)) is None:
+            event = self.freed.get()
+            if event is None:
+                return None
+            if event is not _OVER:
+                event.synchronize()
+            self._used.popleft()
+        self._used.append((begin, begin + nbytes))
+        return begin
+
+    def _place(self, nbytes: int) -> int | None:
+        if not self._used:
+            return 0
+        oldest, newest = self._used[0][0], self._used[-1][1]
+        if newest <= oldest:  # the newest are at the beginning of the ring again
+            return newest if newest + nbytes <= oldest else None
+        if newest + nbytes <= self.ring.numel():
+            return newest
+        return 0 if nbytes <= oldest else None

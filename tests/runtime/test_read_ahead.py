@@ -1,0 +1,134 @@
+"""Reading the drive ahead of the copies: in their order, through a ring, whatever the sizes."""
+
+from __future__ import annotations
+
+import os
+import random
+import tempfile
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import MOST_READ_AHEAD, ring_bytes
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
+from chunkflow_compile.weights.mapping import Descriptor
+from chunkflow_compile.weights.source import DriveBytes, DriveFile
+
+CONTENT = bytes(random.Random(0).randrange(256) for _ in range(4096))
+
+
+class Event:
+    """An event that another thread reaches."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def synchronize(self) -> None:
+        self._reached.wait(10)
+
+
+@pytest.fixture(scope="module")
+def file() -> Iterator[DriveFile]:
+    with tempfile.TemporaryFile() as made:
+        made.write(CONTENT)
+        made.flush()
+        yield DriveFile(Descriptor(os.dup(made.fileno())), "the file")
+
+
+def cycle_of(file: DriveFile, spans: list[tuple[int, int]]) -> list[tuple[tuple[str, int, int], DriveBytes]]:
+    return [((str(i), 0, 1), DriveBytes(file, begin, size)) for i, (begin, size) in enumerate(spans)]
+
+
+def bytes_of(reader: ReadAhead, key: tuple[str, int, int], source: DriveBytes, event: Event | None = None) -> bytes:
+    reading = Reading(reader, key, source)
+    values, _ = reading.take()
+    assert values.numel() == reading.numel()
+    found = bytes(values.tolist())
+    reading.free(event)
+    if event is not None:
+        event.reach()
+    return found
+
+
+@given(st.lists(st.tuples(st.integers(0, 2048), st.integers(1, 2048)), min_size=1, max_size=12), st.data())
+def test_every_copy_gets_its_bytes(file: DriveFile, spans: list[tuple[int, int]], data: st.DataObject) -> None:
+    """Over several rounds, from any begin, with restarts in the middle, whether room comes back at once or by events."""
+    cycle = cycle_of(file, spans)
+    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+    try:
+        for _ in range(3):
+            begin = data.draw(st.integers(0, len(cycle) - 1))
+            first = cycle[: data.draw(st.integers(0, len(cycle)))]
+            reader.restart(first, cycle, begin)
+            expected = [*first, *cycle[begin:], *cycle, *cycle]
+            for key, source in expected[: data.draw(st.integers(0, len(expected)))]:
+                offset, size = spans[int(key[0])]
+                event = Event() if data.draw(st.booleans()) else None
+                assert bytes_of(reader, key, source, event) == CONTENT[offset : offset + size]
+    finally:
+        reader.stop()
+    assert not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"]
+
+
+def test_it_reads_ahead_as_far_as_the_ring_goes(file: DriveFile) -> None:
+    cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
+    reader, before = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8)), file.read_bytes
+    reader.restart([], cycle, 0)
+    (bytes_of(reader, *cycle[0]), bytes_of(reader, *cycle[1]))
+    deadline = 200
+    while file.read_bytes - before < 6 * 64 and deadline:
+        threading.Event().wait(0.01)
+        deadline -= 1
+    reader.stop()
+    assert 6 * 64 <= file.read_bytes - before <= (2 + 5) * 64, "a quarter of the step, and room for one more"
+
+
+def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:
+    cycle = cycle_of(file, [(0, 10), (10, 20), (30, 30)])
+    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+    assert bytes_of(reader, *cycle[1]) == CONTENT[10:30], "before the first restart"
+    reader.restart([], cycle, 0)
+    assert bytes_of(reader, *cycle[2]) == CONTENT[30:60]
+    assert bytes_of(reader, *cycle[0]) == CONTENT[:10]
+    assert bytes_of(reader, *cycle[1]) == CONTENT[10:30]
+    reader.stop()
+
+
+def test_a_file_that_ends(file: DriveFile) -> None:
+    cycle = cycle_of(file, [(0, 10), (len(CONTENT) - 5, 10)])
+    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+    reader.restart([], cycle, 0)
+    bytes_of(reader, *cycle[0])
+    for _ in range(2):  # it does not wait for a thread that has ended
+        with pytest.raises(ChunkflowError, match=r"The file the file ends at byte 4096: load the model again"):
+            Reading(reader, *cycle[1]).take()
+    reader.stop()
+
+
+def test_the_size_of_the_ring() -> None:
+    assert ring_bytes([]) == 0 and ring_bytes([8, 8, 8, 8]) == 16 and ring_bytes([8] * 100) == 208
+    assert ring_bytes([MOST_READ_AHEAD] * 100) == 2 * MOST_READ_AHEAD
+    assert ring_bytes([2 * MOST_READ_AHEAD, 1]) == 4 * MOST_READ_AHEAD, "one is copied while the next is read"
+
+
+def test_a_ring_that_is_large_enough_is_kept(file: DriveFile) -> None:
+    sizes: list[int] = []
+
+    def allocate(nbytes: int) -> torch.Tensor:
+        sizes.append(nbytes)
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    reader, cycle = ReadAhead(allocate), cycle_of(file, [(0, 64)] * 8)
+    for count in (8, 4, 8):
+        reader.restart([], cycle[:count], 0)
+        bytes_of(reader, *cycle[0])
+    reader.stop()
+    assert sizes == [128 + 64]
