@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
 from chunkflow_compile.hardware.calibrate import calibrate
+from chunkflow_compile.hardware.drive_rate import drive_rate
 from chunkflow_compile.hardware.profiles import measured_path
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
@@ -41,6 +43,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="measure the collectives of one process, through host memory: one GPU is enough",
     )
+    parser.add_argument(
+        "--drive",
+        metavar="PATH",
+        type=Path,
+        help="also measure the drive of a file, or of the largest file in a folder",
+    )
     parser.set_defaults(run=run)
     return parser
 
@@ -57,7 +65,11 @@ def run(arguments: argparse.Namespace) -> int:
         with contextlib.suppress(OSError):  # check_writable reports a folder that cannot be created
             out.parent.mkdir(parents=True, exist_ok=True)
     check_writable(out)
+    rate = None if arguments.drive is None else drive_rate(arguments.drive)
     profile = calibrate(device, arguments.name or out.stem, emulated, arguments.loopback)
+    if rate is not None:
+        sources = {**profile.sources, "drive_bandwidth": f"measured on {arguments.drive}"}
+        profile = replace(profile, drive_bandwidth=rate, sources=sources)
     out.write_text(profile.to_json())
     print(describe(profile))
     print(f"\nprofile: {out}")
@@ -74,6 +86,10 @@ def describe(profile: Hardware) -> str:
         (
             "collective",
             f"{profile.collective_bandwidth / 1e9:.4g} GB/s, {profile.collective_latency_s * 1e6:.3g} us each",
+        ),
+        (
+            "drive",
+            f"{profile.drive_bandwidth / 1e9:.4g} GB/s{'' if 'drive_bandwidth' in profile.sources else ', assumed'}",
         ),
         ("a call", f"{profile.launch_s * 1e6:.3g} us"),
         ("copy beside a collective", f"{profile.copy_slowdown:.2f} times as long"),

@@ -25,6 +25,7 @@ from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.weights.drive import for_the_drive
 
 from .output import Progress, first_line, save_traceback
 
@@ -33,7 +34,8 @@ from .output import Progress, first_line, save_traceback
 class Target:
     """A traced model and the machine it is planned for.  ``forwards``: calls of the model per denoising step.
 
-    ``regional``: whether its blocks are compiled one by one, and run as a course.
+    ``regional``: whether its blocks are compiled one by one, and run as a course.  ``host_memory``: most bytes of its weights
+    in host memory, None for all of them.
     """
 
     title: str
@@ -42,6 +44,7 @@ class Target:
     forwards: int
     settings: Settings
     regional: bool = False
+    host_memory: int | None = None
 
     @cached_property
     def cut(self) -> Cut:
@@ -50,6 +53,15 @@ class Target:
 
     @cached_property
     def problem(self) -> Problem:
+        found = self._problem
+        if self.host_memory is None:
+            return found
+        streamed = sorted((w for w in found.weights if w.keep is None and w.uses), key=lambda w: (w.uses[0], w.name))
+        drive = for_the_drive([(w.name, w.nbytes) for w in streamed], self.host_memory)
+        return replace(found, weights=tuple(replace(w, drive=w.name in drive) for w in found.weights))
+
+    @property
+    def _problem(self) -> Problem:
         if not self.regional:
             return self.cut.problem
         found = self.cut.problem.in_blocks
@@ -147,9 +159,9 @@ def options_of(arguments: argparse.Namespace) -> Options:
         slowdown=arguments.slowdown,
         hardware=arguments.hardware,
         yields=arguments.yields,
-        chunk_bytes=parse_bytes(_number(arguments.chunk_bytes), "--chunk-bytes"),
-        min_bytes=parse_bytes(_number(arguments.min_bytes), "--min-bytes"),
-        group_bytes=parse_bytes(_number(arguments.group_bytes), "--group-bytes"),
+        chunk_bytes=parse_bytes(number(arguments.chunk_bytes), "--chunk-bytes"),
+        min_bytes=parse_bytes(number(arguments.min_bytes), "--min-bytes"),
+        group_bytes=parse_bytes(number(arguments.group_bytes), "--group-bytes"),
         disable=tuple(getattr(arguments, "disable_pass", None) or ()),
     )
 
@@ -235,7 +247,8 @@ def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: 
     )
 
 
-def _number(text: str) -> int | str:
+def number(text: str) -> int | str:
+    """A size as the command line has it, for parse_bytes."""
     return int(text) if text.isdigit() else text
 
 

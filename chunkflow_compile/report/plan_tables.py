@@ -31,6 +31,12 @@ def summary_table(plan: Plan, problem: Problem, forwards: int) -> str:
         ("moved a step", size(plan.moved_bytes * forwards)),
         ("regions, collectives", f"{len(problem.regions)}, {len(problem.collectives)}"),
     ]
+    drive = {w.name: w.nbytes for w in problem.weights if w.drive}
+    if drive:
+        read = sum(_streamed_bytes(plan, w) for w in plan.weights if w.name in drive)
+        rows.insert(
+            -1, ("read from the drive", f"{size(read * forwards)}, of {size(sum(drive.values()))} that are there")
+        )
     return tabulate(rows, tablefmt="plain")
 
 

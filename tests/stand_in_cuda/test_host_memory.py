@@ -61,3 +61,31 @@ def test_two_ranks_share_on_a_card(tmp_path: Path) -> None:
     for rank in ranks:
         rank.join(240)
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def test_half_on_the_drive(tmp_path: Path) -> None:
+    """Through a pinned ring, by the thread that issues copies, while the host runs ahead."""
+    small_model("wan", SIZE).save_pretrained(tmp_path)
+    model = diffusers.WanTransformer3DModel.from_pretrained(tmp_path)
+    twin = diffusers.WanTransformer3DModel.from_pretrained(tmp_path).to("cuda")
+    budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
+    offload(model, "cuda", min_bytes=LEAST, host_memory=budget)
+    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
+    drive = [home for home in homes if home.drive is not None]
+    assert 0 < len(drive) < len(homes)
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    with torch.no_grad():
+        for step in range(6):
+            inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+            if step == 3:
+                for m in (model, twin):
+                    m.blocks[0].ffn.net[0].proj.weight.mul_(2)
+    streamed = {w.name for w in programs(model)[-1].plan.streamed}
+    assert all(home.pinned for home in homes if home.drive is None and home.name in streamed)
+    read = {home.drive.file for home in drive if home.drive is not None}
+    assert (
+        sum(file.read_bytes for file in read) >= 6 * sum(h.nbytes for h in drive if h.drive and h.name in streamed) > 0
+    )
+    restore(model)
+    assert all(torch.equal(a, b.to("cpu")) for a, b in zip(model.parameters(), twin.parameters(), strict=True))

@@ -1,0 +1,47 @@
+"""The rate of a drive: reads of a file that bypass the page cache."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import time
+from pathlib import Path
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+# What a thread of the runtime reads at a time, roughly; a drive is faster with more.
+_BLOCK = 8 << 20
+# Less would measure the start of the first read.
+_LEAST = 64 << 20
+_SECONDS = 3.0
+
+
+def drive_rate(path: Path) -> float:
+    """Bytes/s of reading a file, or the largest file in a folder, from its drive, for at most three seconds.
+
+    Raises ChunkflowError if it cannot be read, or is smaller than 64 MiB.
+    """
+    try:
+        file = (
+            max((p for p in path.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size) if path.is_dir() else path
+        )
+        size = file.stat().st_size
+        if size < _LEAST:
+            raise ChunkflowError(
+                f"{file} has {size} bytes, too few to measure a drive: give a checkpoint of 64 MiB or more."
+            )
+        number = os.open(file, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    except ValueError as error:
+        raise ChunkflowError(f"The folder {path} has no files: give the folder of a checkpoint.") from error
+    except OSError as error:
+        raise ChunkflowError(
+            f"{path} cannot be read beside the page cache: {error.strerror or error}. Give a file on a local drive."
+        ) from error
+    buffer = memoryview(mmap.mmap(-1, _BLOCK))  # whole pages, as such reads need
+    with contextlib.ExitStack() as closing:
+        closing.callback(os.close, number)
+        done, begin = 0, time.perf_counter()
+        while done + _BLOCK <= size and time.perf_counter() - begin < _SECONDS:
+            done += os.preadv(number, [buffer], done)
+        return done / (time.perf_counter() - begin)

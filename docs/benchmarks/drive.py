@@ -1,0 +1,133 @@
+"""Weights on the drive: half of a Wan model in host memory, on an emulated drive and link; six minutes on two cores.
+
+    python docs/benchmarks/drive.py --out docs/benchmarks/drive.md
+
+The emulated drive is so fast that reading its half takes ``load`` times the resident step.  Reads are real, and then wait
+until the emulated drive would have brought them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import diffusers
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from chunkflow_compile import offload, programs, replan
+from chunkflow_compile.hardware.emulated import on_emulated_link
+from chunkflow_compile.hardware.profiles import CPU, load_profile
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.weights.host_store import home_of
+
+SIZE = Size(layers=24, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)
+CHUNK = 1 << 20
+LOADS = (0.5, 0.9, 1.3, 2.0)
+# Of the resident step, in which the link would be busy if every weight streamed.
+LINK_LOAD = 0.5
+ARMS = {"chunkflow": {}, "whole next block (layerwise)": {"policy": "layerwise"}}
+ABOUT = """\
+# Weights on the drive
+
+{today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {weights}, of which half is in host memory
+(`host_memory`) and half in the checkpoint, on an emulated link and an emulated drive that would read its half in `load` times
+the resident step ({compute}). `chunkflow` has a budget of {memory:g} of the weights on the device. `layerwise` fetches the
+whole next block, which is read ahead as well. Steps are medians of {rounds}, in random order; `chunkflow` is planned from the
+times of a run. Written by `python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`.
+
+"""
+HEADERS = ("load", "arm", "step", "of resident", "predicted", "read a step", "on the drive, kept on the device")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--memory", type=float, default=0.3, help="budget on the device, of all bytes of the weights")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    inputs = [small_inputs("wan", SIZE, step) for step in range(8)]
+    with tempfile.TemporaryDirectory() as folder:
+        model = small_model("wan", SIZE)
+        model.save_pretrained(folder)  # type: ignore[operator]
+        weights = sum(p.nbytes for p in model.parameters() if p.nbytes >= CHUNK)
+        resident = torch.compile(model, backend="chunkflow", options={"policy": "resident"})
+        compute = median([timed(resident, inputs[i]) for i in range(6)][1:])
+        expected = resident(**inputs[0])[0]
+        rows = []
+        for load in LOADS:
+            link = LinkEmulation(bandwidth=weights / (LINK_LOAD * compute), drive=weights / 2 / (load * compute))
+            profile = Path(folder) / "hardware.json"
+            machine = replace(on_emulated_link(load_profile(CPU), link, 1), drive_bandwidth=link.drive)
+            profile.write_text(machine.to_json())
+            options = {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(arguments.memory * weights)}
+            placed, runs = {}, dict[str, Callable[..., Any]]()
+            for arm, more in ARMS.items():
+                placed[arm] = offload(diffusers.WanTransformer3DModel.from_pretrained(folder), host_memory=weights // 2)
+                runs[arm] = torch.compile(placed[arm], backend="chunkflow", fullgraph=True, options={**options, **more})
+                torch.testing.assert_close(runs[arm](**inputs[0])[0], expected, atol=1e-4, rtol=1e-3)
+                for i in range(4):
+                    timed(runs[arm], inputs[i])
+                if not more:
+                    replan(placed[arm], as_measured=True)
+                    for i in range(3):
+                        timed(runs[arm], inputs[i])
+            times, order = {arm: list[float]() for arm in ARMS}, random.Random(0)
+            for step in range(arguments.rounds):
+                for arm in order.sample(list(ARMS), len(ARMS)):
+                    timed(runs[arm], inputs[step % 8])
+                    times[arm].append(timed(runs[arm], inputs[step % 8]))
+            for arm in ARMS:
+                rows.append((f"{load:g}", arm, *figures(placed[arm], median(times[arm]), compute)))
+                print(*rows[-1], flush=True)
+            del runs, placed
+            torch._dynamo.reset()
+    text = ABOUT.format(
+        today=date.today(),
+        cores=os.cpu_count(),
+        torch=torch.__version__,
+        weights=size(weights),
+        compute=seconds(compute),
+        memory=arguments.memory,
+        rounds=arguments.rounds,
+    )
+    text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\\n"
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+
+
+def timed(run: Callable[..., Any], inputs: dict[str, Any]) -> float:
+    begin = time.perf_counter()
+    run(**inputs)
+    return time.perf_counter() - begin
+
+
+def figures(model: nn.Module, step: float, compute: float) -> tuple[str, ...]:
+    plan = programs(model)[-1].plan
+    assert plan.predicted is not None
+    drive = {home.name: home.nbytes for p in model.parameters() if (home := home_of(p)) and home.drive is not None}
+    streamed = {
+        w.name: plan.chunk_bytes * sum(x is not None for x in w.windows) for w in plan.streamed if w.name in drive
+    }
+    read = sum(min(nbytes, drive[name]) for name, nbytes in streamed.items())
+    ahead = f"{step / plan.predicted.step_s:.3f} of it"
+    return seconds(step), f"{step / compute:.2f}", ahead, size(read), size(sum(drive.values()) - read)
+
+
+if __name__ == "__main__":
+    main()
