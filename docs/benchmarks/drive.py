@@ -105,7 +105,7 @@ def main() -> None:
         memory=arguments.memory,
         rounds=arguments.rounds,
     )
-    text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\\n"
+    text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\n"
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
@@ -125,7 +125,8 @@ def figures(model: nn.Module, step: float, compute: float) -> tuple[str, ...]:
         w.name: plan.chunk_bytes * sum(x is not None for x in w.windows) for w in plan.streamed if w.name in drive
     }
     read = sum(min(nbytes, drive[name]) for name, nbytes in streamed.items())
-    ahead = f"{step / plan.predicted.step_s:.3f} of it"
+    # of layerwise, the prediction is from the profile's rates, not from a run
+    ahead = f"{plan.predicted.step_s / step:.3f} of it" if plan.policy == "chunkflow" else ""
     return seconds(step), f"{step / compute:.2f}", ahead, size(read), size(sum(drive.values()) - read)
 
 

@@ -184,6 +184,7 @@ def other_models(rank: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+@pytest.mark.long
 def test_ranks_that_place_other_models(on_ranks: Callable[..., None]) -> None:
     on_ranks(other_models)
 
@@ -259,12 +260,14 @@ def run_two(work: Callable[..., None], *args: Any) -> list[int | None]:
     return [p.exitcode for p in processes]
 
 
+@pytest.mark.long
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert run_two(one_is_absent, str(tmp_path)) == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("when", [pytest.param("fill", marks=pytest.mark.long), "proof", "finish"])
+@pytest.mark.parametrize("when", ["fill", "proof", "finish"])
 def test_a_rank_is_killed(tmp_path: Path, who: int, when: str) -> None:
     codes = run_two(killed_at, str(tmp_path), who, when)
     assert codes[who] == -signal.SIGKILL and codes[1 - who] == 0
