@@ -44,8 +44,8 @@ class Home:
     _weight: weakref.ref[HostWeight]
     grad: torch.Tensor | None = None
     was_shared: bool = False
-    drive: DriveBytes | None = None
     scratch: bool = False
+    _drive: tuple[DriveBytes, int] | None = None  # and the version of the host tensor that it has the values of
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
     _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
     _copied_by: list[HostReader] = field(default_factory=list)
@@ -65,6 +65,16 @@ class Home:
         """Changes with every write to the values, through a weight or to the host tensor itself."""
         weight = self._weight()
         return self.cell.version + self.host._version if weight is None else weight.writes
+
+    @property
+    def drive(self) -> DriveBytes | None:
+        """The bytes on the drive, None if the values are in host memory.
+
+        A mapping of a checkpoint is the process's own: the file does not see a write to it.  A scratch file does.
+        """
+        if self._drive is None or (not self.scratch and self._drive[1] != self.host._version):
+            return None
+        return self._drive[0]
 
     @property
     def source(self) -> Source:
@@ -115,6 +125,11 @@ class Home:
         self.unpin()
         self.cell.shared = shared.over(self.host)
         self.cell.version += 1  # programs pin it again
+
+    def leave_the_drive(self) -> None:
+        """The values are about to be written, where the file does not see it."""
+        if not self.scratch:
+            self._drive = None
 
     @property
     def pinned(self) -> bool:
@@ -175,7 +190,8 @@ class HostStore:
             weight: Any = tensor
             weight.cell.shared = placed.shared
             home.was_shared = placed.shared is not None
-            home.drive, home.scratch = placed.drive, placed.scratch
+            home.scratch = placed.scratch
+            home._drive = None if placed.drive is None else (placed.drive, home.host._version)
             return home
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:
@@ -311,8 +327,7 @@ def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterat
     with contextlib.nullcontext() if home is None else home.store.quiet():
         if home is not None:
             home.settle()
-            if not home.scratch:  # a mapping of a checkpoint is the process's own: the file does not see the write
-                home.drive = None
+            home.leave_the_drive()
         if cell is not None and cell.shared is not None:
             if home is not None:
                 home.unpin()  # the pages that a device reads are those at the address when they were pinned

@@ -114,6 +114,10 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
     assert torch.equal(view, twin.get_parameter(name)[1:])
     assert (found[name].drive is not None) == scratch, "a written part of a checkpoint is in host memory from then on"
     steps(run, twin, seed=3)
+    other = "blocks.2.ffn.net.0.proj.weight"
+    model.state_dict()[other].mul_(2)
+    twin.get_parameter(other).mul_(2)
+    steps(run, twin, seed=5)
     model.load_state_dict({k: v + 0.01 for k, v in twin.state_dict().items()})
     twin.load_state_dict({k: v + 0.01 for k, v in twin.state_dict().items()})
     steps(run, twin, seed=7)
