@@ -92,6 +92,7 @@ def test_twenty_text_lengths_are_two_compilations_and_a_bounded_number_of_plans(
     assert 1 < len(programs(model)) <= KEPT_SIZES + 1
 
 
+@pytest.mark.long
 def test_dynamic_is_one_compilation() -> None:
     model = small_model("wan", SIZE)
     whole = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=True, options=EAGER)
@@ -111,6 +112,7 @@ def test_sizes_of_equal_cost_share_a_program() -> None:
     assert [len(p.measurements) for p in found] == [1, 4, 1]
 
 
+@pytest.mark.long
 def test_new_weights_and_a_replan_hold_for_their_size() -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
@@ -137,6 +139,7 @@ def resolutions_on_a_rank(rank: int) -> None:
     assert all(m.collectives > 0 and m.moved_bytes > 0 for p in programs(model) for m in p.measurements)
 
 
+@pytest.mark.long
 def test_resolutions_at_ulysses_2(on_ranks: Callable[..., None]) -> None:
     on_ranks(resolutions_on_a_rank)
 
@@ -219,7 +222,10 @@ def framepack_inputs(seed: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", ["MochiTransformer3DModel", "HunyuanVideoFramepackTransformer3DModel"])
+@pytest.mark.parametrize(
+    "name",
+    ["MochiTransformer3DModel", pytest.param("HunyuanVideoFramepackTransformer3DModel", marks=pytest.mark.long)],
+)
 def test_sizes_that_depend_on_data(name: str, lowering: str, caplog: pytest.LogCaptureFixture) -> None:
     config, draw = (MOCHI, mochi_inputs) if "Mochi" in name else (FRAMEPACK, framepack_inputs)
     torch.manual_seed(0)

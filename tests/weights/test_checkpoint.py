@@ -160,7 +160,7 @@ print(most / total, (anonymous() - before) / total)
 """
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_memory_while_placing(tmp_path: Path, dtype: str) -> None:
     small_model("wan", Size(layers=6, heads=8, head_dim=128, text=64)).save_pretrained(tmp_path)  # type: ignore[operator]
     command = [sys.executable, "-c", PEAK, str(tmp_path), dtype]

@@ -87,8 +87,15 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     assert not any("chunkflow-" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
 
 
-@pytest.mark.parametrize("scratch", [False, True])
-@pytest.mark.parametrize("by_kind", [False, True])
+@pytest.mark.parametrize(
+    ("scratch", "by_kind"),
+    [
+        (False, True),
+        (True, False),
+        pytest.param(False, False, marks=pytest.mark.long),
+        pytest.param(True, True, marks=pytest.mark.long),
+    ],
+)
 def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: bool) -> None:
     model, twin = (loaded(saved) for _ in range(2))
     for m in (model, twin):

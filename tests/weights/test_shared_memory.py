@@ -165,6 +165,7 @@ def no_room(rank: int) -> None:
     steps(torch.compile(model, backend="chunkflow", options=OPTIONS), twin)
 
 
+@pytest.mark.long
 def test_no_room_for_shared_memory(on_ranks: Callable[..., None]) -> None:
     """Said before the kernel kills a rank."""
     on_ranks(no_room)
@@ -200,7 +201,7 @@ def from_one_file(rank: int, folder: str, dtype: torch.dtype | None) -> None:
     dist.barrier()
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
 def test_each_rank_reads_a_share_of_the_file(
     on_ranks: Callable[..., None], tmp_path: Path, dtype: torch.dtype | None
 ) -> None:
