@@ -307,14 +307,23 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     home = home_of(weight)
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu":
-            with weight.cell.writing():  # ends sharing: an ordinary tensor may be written at any time
-                pass
+            _end_sharing(home, weight.cell)  # an ordinary tensor may be written at any time
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=home is not None and home.scratch)
         become(weight, weight.plain(plain))
         if home is not None and home.grad is not None:
             weight.grad = home.grad.to(device)
+
+
+def _end_sharing(home: Home | None, cell: HostBytes) -> None:
+    """Give a weight that other ranks share memory of its own.  No copy reads it now."""
+    if cell.shared is None:
+        return
+    if home is not None:
+        home.unpin()  # the pages that a device reads are those at the address when they were pinned
+    cell.shared.own_again()
+    cell.shared = None
 
 
 @contextlib.contextmanager
@@ -328,11 +337,8 @@ def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterat
         if home is not None:
             home.settle()
             home.leave_the_drive()
-        if cell is not None and cell.shared is not None:
-            if home is not None:
-                home.unpin()  # the pages that a device reads are those at the address when they were pinned
-            cell.shared.own_again()
-            cell.shared = None
+        if cell is not None:
+            _end_sharing(home, cell)
         yield
 
 
