@@ -45,9 +45,8 @@ def compile(
     without repeated blocks is compiled whole.
 
     ``device``, ``dtype``, ``share``, ``host_memory``: see :func:`offload`; a model that is placed already stays as it is.
-    ``mode``: as in torch.compile, such
-    as "max-autotune-no-cudagraphs".  ``dynamic``: as there; by default, sizes that change are left open from the second
-    compilation on.  ``options``: those of the backend.
+    ``mode``: as in torch.compile, such as "max-autotune-no-cudagraphs".  ``dynamic``: as there; by default, sizes that change
+    are left open from the second compilation on.  ``options``: those of the backend.
     Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
     """
     if isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from tabulate import tabulate
@@ -19,7 +19,6 @@ from chunkflow_compile.passes.plan import chunk_count
 from chunkflow_compile.report.pictures import draw_curve
 from chunkflow_compile.report.plan_tables import blocks_table, summary_table, weights_table
 from chunkflow_compile.report.record import check_writable, seconds, size
-from chunkflow_compile.units import parse_bytes, parse_rate
 
 from .output import Progress, add_json, check_json, say, write_json
 
@@ -62,11 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError("--curve covers all budgets: leave out --memory, --slowdown, --yield and --weights.")
     if arguments.curve is not None:
         return _curve(arguments)
-    progress = Progress(2)
-    found = _with_drive(target.load(arguments, progress), arguments)
-    with progress.phase("planning"):
-        target.note_rates(found)
-        plan = found.plan()
+    found, plan = target.load_and_plan(arguments, Progress(2))
     say(arguments, f"{found.heading}\n")
     if found.settings.memory is not None:
         goal = f"the fastest within {size(found.settings.memory)}"
@@ -82,18 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _with_drive(found: target.Target, arguments: argparse.Namespace) -> target.Target:
-    """The target with a drive, if one was given."""
-    if arguments.drive is not None:
-        hardware = replace(found.hardware, drive_bandwidth=parse_rate(arguments.drive, "--drive"))
-        found = replace(found, settings=replace(found.settings, hardware=hardware))
-    if arguments.host_memory is None:
-        return found
-    return replace(found, host_memory=parse_bytes(target.number(arguments.host_memory), "--host-memory"))
-
-
 def _curve(arguments: argparse.Namespace) -> int:
-    found, picture = _with_drive(target.load(arguments, Progress(1)), arguments), arguments.curve
+    found, picture = target.load(arguments, Progress(1)), arguments.curve
     target.note_rates(found)
     problem, chunk_bytes = found.problem, found.settings.chunk_bytes
     plans = plans_along(problem, found.hardware, chunk_bytes)

@@ -24,7 +24,7 @@ from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
 from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive
 
 from .output import Progress, first_line, save_traceback
@@ -159,9 +159,9 @@ def options_of(arguments: argparse.Namespace) -> Options:
         slowdown=arguments.slowdown,
         hardware=arguments.hardware,
         yields=arguments.yields,
-        chunk_bytes=parse_bytes(number(arguments.chunk_bytes), "--chunk-bytes"),
-        min_bytes=parse_bytes(number(arguments.min_bytes), "--min-bytes"),
-        group_bytes=parse_bytes(number(arguments.group_bytes), "--group-bytes"),
+        chunk_bytes=parse_bytes(_number(arguments.chunk_bytes), "--chunk-bytes"),
+        min_bytes=parse_bytes(_number(arguments.min_bytes), "--min-bytes"),
+        group_bytes=parse_bytes(_number(arguments.group_bytes), "--group-bytes"),
         disable=tuple(getattr(arguments, "disable_pass", None) or ()),
     )
 
@@ -237,6 +237,9 @@ def note_rates(found: Target) -> None:
 
 def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
     settings = options.settings()
+    host_memory, drive = getattr(arguments, "host_memory", None), getattr(arguments, "drive", None)
+    if drive is not None:
+        settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=parse_rate(drive, "--drive")))
     return Target(
         title=title,
         traced=traced,
@@ -244,11 +247,11 @@ def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: 
         forwards=arguments.forwards or forwards,
         settings=settings,
         regional=getattr(arguments, "regional", False),
+        host_memory=None if host_memory is None else parse_bytes(_number(host_memory), "--host-memory"),
     )
 
 
-def number(text: str) -> int | str:
-    """A size as the command line has it, for parse_bytes."""
+def _number(text: str) -> int | str:
     return int(text) if text.isdigit() else text
 
 

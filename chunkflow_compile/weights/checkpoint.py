@@ -24,7 +24,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .bytes import cast_alone, copy_host_bytes, flat_bytes, memory_of
 from .host_memory import running_on
 from .mapping import PAGE
-from .source import changed
+from .source import changed, read_into
 
 # What one thread reads at a time: enough for a drive's full rate.
 BLOCK = 8 << 20
@@ -183,13 +183,9 @@ class _File:
 
     def read(self, target: Any, offset: int, part: FilePart, least: int | None = None) -> None:
         """Fill ``target`` from ``offset``; at the end of the file ``least`` bytes are enough."""
-        view = memoryview(target).cast("B")
-        done, least = 0, len(view) if least is None else least
-        while done < least:
-            count = os.preadv(self._number, [view[done:]], offset + done)
-            if not count:
-                raise ChunkflowError(changed(part.path))
-            done += count
+        least = len(target) if least is None else least
+        if read_into(self._number, target, offset, least) < least:
+            raise ChunkflowError(changed(part.path))
 
     def check(self, part: FilePart) -> None:
         """Raise ChunkflowError if this is no longer the file that was mapped."""

@@ -66,6 +66,7 @@ class Filling:
         self._stagings = GpuStagings()
         self._peers = peers
         self._on_drive = on_drive
+        self._parts: dict[str, FilePart | None] = {}
         self._left: list[tuple[torch.Tensor, FilePart, torch.dtype]] = []  # to other ranks
         try:
             self._shared = (
@@ -85,7 +86,7 @@ class Filling:
         values, dtype = tensor.detach(), self._dtype_of(name, tensor)
         if not self._pages and values.device.type == "cpu" and dtype == values.dtype:
             return Placed(ordinary(values))
-        part = self._mappings.part(values)
+        part = self._part(name, values)
         if name in self._on_drive:
             return self._on_the_drive(values, dtype, part)
         found = None if self._shared is None else self._shared.pages(name)
@@ -139,9 +140,14 @@ class Filling:
             with running_on(self._cpus):  # the first thread to write a page decides its memory node
                 fill(made, values, self._stagings.of(values.device))
 
+    def _part(self, name: str, values: torch.Tensor) -> FilePart | None:
+        if name not in self._parts:
+            self._parts[name] = self._mappings.part(values)
+        return self._parts[name]
+
     def _wanted(self, name: str, tensor: torch.Tensor) -> Wanted:
         values = tensor.detach()
-        part = self._mappings.part(values)
+        part = self._part(name, values)
         return Wanted(name, (*values.shape,), (*values.stride(),), self._dtype_of(name, tensor), values.dtype, part)
 
     @cached_property

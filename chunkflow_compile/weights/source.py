@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 
@@ -26,18 +27,16 @@ class DriveFile:
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
-        view, done = memoryview(memory_of(target)).cast("B"), 0
+        nbytes = target.numel()
         try:
-            while done < len(view):
-                count = os.preadv(self.descriptor.number, [view[done:]], offset + done)
-                if not count:
-                    raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
-                done += count
+            done = read_into(self.descriptor.number, memory_of(target), offset, nbytes)
         except OSError as error:
             raise ChunkflowError(
-                f"{self.name} cannot be read at byte {offset + done}: {error.strerror or error}. Check the drive, and load "
+                f"{self.name} cannot be read at byte {offset}: {error.strerror or error}. Check the drive, and load "
                 "the model again."
             ) from error
+        if done < nbytes:
+            raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
         if self._modified is not None and os.fstat(self.descriptor.number).st_mtime_ns != self._modified:
             raise ChunkflowError(changed(self.name))
         self.read_bytes += done
@@ -82,6 +81,14 @@ def take(target: torch.Tensor, source: Source) -> None:
         source.read(target)
     else:
         copy_host_bytes(target, source)
+
+
+def read_into(number: int, target: Any, offset: int, least: int) -> int:
+    """Fill a buffer from ``offset`` of an open file, with ``least`` bytes at least; return how many, fewer at its end."""
+    view, done = memoryview(target).cast("B"), 0
+    while done < least and (count := os.preadv(number, [view[done:]], offset + done)):
+        done += count
+    return done
 
 
 def changed(path: str) -> str:
