@@ -85,11 +85,25 @@ def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
     more |= {"backend": "chunkflow", "options": dict(options), "dynamic": dynamic}
+    hook = _hook_in_eager(module)
+    if hook is not None:
+        hook.fn_ref.original_forward = torch.compile(hook.fn_ref.original_forward, **more)
+        return
     module.compile(**more)
     if type(module).__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         called = _through(module._call_impl)
         module._compiled_call_impl = torch.compile(called, **more)
+
+
+def _hook_in_eager(module: nn.Module) -> Any:
+    """The innermost hook of diffusers around a module that is kept out of compilation, as those of MagCache are; or None.
+
+    What a disabled function calls runs eagerly too, unless it was compiled by itself.
+    """
+    registry = getattr(module, "_diffusers_hook", None)
+    hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
+    return next((h for h in hooks if getattr(getattr(h, "new_forward", None), "_torchdynamo_disable", False)), None)
 
 
 def _through(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,8 +1,9 @@
-"""``save`` and ``load``: carry a model's lowered regions to another process or machine of the same kind.
+"""``save`` and ``load``: carry a model's lowered regions and plans to another process or machine of the same kind.
 
-The file is a zip archive: a manifest, and for each region what Inductor's ``CompiledArtifact.save`` writes.  ``load`` puts
-them into Inductor's caches, where the next compilation finds them by Inductor's own keys, which cover the graph, the
-configuration, the device and torch, and checks their guards.  So a region is never used where it does not fit.
+The file is a zip archive: a manifest, the plans, and for each region what Inductor's ``CompiledArtifact.save`` writes.
+``load`` puts the regions into Inductor's caches, where the next compilation finds them by Inductor's own keys, which cover
+the graph, the configuration, the device and torch, and checks their guards.  So a region is never used where it does not
+fit.  The plans lie beside them (plan_cache.py).
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ from torch._inductor.standalone_compile import CompiledArtifact
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placing import programs
+from chunkflow_compile.plan_cache import DiskPlans
 
 _log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
-_FORMAT = 1
+_PLAN = "plan_"
+_FORMAT = 2
 
 
 def save(model: nn.Module, path: str | Path) -> int:
-    """Write the lowered regions of a compiled model to a file; return their number.
+    """Write the lowered regions and the plans of a compiled model to a file; return the number of regions.
 
     Raises ChunkflowError if the model has run no program lowered by Inductor: call it once first.
     """
@@ -44,7 +47,7 @@ def save(model: nn.Module, path: str | Path) -> int:
     target = Path(path)
     part = target.with_name(f"{target.name}.part")  # renamed below: a reader never sees half a file
     with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-        digests = {}
+        digests = dict[str, str]()
         for number, artifact in enumerate(artifacts):
             one = Path(folder, f"region_{number}")
             try:
@@ -54,13 +57,24 @@ def save(model: nn.Module, path: str | Path) -> int:
                 continue
             digests[one.name] = hashlib.sha256(one.read_bytes()).hexdigest()
             archive.write(one, one.name)
-        archive.writestr(_MANIFEST, json.dumps({**_machine(), "regions": digests}, indent=1, sort_keys=True))
+        plans = _plans(model)
+        for name, text in plans.items():
+            archive.writestr(name, text)
+        told = {"regions": digests, "plans": {n: hashlib.sha256(t.encode()).hexdigest() for n, t in plans.items()}}
+        archive.writestr(_MANIFEST, json.dumps({**_machine(), **told}, indent=1, sort_keys=True))
     part.replace(target)
     return len(digests)
 
 
+def _plans(model: nn.Module) -> dict[str, str]:
+    """The plans of a model's programs and courses, by their names in the archive."""
+    caches = [s.code.settings.cache for s in programs(model)]
+    texts = [cache.texts() for cache in caches if isinstance(cache, DiskPlans)]
+    return {f"{_PLAN}{key}": text for found in texts for key, text in found.items()}
+
+
 def load(path: str | Path) -> int:
-    """Put the regions of a file that ``save`` wrote into Inductor's caches; return their number.
+    """Put what a file of ``save`` holds into the caches on disk; return the number of regions.
 
     Call it before the first call of the compiled model.  A file of another machine or release, or one that is damaged, is
     ignored with a warning: the model then compiles as without it.  As with ``torch.load``, only load files you trust.
@@ -68,8 +82,9 @@ def load(path: str | Path) -> int:
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(archive.read(_MANIFEST))
-            blobs = {name: archive.read(name) for name in manifest["regions"]}
-        damaged = [n for n, blob in blobs.items() if hashlib.sha256(blob).hexdigest() != manifest["regions"][n]]
+            told = {**manifest["regions"], **manifest["plans"]}
+            blobs = {name: archive.read(name) for name in told}
+        damaged = [n for n, blob in blobs.items() if hashlib.sha256(blob).hexdigest() != told[n]]
     except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
         return _ignored(path, f"it cannot be read ({error})")
     if damaged:
@@ -77,14 +92,17 @@ def load(path: str | Path) -> int:
     if found := next(_differences(manifest), None):
         return _ignored(path, found)
     with tempfile.TemporaryDirectory() as folder:
-        for name, blob in blobs.items():
+        for name in manifest["regions"]:
             one = Path(folder, name)
-            one.write_bytes(blob)
+            one.write_bytes(blobs[name])
             try:
                 CompiledArtifact.load(path=str(one), format="binary")  # the caches have it now
             except Exception as error:  # noqa: BLE001  whatever Inductor cannot read is compiled anew
                 return _ignored(path, f"{name} cannot be loaded ({error})")
-    return len(blobs)
+    if (cache := DiskPlans.here()) is not None:
+        for name in manifest["plans"]:
+            cache.put(name.removeprefix(_PLAN), blobs[name].decode())
+    return len(manifest["regions"])
 
 
 def _machine() -> dict[str, Any]:

@@ -10,9 +10,10 @@ verified    the same program, proved safe                          verify
 from __future__ import annotations
 
 import difflib
+import hashlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args
+from typing import Literal, Protocol, get_args
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.discover import discover
@@ -43,10 +44,21 @@ OPTIONAL_PASSES: Mapping[str, str] = {
 }
 
 
+class PlanCache(Protocol):
+    """Plans that were made before, by :func:`plan_key`."""
+
+    def find(self, key: str) -> Plan | None:
+        """The plan of a key, None if there is none."""
+
+    def keep(self, key: str, plan: Plan) -> None:
+        """Keep a plan.  Raises nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of the passes.  Sizes in bytes.  ``part``, ``outside``: see place.  ``likes``: problems and their plans; a
     problem of the same structure as one of them takes over its placement.  ``disabled``: names of :data:`OPTIONAL_PASSES`.
+    ``cache``: plans that were made before, None to make each.
     """
 
     hardware: Hardware
@@ -62,6 +74,7 @@ class Settings:
     likes: tuple[tuple[Problem, Plan], ...] = ()
     timings: Timings | None = None
     disabled: frozenset[str] = field(default_factory=frozenset)
+    cache: PlanCache | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         check_disabled(self.disabled)
@@ -95,8 +108,14 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
 
     Raises ChunkflowError if no plan meets the goal.
     """
+    if settings.plan is not None:
+        return settings.plan
     like = next((plan for other, plan in settings.likes if other.structure == problem.structure), None)
-    return settings.plan or place(
+    cache = settings.cache if settings.timings is None else None  # measured times are never the same again
+    key = "" if cache is None else plan_key(problem, settings, like, inside)
+    if cache is not None and (known := cache.find(key)) is not None and known.problem == problem.digest:
+        return known
+    plan = place(
         problem,
         settings.hardware,
         policy=settings.policy,
@@ -111,6 +130,16 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
         disabled=settings.disabled,
         timings=settings.timings,
     )
+    if cache is not None:
+        cache.keep(key, plan)
+    return plan
+
+
+def plan_key(problem: Problem, settings: Settings, like: Plan | None, inside: bool) -> str:
+    """Digest of all that :func:`place` makes a plan from.  Floats count with all their digits."""
+    bare = replace(settings, likes=(), disabled=frozenset())
+    made_from = problem, bare, sorted(settings.disabled), None if like is None else like.digest, inside
+    return hashlib.sha256(repr(made_from).encode()).hexdigest()
 
 
 def make_course(calls: Sequence[Call], settings: Settings) -> Course:

@@ -156,6 +156,7 @@ class HostStore:
     fetched_bytes: int = 0
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     _warned: bool = False
+    _fetched: set[str] = field(default_factory=set)
     _total: int = 0
 
     @property
@@ -199,7 +200,7 @@ class HostStore:
         weight.label, weight.home = names[0], home
         weight.cell.order = id(self)
         weight.cell.writing = partial(_writing, weakref.ref(home), weakref.ref(weight.cell))
-        weight.cell.read = partial(_count, weakref.ref(self))
+        weight.cell.read = partial(_count, weakref.ref(self), names[0])
         self._homes.append(weakref.ref(home))
         self._total += home.nbytes
         return home
@@ -220,18 +221,30 @@ class HostStore:
                 moved(home.nbytes)
             self._homes.clear()
 
-    def count(self, nbytes: int) -> None:
-        """Count a fetch; warn once when as much was fetched as all weights have."""
+    def count(self, name: str, nbytes: int) -> None:
+        """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
         self.fetched_bytes += nbytes
-        if not self._warned and self.fetched_bytes >= self._total:
+        if self._warned:
+            return
+        self._fetched.add(name)
+        if self.fetched_bytes >= self._total:
             self._warned = True
-            warnings.warn(
-                f"{type(self.root).__name__} runs outside its compiled form: ops have fetched {self.fetched_bytes} bytes of "
-                "its offloaded weights, one weight at a time, as much as all of them have. That is right but slow. Call the "
-                'model that torch.compile(model, backend="chunkflow") returned; if this was it, compile with fullgraph=True '
-                "to see what leaves the graph.",
-                stacklevel=2,
-            )
+            model, fetched, every = type(self.root).__name__, len(self._fetched), len(self.homes)
+            if fetched < every:
+                said = (
+                    f"Ops outside the compiled parts of {model} read {fetched} of its {every} offloaded weights, such as "
+                    f"{min(self._fetched)}, and have fetched {self.fetched_bytes} bytes of them, one weight at a time. That "
+                    "is right but slow. chunkflow_compile.compile(model) compiles such parts too."
+                )
+            else:
+                said = (
+                    f"{model} runs outside its compiled form: ops have fetched {self.fetched_bytes} bytes of its offloaded "
+                    "weights, one weight at a time, as much as all of them have. That is right but slow. Call the model "
+                    'that torch.compile(model, backend="chunkflow") returned; if this was it, compile with fullgraph=True '
+                    "to see what leaves the graph."
+                )
+            self._fetched.clear()
+            warnings.warn(said, stacklevel=2)
 
     @property
     def held_bytes(self) -> int:
@@ -342,9 +355,9 @@ def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterat
         yield
 
 
-def _count(ref: weakref.ref[HostStore], nbytes: int) -> None:
+def _count(ref: weakref.ref[HostStore], name: str, nbytes: int) -> None:
     if (store := ref()) is not None:
-        store.count(nbytes)
+        store.count(name, nbytes)
 
 
 def home_of(tensor: object) -> Home | None:

@@ -1,4 +1,4 @@
-"""A step cache over blocks compiled one by one, on an emulated link: what a hit costs.  Two minutes on two cores.
+"""Step caches over a model compiled by kind, on an emulated link: what a hit costs.  Six minutes on two cores.
 
 python docs/benchmarks/step_cache.py --out docs/benchmarks/step_cache.md
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any
 import diffusers
 import torch
 from tabulate import tabulate
-from torch import nn
 
-from chunkflow_compile import courses, offload, programs
+import chunkflow_compile
+from chunkflow_compile import courses, programs
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, load_profile
@@ -35,117 +35,204 @@ LOAD = 0.7
 # Of all bytes of the blocks' weights.
 BUDGET = 0.3
 CHUNK = 1 << 20
-LEARNING = 12
+# Steps of a generation, and how often it runs before it is measured, and while it is.
+STEPS = 20
+LEARNING = 3
+ROUNDS = 3
 
 ABOUT = f"""\
-# A step cache
+# Step caches
 
-{SIZE.layers} Wan blocks with FirstBlockCache on an emulated link, compiled one by one. A *miss* computes all blocks, a *hit*
-the first one only. Hits and misses come in turns, or at random with a fixed seed. `resident`: the same with all weights on
-the device. `bound`: the longer of the resident time and the time that the link takes for the bytes that were moved in the
-step. Medians; an emulated link, no GPU.
+{SIZE.layers} Wan blocks with each step cache of diffusers, compiled by kind, {STEPS} steps a generation, an emulated link.
+A *miss* computes a whole step, a *hit* a part of it: the first block only (FirstBlockCache, in turns and at random), no
+block (MagCache), or every block without its attention (the others). `resident`: the same step with all weights on the device.
+`bound`: the longer of the resident time and the time that the link takes for the bytes that were moved in the step.
+
+Generations of both arms in random order, medians of {ROUNDS} of each, ratios within a pair of steps. Budget: {BUDGET:g} of
+the weights; all of them would keep the link busy for {LOAD} of a resident miss. No GPU.
 """
+
+
+def timestep_of(step: int) -> int:
+    return 1000 if step < 2 else 500  # the first two steps skip nothing
+
+
+@dataclass
+class Clock:
+    """The step that runs now; the caches that skip attention ask for its timestep."""
+
+    step: int = 0
+
+    def timestep(self) -> int:
+        return timestep_of(self.step)
+
+
+# Name -> the configuration of the cache, and whether a step has the inputs of the step before.
+Kind = tuple[str, Callable[[Clock], Any], Callable[[int], bool]]
+
+
+def kinds() -> list[Kind]:
+    """Each cache with a pattern of steps.  FirstBlockCache hits where the inputs are those of the step before."""
+    numbers = random.Random(0)
+    same = [step > 0 and numbers.random() < 0.5 for step in range(STEPS)]
+    skipping = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 900)}
+    return [
+        ("FirstBlockCache, in turns", lambda clock: diffusers.FirstBlockCacheConfig(0.2), lambda step: step % 2 == 1),
+        ("FirstBlockCache, at random", lambda clock: diffusers.FirstBlockCacheConfig(0.2), lambda step: same[step]),
+        (
+            "MagCache",
+            lambda clock: diffusers.MagCacheConfig(
+                mag_ratios=torch.linspace(1.0, 0.9, STEPS),
+                num_inference_steps=STEPS,
+                retention_ratio=0.1,
+                threshold=0.5,
+            ),
+            lambda step: False,
+        ),
+        (
+            "PyramidAttentionBroadcast",
+            lambda clock: diffusers.PyramidAttentionBroadcastConfig(
+                **skipping, current_timestep_callback=clock.timestep
+            ),
+            lambda step: False,
+        ),
+        (
+            "FasterCache",
+            lambda clock: diffusers.FasterCacheConfig(
+                **skipping,
+                attention_weight_callback=lambda _: 0.5,
+                is_guidance_distilled=True,
+                current_timestep_callback=clock.timestep,
+            ),
+            lambda step: False,
+        ),
+        (
+            "TaylorSeerCache",
+            lambda clock: diffusers.TaylorSeerCacheConfig(
+                cache_interval=3, disable_cache_before_step=2, cache_identifiers=[r".*\.attn1"]
+            ),
+            lambda step: False,
+        ),
+    ]
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One step.  ``moved``: bytes; ``calls``: how many ran."""
+    """One step.  ``moved``: bytes."""
 
-    hit: bool
     step_s: float
     moved: int
-    calls: int
 
 
-def cached(model: nn.Module) -> nn.Module:
-    model.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.2))  # type: ignore[operator]
-    return model
+class Cached:
+    """A model with a cache, its blocks compiled one by one."""
 
+    def __init__(self, kind: Kind, options: dict[str, Any]) -> None:
+        _, config, self.same = kind
+        self.clock = Clock()
+        self.model = small_model("wan", SIZE)
+        self.model.enable_cache(config(self.clock))  # type: ignore[operator]
+        chunkflow_compile.compile(self.model, **options)
 
-def run(model: nn.Module, hits: Sequence[bool]) -> list[Measured]:
-    """Steps that hit or miss the cache as asked: the same input again is a hit."""
-    found, inputs = list[Measured](), small_inputs("wan", SIZE, 0)
-    for number, hit in enumerate(hits):
-        if not hit:
-            inputs = small_inputs("wan", SIZE, number + 1)
-        before = {id(p): len(p.measurements) for p in programs(model)}
-        with model.cache_context("cond"):  # type: ignore[operator]
-            begin = time.perf_counter()
-            model(**inputs)
-            step_s = time.perf_counter() - begin
-        new = [m for p in programs(model) for m in p.measurements[before.get(id(p), 0) :]]
-        found.append(Measured(hit, step_s, sum(m.moved_bytes + m.primed_bytes for m in new), len(new)))
-    return found
+    def generation(self) -> list[Measured]:
+        """The steps of a generation, from an empty cache."""
+        self.model._reset_stateful_cache()  # type: ignore[operator]
+        found, inputs = list[Measured](), small_inputs("wan", SIZE, 0)
+        for step in range(STEPS):
+            self.clock.step = step
+            if not self.same(step):
+                inputs = small_inputs("wan", SIZE, step + 1)
+            before = {id(p): len(p.measurements) for p in programs(self.model)}
+            with self.model.cache_context("cond"):  # type: ignore[operator]
+                begin = time.perf_counter()
+                self.model(**inputs)
+                step_s = time.perf_counter() - begin
+            new = [m for p in programs(self.model) for m in p.measurements[before.get(id(p), 0) :]]
+            found.append(Measured(step_s, sum(m.moved_bytes + m.primed_bytes for m in new)))
+        return found
 
+    def learn(self) -> None:
+        for _ in range(LEARNING):
+            self.generation()
+            programs(self.model)[0].arena.courses.settle()
 
-def pattern(kind: str, steps: int) -> list[bool]:
-    """Whether each step hits; the first never does."""
-    if kind == "in turns":
-        return [bool(i % 2) for i in range(steps)]
-    numbers = random.Random(0)
-    return [i > 0 and numbers.random() < 0.5 for i in range(steps)]
+    @property
+    def jumps(self) -> int:
+        return sum(route.jumps for route in courses(self.model))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--only", default="", help="caches with this in their name")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    resident = compiled({"policy": "resident"})
-    steps = run(resident, pattern("in turns", 12))[4:]
-    compute = {hit: median(m.step_s for m in steps if m.hit is hit) for hit in (False, True)}
-    weights = sum(w.nbytes for p in programs(resident) for w in p.program.problem.weights if w.keep is None)
-    link = LinkEmulation(bandwidth=weights / (LOAD * compute[False]))
-    rows, jumps = [], {}
-    with TemporaryDirectory() as folder:
-        profile = Path(folder) / "hardware.json"
-        profile.write_text(on_emulated_link(load_profile(CPU), link, 1).to_json())
-        for kind in ("in turns", "at random"):
-            options = {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights)}
-            model = compiled(options)
-            for _ in range(3):
-                run(model, pattern(kind, LEARNING))
-                programs(model)[0].arena.courses.settle()
-            before = courses(model)[0].jumps
-            found = run(model, pattern(kind, arguments.steps))
-            jumps[kind] = courses(model)[0].jumps - before
-            of = {hit: [m for m in found if m.hit is hit] for hit in (False, True)}
-            rows += [_row(kind, hit, of[hit], compute[hit], link.bandwidth) for hit in of]
-    head = (
-        f"{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}. {size(weights)} of weights, budget "
-        f"{BUDGET:g} of them; link {link.bandwidth / 1e6:.0f} MB/s. Jumps in {arguments.steps} steps: "
-        + ", ".join(f"{count} {kind}" for kind, count in jumps.items())
-        + "."
-    )
-    headers = ("steps", "", "step", "resident", "moved", "bound", "of the bound")
+    rows = list[tuple[str, ...]]()
+    for kind in kinds():
+        if arguments.only in kind[0]:
+            torch._dynamo.reset()
+            rows += _rows(kind)
+    headers = ("cache", "", "steps", "step", "resident", "moved", "bound", "of the bound", "jumps")
     table = tabulate(rows, headers=headers, disable_numparse=True)
-    text = f"{ABOUT}\n{head}\n\n```\n{table}\n```\n"
+    text = (
+        f"{ABOUT}\n{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}.\n```\n{table}\n```\n"
+    )
     print(text)
     arguments.out.write_text(text)
 
 
-def compiled(options: dict[str, Any]) -> nn.Module:
-    model = cached(small_model("wan", SIZE))
-    offload(model)
-    model.compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
-    return model
+def _rows(kind: Kind) -> list[tuple[str, ...]]:
+    """The rows of a cache: generations of the streamed model and of the resident one in random order, steps in pairs."""
+    resident = Cached(kind, {"policy": "resident"})
+    resident.learn()
+    longest = max(m.step_s for m in resident.generation())
+    weights = sum(p.nbytes for p in resident.model.blocks.parameters())  # type: ignore[union-attr]
+    link = LinkEmulation(bandwidth=weights / (LOAD * longest))
+    with TemporaryDirectory() as folder:
+        profile = Path(folder) / "hardware.json"
+        profile.write_text(on_emulated_link(load_profile(CPU), link, 1).to_json())
+        streamed = Cached(kind, {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights)})
+        streamed.learn()
+        before, pairs, order = streamed.jumps, list[Pair](), random.Random(0)
+        for _ in range(ROUNDS):
+            found = {arm: arm.generation() for arm in order.sample((resident, streamed), 2)}
+            pairs += [
+                Pair(step, link.bandwidth, *both)
+                for step, both in enumerate(zip(found[resident], found[streamed], strict=True))
+            ]
+        jumps = (streamed.jumps - before) / ROUNDS
+    return [_row(kind[0], pairs, jumps, hit) for hit in (False, True)]
 
 
-def _row(kind: str, hit: bool, found: Sequence[Measured], compute: float, bandwidth: float) -> tuple[str, ...]:
-    step = median(m.step_s for m in found)
-    bounds = [max(compute, m.moved / bandwidth) for m in found]
-    ratio = median(m.step_s / b for m, b in zip(found, bounds, strict=True))
-    moved = size(median(m.moved for m in found))
+@dataclass(frozen=True)
+class Pair:
+    """A step with all weights on the device, and the same step as they stream."""
+
+    number: int
+    bandwidth: float
+    resident: Measured
+    streamed: Measured
+
+    @property
+    def bound_s(self) -> float:
+        return max(self.resident.step_s, self.streamed.moved / self.bandwidth)
+
+
+def _row(name: str, pairs: Sequence[Pair], jumps: float, hit: bool) -> tuple[str, ...]:
+    steps = [median(p.resident.step_s for p in pairs if p.number == number) for number in range(STEPS)]
+    middle = (max(steps) + min(steps)) / 2
+    chosen = [p for p in pairs if (steps[p.number] < middle) is hit]
     return (
-        kind,
+        "" if hit else name,
         "hit" if hit else "miss",
-        seconds(step),
-        seconds(compute),
-        moved,
-        seconds(median(bounds)),
-        f"{ratio:.3f}",
+        str(len(chosen) // ROUNDS),
+        seconds(median(p.streamed.step_s for p in chosen)),
+        seconds(median(p.resident.step_s for p in chosen)),
+        size(int(median(p.streamed.moved for p in chosen))),
+        seconds(median(p.bound_s for p in chosen)),
+        f"{median(p.streamed.step_s / p.bound_s for p in chosen):.3f}",
+        "" if hit else f"{jumps:.0f}",
     )
 
 

@@ -8,9 +8,9 @@ import os
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -18,10 +18,12 @@ from conftest import HERE, OPTIONS
 from helpers import Stack
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError
+from chunkflow_compile.passes import pipeline
 
 
 @pytest.fixture(autouse=True)
@@ -73,6 +75,57 @@ def test_another_model_and_another_count_of_blocks_find_them_too(file: Path) -> 
         assert run(Stack(layers=5)) == (3, 0), "the names of their ops differ"
         hits, _ = run(Stack(layers=3), by_kind=True)
         assert hits > 0
+
+
+def refuse_to_plan(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("a plan was made again")
+
+
+def test_a_saved_plan_is_not_made_again(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with fresh_cache():
+        assert chunkflow_compile.load(file) == 3
+        monkeypatch.setattr(pipeline, "place", refuse_to_plan)
+        run(Stack())
+        with pytest.raises(Exception, match="a plan was made again"):
+            run(Stack(), slowdown=1.1)
+
+
+def test_the_plan_of_a_course_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def learn() -> Stack:
+        torch._dynamo.reset()
+        model, twin = Stack(layers=3), Stack(layers=3)
+        twin.load_state_dict(model.state_dict())
+        chunkflow_compile.compile(model, **OPTIONS, lowering="eager")
+        for step in range(4):
+            x = torch.randn(4, 8) + step
+            assert torch.equal(model(x), twin(x))
+            chunkflow_compile.programs(model)[0].arena.courses.settle()
+        return model
+
+    with fresh_cache():
+        torch.manual_seed(0)
+        (first,) = chunkflow_compile.courses(learn())
+        monkeypatch.setattr(pipeline, "place", refuse_to_plan)
+        torch.manual_seed(0)
+        (second,) = chunkflow_compile.courses(learn())
+        assert second.course.plan == first.course.plan and second.measurements[-1].moved_bytes > 0
+
+
+@pytest.mark.parametrize(
+    "spoil", [lambda text: text[:-9], lambda text: text.replace("device", "host", 1), lambda _: "[]"]
+)
+def test_a_plan_that_was_spoilt_is_made_again(
+    spoil: Callable[[str], str], file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fresh_cache():
+        chunkflow_compile.load(file)
+        (plan,) = Path(cache_dir(), "chunkflow_plans").iterdir()
+        good = plan.read_text()
+        plan.write_text(spoil(good))
+        with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
+            run(Stack())
+        assert plan.read_text() == good
+    assert sum("is ignored and made again" in record.message for record in caplog.records) == 1
 
 
 def test_other_settings_do_not(file: Path) -> None:

@@ -150,6 +150,17 @@ def test_an_eager_call_is_right_and_says_once_what_it_moved(no_grad: None) -> No
     assert torch.equal(model.blocks[1].down(torch.ones(4, 64)), twin.blocks[1].down(torch.ones(4, 64)))
 
 
+def test_ops_outside_the_compiled_parts_are_named(no_grad: None) -> None:
+    model, twin = placed(), stack()
+    read = [p for p in model.blocks[0].parameters() if isinstance(p, HostWeight)]
+    with pytest.warns(
+        UserWarning, match=rf"outside the compiled parts of Stack read {len(read)} of its \d+ .* blocks.0"
+    ):
+        for _ in range(2 * len(model.blocks)):
+            x = torch.randn(4, model.blocks[0].up.in_features)
+            assert torch.equal(model.blocks[0](x), twin.blocks[0](x))
+
+
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
 def test_a_copy_is_a_model_of_its_own(copied: Callable[[nn.Module], nn.Module], no_grad: None) -> None:
     model, twin, x = placed(), stack(), torch.randn(4, 8)
