@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 
-from chunkflow_compile.kinds import Kind, blocks_of, kinds_of, parts_of
+from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook, kinds_of, parts_of
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -69,13 +69,14 @@ def compile(
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
         _compile(model, given, dynamic)
         return model
-    kinds = kinds_of(blocks)
+    compiled = between_hooks(blocks, min_bytes)
+    kinds = kinds_of(compiled)
     for kind in kinds:
         _warn_of_counters(kind)
     if placement is not None:
         placement.progress = CompileProgress(weakref.ref(model), len(kinds) + len(parts))
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *kinds_of(parts)]))
-    for module in (*blocks.values(), *parts.values()):
+    for module in (*compiled.values(), *parts.values()):
         _compile(module, given, dynamic)
     return model
 
@@ -85,8 +86,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
     more |= {"backend": "chunkflow", "options": dict(options), "dynamic": dynamic}
-    hook = _hook_in_eager(module)
-    if hook is not None:
+    if (hook := caching_hook(module)) is not None:
         hook.fn_ref.original_forward = torch.compile(hook.fn_ref.original_forward, **more)
         return
     module.compile(**more)
@@ -94,16 +94,6 @@ def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         called = _through(module._call_impl)
         module._compiled_call_impl = torch.compile(called, **more)
-
-
-def _hook_in_eager(module: nn.Module) -> Any:
-    """The innermost hook of diffusers around a module that is kept out of compilation, as those of MagCache are; or None.
-
-    What a disabled function calls runs eagerly too, unless it was compiled by itself.
-    """
-    registry = getattr(module, "_diffusers_hook", None)
-    hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
-    return next((h for h in hooks if getattr(getattr(h, "new_forward", None), "_torchdynamo_disable", False)), None)
 
 
 def _through(call: Callable[..., Any]) -> Callable[..., Any]:

@@ -2,6 +2,9 @@
 
 The repeated blocks of a model are the elements of its outermost ``ModuleList``s.  Dynamo's guards decide at run time
 whether two blocks share a compilation; what is found here tells how many to expect.
+
+A step cache of diffusers puts hooks around blocks, or around modules inside.  A hook has a state of its own in each block,
+which Dynamo would compile into it, again and again.  So hooks stay eager, and what they call is compiled.
 """
 
 from __future__ import annotations
@@ -60,6 +63,31 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
                 yield from walk(child, f"{prefix}{name}.")
 
     return dict(walk(root, ""))
+
+
+def caching_hook(module: nn.Module) -> Any:
+    """The innermost hook around a module that decides at each call whether it runs; None if there is none."""
+    registry = getattr(module, "_diffusers_hook", None)
+    hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
+    return next((hook for hook in hooks if _decides(hook)), None)
+
+
+def _decides(hook: Any) -> bool:
+    forward = getattr(hook, "new_forward", None)
+    keeps = hook._is_stateful or hasattr(hook, "state_manager") or hasattr(forward, "_torchdynamo_disable")
+    return forward is not None and keeps
+
+
+def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
+    """What to compile of the blocks: each whole, or its parts if one inside has a caching hook: name -> module."""
+    found = dict[str, nn.Module]()
+    for name, block in blocks.items():
+        if any(caching_hook(m) is not None for m in block.modules() if m is not block):
+            inside = {n: m for n, m in block.named_children() if _large(m, min_bytes)}
+            found |= {f"{name}.{n}": m for n, m in between_hooks(inside, min_bytes).items()}
+        else:
+            found[name] = block
+    return found
 
 
 def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:

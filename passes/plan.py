@@ -97,11 +97,11 @@ class RegionLabel(NamedTuple):
     what: str
 
 
-Lane = Literal["compute", "collective", "copy", "stall", "barrier"]
+Lane = Literal["compute", "collective", "copy", "read", "stall", "barrier"]
 
 
 class Span(NamedTuple):
-    """Work on one lane of the predicted timeline, in seconds from the start of the step; a copy may start earlier.
+    """Work on one lane of the predicted timeline, in seconds from the start of the step; a copy or read may start earlier.
 
     In ``stall`` compute waits for the weight ``name`` before its reader, in ``barrier`` before a collective.
     """
@@ -176,6 +176,17 @@ class Plan:
             if r.window is not None
         )
 
+    @property
+    def drive_rate(self) -> float | None:
+        """The rate in bytes/s at which the drive is expected to read; None if it reads nothing."""
+        known, nbytes, seconds = {w.name: w for w in self.weights}, 0, 0.0
+        for found in self.predicted.spans if self.predicted is not None else ():
+            if found.lane == "read":
+                name, first, end = chunks_of(found.name)
+                begin, stop = self.span(known[name], first, end)
+                nbytes, seconds = nbytes + stop - begin, seconds + found.end - found.start
+        return nbytes / seconds if seconds else None
+
     def span(self, weight: WeightPlan, first: int, end: int) -> tuple[int, int]:
         """The bytes ``[start, stop)`` of chunks ``[first, end)`` of a weight."""
         return first * self.chunk_bytes, min(end * self.chunk_bytes, weight.nbytes)
@@ -221,6 +232,13 @@ class Plan:
             spans = tuple(Span(*s) for s in body["predicted"]["spans"])
             body["predicted"] = Prediction(**{**body["predicted"], "spans": spans})
         return Plan(**body)
+
+
+def chunks_of(span: str) -> tuple[str, int, int]:
+    """The weight and its chunks ``[first, end)`` of the span of a copy or of a read."""
+    name, _, chunks = span.rpartition("[")
+    first, _, end = chunks.removesuffix("]").partition(":")
+    return name, int(first), int(end)
 
 
 def _digest(body: Mapping[str, Any]) -> str:

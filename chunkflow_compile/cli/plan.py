@@ -41,12 +41,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="PNG",
         help="print memory against predicted step time; draw it to PNG as well",
     )
-    parser.add_argument(
-        "--host-memory",
-        metavar="SIZE",
-        help="most bytes of the weights in host memory, such as 24GiB; the rest is on the drive",
-    )
-    parser.add_argument("--drive", metavar="RATE", help="what the drive reads, such as 7GB/s (default: the profile's)")
     parser.set_defaults(run=run)
     return parser
 

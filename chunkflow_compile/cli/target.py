@@ -90,7 +90,8 @@ class Target:
 def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
     """Add the options of the model and the machine.
 
-    ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a course.
+    ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a course, and weights on the
+    drive.
     """
     known = f"{', '.join(PRESETS)}, or file.py:function for your own"
     if or_plan:
@@ -126,6 +127,14 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_
             "--regional",
             action="store_true",
             help="the blocks as compile_repeated_blocks runs them, as a course; the weights outside blocks are not counted",
+        )
+        parser.add_argument(
+            "--host-memory",
+            metavar="SIZE",
+            help="most bytes of the weights in host memory, such as 24GiB; the rest is on the drive",
+        )
+        parser.add_argument(
+            "--drive", metavar="RATE", help="what the drive reads, such as 7GB/s (default: the profile's)"
         )
     sizes = parser.add_argument_group("sizes of a preset (defaults: those published)")
     for name, text in (

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     changes = []
     with progress.phase("planning alternatives"):
         # No plan moves a weight that must stay; its reason says why it must.
-        for what, settings in alternatives(found.settings) if weight.keep is None else ():
+        for what, settings in alternatives(found.settings, weight.drive) if weight.keep is None else ():
             changes.append(changed(name, what, lambda s=settings: make_plan(found.problem, s, inside=found.regional)))  # type: ignore[misc]
     story = tell(found.problem, plan, name, changes)
     say(arguments, f"{found.heading}\n\n{story}")

@@ -149,7 +149,7 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
     lanes = lanes_of(plan)
     windows = tuple(_compare(plan, lanes, measured))
     rate = plan.moved_bytes / predicted.copy_s if predicted.copy_s else None
-    figures = (
+    figures: tuple[Figure, ...] = (
         Figure(name="a call of the model", predicted=predicted.step_s, measured=measured.step_s),
         Figure(name="compute", predicted=predicted.compute_s, measured=measured.compute_s),
         Figure(name="waiting for weights", predicted=predicted.exposed_s, measured=measured.exposed_s),
@@ -164,6 +164,10 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
             unit="bytes/s",
         ),
     )
+    if plan.drive_rate is not None:
+        figures += (
+            Figure(name="rate of the drive", predicted=plan.drive_rate, measured=measured.drive_rate, unit="bytes/s"),
+        )
     return Explanation(
         plan=plan.digest,
         policy=plan.policy,

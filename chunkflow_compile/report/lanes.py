@@ -9,15 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Literal
+from typing import Literal, get_args
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.labels import weight_label
-from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, runs
+from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, chunks_of, runs
 
 from .record import size
 
-LaneName = Literal["compute", "collective", "copy"]
+LaneName = Literal["compute", "collective", "copy", "read"]
+LANES: tuple[LaneName, ...] = get_args(LaneName)
 HELD = "held back until the copies have arrived, so that none runs beside it"
 # Seconds by which sums of a thousand spans differ; every real span is longer.
 _INSTANT = 1e-8
@@ -75,6 +76,11 @@ class Lanes:
 
     def lane(self, name: LaneName) -> tuple[Bar, ...]:
         return tuple(b for b in self.bars if b.lane == name)
+
+    @property
+    def shown(self) -> tuple[LaneName, ...]:
+        """The lanes of this step: without reads if no weight is on the drive."""
+        return LANES if self.lane("read") else LANES[:-1]
 
     def occupancy(self) -> list[tuple[float, int]]:
         """Bytes of the arena in use over one step, as (time, bytes from then on)."""
@@ -139,12 +145,11 @@ def _bars(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Bar]:
         elif span.lane == "collective":
             kind = span.name.rstrip("0123456789").rstrip("_").replace("_single", "").replace("_into_tensor", "")
             yield _bar(span, "collective", kind.replace("_", "-"), "", span.name)
-        elif span.lane == "copy":
-            name, _, chunks = span.name.rpartition("[")
-            first, _, end = chunks.removesuffix("]").partition(":")
-            begin, stop = plan.span(sizes[name], int(first), int(end))
+        elif span.lane == "copy" or span.lane == "read":
+            name, first, end = chunks_of(span.name)
+            begin, stop = plan.span(sizes[name], first, end)
             label = weight_label(name, block_of[name])
-            yield _bar(span, "copy", label, block_of[name], f"chunks {first} to {int(end) - 1}, {size(stop - begin)}")
+            yield _bar(span, span.lane, label, block_of[name], f"chunks {first} to {end - 1}, {size(stop - begin)}")
 
 
 def _bar(span: Span, lane: LaneName, label: str, block: str, detail: str) -> Bar:

@@ -11,12 +11,12 @@ from .lanes import Lanes, around
 # Two steps, so that copies that one step starts for the next are shown whole.
 STEPS = 2
 _PROCESS = 0
-_THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3}
+_THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4}
 
 
 def trace_events(lanes: Lanes, title: str) -> str:
     """JSON in the Trace Event Format: a thread per lane, complete events in microseconds, arena bytes as a counter."""
-    events = [_name("process_name", 0, title), *(_name("thread_name", t, name) for name, t in _THREADS.items())]
+    events = [_name("process_name", 0, title), *(_name("thread_name", _THREADS[n], n) for n in (*lanes.shown, "stall"))]
     events += sorted(_events(lanes), key=lambda e: (e["ts"], -e.get("dur", 0.0)))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=0) + "\n"
 

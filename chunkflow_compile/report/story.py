@@ -52,7 +52,8 @@ class Change:
 
 @dataclass(frozen=True, kw_only=True)
 class Story:
-    """One weight under a plan.  Times are seconds of one call of the model; ``readers``: region -> its label."""
+    """One weight under a plan.  Times are seconds of one call of the model; ``readers``: region -> its label; ``reads_s``:
+    when they run; ``drive_s``: when the drive reads the weight, None if it does not."""
 
     name: str
     shape: tuple[int, ...]
@@ -65,6 +66,7 @@ class Story:
     copies: tuple[Copy, ...]
     readers: dict[int, str]
     reads_s: tuple[float, float] | None
+    drive_s: tuple[float, float] | None
     slack_s: float | None
     why: str
     limit: str
@@ -103,6 +105,8 @@ class Story:
             rows.append(("", f"from {fine(self.reads_s[0])} to {fine(self.reads_s[1])} of a call"))
         if self.slot is not None:
             rows.append(("slot", f"{size(self.slot[0])} to {size(self.slot[1])} of the arena"))
+        if self.drive_s is not None:
+            rows.append(("drive", f"reads it from {fine(self.drive_s[0])} to {fine(self.drive_s[1])} of a call"))
         if self.slack_s is not None:
             there = f"arrives {fine(self.slack_s)} before its first reader"
             rows.append(("slack", there if self.slack_s >= 0 else f"its first reader waits {fine(-self.slack_s)}"))
@@ -133,13 +137,14 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
         shape=known.shape,
         dtype=known.dtype,
         nbytes=weight.nbytes,
-        home=_home(weight),
+        home=_home(weight, known.drive),
         chunks=chunk_count(weight.nbytes, plan.chunk_bytes),
         streamed_chunks=weight.streamed_chunks,
         slot=None if weight.offset is None else (weight.offset, weight.offset + weight.nbytes),
         copies=tuple(_copies(plan, weight, lanes)),
         readers={k: _called(plan, k) for k in uses},
         reads_s=(compute[uses[0]].start, compute[uses[-1]].end) if uses else None,
+        drive_s=_read(weight, lanes),
         slack_s=weight.slack_s,
         why=weight.why,
         limit=_limit(plan, weight, known.keep, lanes),
@@ -166,8 +171,8 @@ def find_weight(problem: Problem, part: str) -> str:
     raise ChunkflowError(f"No weight has {part!r} in its name; the nearest are {', '.join(close)}.")
 
 
-def alternatives(settings: Settings) -> Iterator[tuple[str, Settings]]:
-    """Variants of ``settings`` with one thing changed in each, and what it is."""
+def alternatives(settings: Settings, drive: bool = False) -> Iterator[tuple[str, Settings]]:
+    """Variants of ``settings`` with one thing changed in each, and what it is.  ``drive``: whether a weight is on it."""
     if settings.memory is not None:
         for factor in (0.75, 1.25):
             memory = int(settings.memory * factor)
@@ -180,6 +185,9 @@ def alternatives(settings: Settings) -> Iterator[tuple[str, Settings]]:
     machine = settings.hardware
     for factor, said in ((2.0, "a link twice as fast"), (0.5, "a link half as fast")):
         yield said, replace(settings, hardware=replace(machine, h2d_bandwidth=machine.h2d_bandwidth * factor))
+    if drive:
+        faster = replace(machine, drive_bandwidth=2 * machine.drive_bandwidth)
+        yield "a drive twice as fast", replace(settings, hardware=faster)
     if settings.chunk_bytes >= 4 * 256:
         quarter = settings.chunk_bytes // 4 // 256 * 256
         yield f"chunks of {size(quarter)}", replace(settings, chunk_bytes=quarter)
@@ -205,9 +213,11 @@ def _slack(value: float) -> str:
     return fine(value) if value >= 0 else f"waits {fine(-value)}"
 
 
-def _home(weight: WeightPlan) -> str:
+def _home(weight: WeightPlan, drive: bool) -> str:
     if weight.home == "device":
         return "device: it stays there"
+    if drive:
+        return f"drive, {weight.streamed_chunks} of {len(weight.windows)} chunks read and streamed in every call"
     kept = sum(w is None for w in weight.windows)
     if kept:
         return f"host, {len(weight.windows) - kept} of {len(weight.windows)} chunks streamed in every call, the others stay"
@@ -219,6 +229,8 @@ def _limit(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> st
         small = (keep or "").startswith("small")
         return "min_bytes: smaller weights stay" if small else "the weight itself: no plan moves it"
     if weight.slack_s is not None and weight.slack_s < 0:
+        if _waits_for_the_drive(weight, lanes):
+            return "the drive: its copy waits until it is read"
         return "memory" if weight.ahead(len(plan.regions)) <= 1 else "the link"
     if weight.streamed_chunks < chunk_count(weight.nbytes, plan.chunk_bytes):
         return "the goal: streaming more of it would save no memory, or make the step longer than the goal allows"
@@ -227,6 +239,19 @@ def _limit(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> st
     if beside := _beside(weight, lanes):
         return f"the link: its copy runs beside {', '.join(beside)}, and each slows the other where they share the link"
     return "nothing: it costs the call no time"
+
+
+def _read(weight: WeightPlan, lanes: Lanes) -> tuple[float, float] | None:
+    """When the drive reads a weight, from the start of a call; None if it does not."""
+    reads = [b for b in lanes.lane("read") if b.name.rpartition("[")[0] == weight.name]
+    return (min(b.start for b in reads), max(b.end for b in reads)) if reads else None
+
+
+def _waits_for_the_drive(weight: WeightPlan, lanes: Lanes) -> bool:
+    """Whether a copy of a weight starts at the moment at which its bytes are read."""
+    read = {b.name: b.end for b in lanes.lane("read")}
+    copies = [b for b in lanes.lane("copy") if b.name.rpartition("[")[0] == weight.name]
+    return any(abs(b.start - read.get(b.name, -1.0)) < 1e-8 for b in copies)
 
 
 def _beside(weight: WeightPlan, lanes: Lanes) -> list[str]:

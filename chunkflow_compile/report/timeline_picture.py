@@ -14,7 +14,7 @@ from .lanes import Bar, LaneName, Lanes, around
 from .pictures import new_figure, save
 
 WIDTH, HEIGHT = 15.0, 10.0
-_LANES: tuple[LaneName, ...] = ("compute", "collective", "copy")
+_NAMES: dict[LaneName, str] = {"compute": "compute", "collective": "collectives", "copy": "copies", "read": "drive"}
 _HEIGHTS = (1.0, 4.0, 3.2)
 _COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
 # Inches of a character along and across its line at font size _SIZE; a label with less room is drawn smaller.
@@ -85,20 +85,27 @@ def _rows(colormap: Any) -> list[tuple[float, ...]]:
     return [tuple(c) for c in colormap.colors]
 
 
+def _rows_of(lanes: Lanes) -> dict[LaneName, float]:
+    """The lower edge of each lane, compute on top."""
+    shown = lanes.shown
+    return {lane: float(len(shown) - 1 - row) for row, lane in enumerate(shown)}
+
+
 def _overview(axes: Any, lanes: Lanes, begin: float, end: float) -> None:
     ms = 1e3
-    colours = {"compute": "#4c78a8", "collective": _COLLECTIVE, "copy": "#72a98f"}
-    for row, lane in enumerate(_LANES):
+    colours = {"compute": "#4c78a8", "collective": _COLLECTIVE, "copy": "#72a98f", "read": "#9d83ad"}
+    rows = _rows_of(lanes)
+    for lane, row in rows.items():
         spans = [
             (a * ms, (b - a) * ms) for bar in lanes.lane(lane) for a, b in around(bar.start, bar.end, lanes.step_s)
         ]
-        axes.broken_barh(spans, (2.1 - row, 0.8), color=colours[lane], linewidth=0)
+        axes.broken_barh(spans, (row + 0.1, 0.8), color=colours[lane], linewidth=0)
     stalls = [(s.start * ms, (s.end - s.start) * ms) for s in lanes.stalls]
-    axes.broken_barh(stalls, (2.1, 0.8), color=_STALL, linewidth=0.6, edgecolor=_STALL)
+    axes.broken_barh(stalls, (rows["compute"] + 0.1, 0.8), color=_STALL, linewidth=0.6, edgecolor=_STALL)
     axes.axvspan(begin * ms, end * ms, color="black", alpha=0.12, linewidth=0)
-    axes.set_yticks([2.5, 1.5, 0.5], ["compute", "collectives", "copies"])
+    axes.set_yticks([row + 0.5 for row in rows.values()], [_NAMES[lane] for lane in rows])
     axes.set_xlim(0, lanes.step_s * ms)
-    axes.set_ylim(0, 3)
+    axes.set_ylim(0, len(rows))
     axes.set_xlabel("ms", fontsize=8, loc="right", labelpad=-9)
     waited = sum(s.end - s.start for s in lanes.stalls)
     axes.set_title(
@@ -111,9 +118,10 @@ def _overview(axes: Any, lanes: Lanes, begin: float, end: float) -> None:
 
 
 def _detail(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours, shown: list[str]) -> None:
-    rows = {"compute": 2.0, "collective": 1.0, "copy": 0.0}
+    rows = _rows_of(lanes)
+    top = len(rows)
     inch = (WIDTH - 1.6) / (end - begin)  # inches per second
-    lane_inches = HEIGHT * _HEIGHTS[1] / sum(_HEIGHTS) * 0.8 * 0.86 / 3.35
+    lane_inches = HEIGHT * _HEIGHTS[1] / sum(_HEIGHTS) * 0.8 * 0.86 / (top + 0.35)
     longest: dict[str, float] = {}
     for bar in lanes.bars:
         name = bar.name.partition("[")[0]
@@ -146,28 +154,35 @@ def _detail(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours
             start, stop = max(stall.start, begin), min(stall.end, end)
             axes.broken_barh(
                 [(start * 1e3, (stop - start) * 1e3)],
-                (2.05, 0.86),
+                (rows["compute"] + 0.05, 0.86),
                 facecolor="none",
                 edgecolor=_STALL,
                 hatch="////",
                 gid=f"stall:{stall.before}",
             )
             waits = f"waits {(stall.end - stall.start) * 1e3:.2f} ms"
-            _label(axes, ((start + stop) / 2 * 1e3, 2.48), (waits,), (stop - start) * inch, lane_inches, colour=_STALL)
+            _label(
+                axes,
+                ((start + stop) / 2 * 1e3, rows["compute"] + 0.48),
+                (waits,),
+                (stop - start) * inch,
+                lane_inches,
+                colour=_STALL,
+            )
     for name, (start, stop) in lanes.blocks.items():
         if start < end and stop > begin:
             axes.annotate(
                 "",
-                (max(start, begin) * 1e3, 3.02),
-                (min(stop, end) * 1e3, 3.02),
+                (max(start, begin) * 1e3, top + 0.02),
+                (min(stop, end) * 1e3, top + 0.02),
                 arrowprops={"arrowstyle": "|-|", "color": "gray", "mutation_scale": 3},
             )
             centre = (max(start, begin) + min(stop, end)) / 2 * 1e3
             if min(stop, end) - max(start, begin) > 0.1 * (end - begin):
-                axes.text(centre, 3.06, name, ha="center", va="bottom", fontsize=9, color="black")
-    axes.set_ylim(0, 3.35)
+                axes.text(centre, top + 0.06, name, ha="center", va="bottom", fontsize=9, color="black")
+    axes.set_ylim(0, top + 0.35)
     axes.set_xlim(begin * 1e3, end * 1e3)
-    axes.set_yticks([2.5, 1.5, 0.5], ["compute", "collectives", "copies"])
+    axes.set_yticks([row + 0.5 for row in rows.values()], [_NAMES[lane] for lane in rows])
     axes.tick_params(labelsize=8)
 
 

@@ -158,6 +158,7 @@ class Executor:
         copied = self.traffic.settle(end)
         if not whole:
             return
+        read_s, read_bytes = self.binding.arena.reader.settle() if self._reads else (0.0, 0)
         found = StepMeasurement(
             step_s=end - begin,
             exposed_h2d_s=sum(cost.windows.exposed_s),
@@ -169,6 +170,8 @@ class Executor:
             moved_bytes=cost.moved,
             primed_bytes=cost.primed,
             windows=cost.windows,
+            read_s=read_s,
+            read_bytes=read_bytes,
             idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
         )
         for measurements in self._measurements:
@@ -260,7 +263,8 @@ class Executor:
         """Let the drive be read in the order of the copies from this call on."""
         cycle = [(r.key, r.source) for _, r in self._reads]
         begin = sum(call < self.call for call, _ in self._reads)
-        self.binding.arena.reader.restart([(r.key, r.source) for r in cold.reads], cycle, begin)
+        expected = self.course.plan.drive_rate
+        self.binding.arena.reader.restart([(r.key, r.source) for r in cold.reads], cycle, begin, expected)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""

@@ -59,7 +59,8 @@ class StepMeasurement:
     stalled for weights, including the priming of a cold start.  ``collective_s``: seconds of collectives and their
     completions.  ``copy_s``: seconds of the copies that ended in the step; ``alone_s`` and ``alone_bytes``: seconds and
     bytes of those with no collective beside them.  ``moved_bytes``: bytes of the copies issued in the step;
-    ``primed_bytes``: further bytes issued before a cold step.  ``idle_s``: seconds between the end of the call before it in
+    ``primed_bytes``: further bytes issued before a cold step.  ``read_s``, ``read_bytes``: of the drive, ahead of copies,
+    since the step before.  ``idle_s``: seconds between the end of the call before it in
     its course and its start; 0 if that is not known.
     """
 
@@ -73,6 +74,8 @@ class StepMeasurement:
     moved_bytes: int
     primed_bytes: int
     windows: WindowSeconds
+    read_s: float = 0.0
+    read_bytes: int = 0
     idle_s: float = 0.0
 
 
@@ -90,7 +93,8 @@ class Measured:
     """Medians over the warm steps of a program, or over its cold ones if all are cold.  ``plan``, ``problem``: digests.
 
     ``steps``: the number of steps in the medians.  ``cold``: the number of cold steps, which includes the first.
-    ``copy_rate``: bytes/s of the copies with no collective beside them.  ``alone_s``: for each window, seconds of its
+    ``copy_rate``: bytes/s of the copies with no collective beside them.  ``drive_rate``: bytes/s of the drive, None if it
+    read nothing.  ``alone_s``: for each window, seconds of its
     collectives in steps with no copy beside them.  Both are None if there was no such copy or step.
     """
 
@@ -106,6 +110,7 @@ class Measured:
     windows: WindowSeconds
     alone_s: Sequence[float | None]
     copy_rate: float | None = None
+    drive_rate: float | None = None
     cold: int = 0
 
     def to_json(self) -> str:
@@ -126,6 +131,7 @@ class Measured:
             compute_s=tuple(compute * s + share for s in seen.compute_s),
             collective_s=tuple(None if s is None else collective * s for s in self.alone_s),
             copy_rate=self.copy_rate,
+            drive_rate=self.drive_rate,
             copying=copying_share(self.step_s, self.exposed_s, self.copy_s),
         )
 
@@ -174,7 +180,7 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
     alone = [
         [s.windows.collective_s[k] for s in warm if not s.windows.beside_s[k]] for k in range(len(windows.compute_s))
     ]
-    alone_s = sum(s.alone_s for s in warm)
+    alone_s, read_s = sum(s.alone_s for s in warm), sum(s.read_s for s in warm)
     return Measured(
         plan=plan.digest,
         problem=plan.problem,
@@ -188,5 +194,6 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
         windows=windows,
         alone_s=[median(found) if found else None for found in alone],
         copy_rate=sum(s.alone_bytes for s in warm) / alone_s if alone_s else None,
+        drive_rate=sum(s.read_bytes for s in warm) / read_s if read_s else None,
         cold=sum(s.primed_bytes > 0 for s in steps),
     )

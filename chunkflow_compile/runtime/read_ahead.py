@@ -7,6 +7,7 @@ across the ends of calls.  A cold start or a jump gives it another order.
 from __future__ import annotations
 
 import itertools
+import logging
 import threading
 import time
 from collections import deque
@@ -26,6 +27,11 @@ Key = tuple[str, int, int]
 Reads = Sequence[tuple[Key, DriveBytes]]
 
 _OVER = object()
+_log = logging.getLogger(__name__)
+
+# A drive is reported if it reads at less than this share of the rate that the plan expects, over at least this time.
+_SLOW = 1 / 3
+_SURE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -60,11 +66,16 @@ class ReadAhead:
         self._rate = rate
         self._ring = torch.empty(0, dtype=torch.uint8)
         self._run: _Run | None = None
+        self._expected: float | None = None
         self._taken: deque[bool] = deque()  # whether each of the bytes not yet freed is in the ring
+        self._done = (0.0, 0)  # seconds and bytes of the runs that have ended
+        self._told = (0.0, 0)  # those that :meth:`settle` has returned
+        self._warned = False
 
-    def restart(self, first: Reads, cycle: Reads, begin: int) -> None:
-        """Read ``first``, and then ``cycle`` from ``begin`` on, again and again."""
+    def restart(self, first: Reads, cycle: Reads, begin: int, expected: float | None = None) -> None:
+        """Read ``first``, and then ``cycle`` from ``begin`` on, again and again.  ``expected``: the rate, bytes/s."""
         self.stop()
+        self._expected = expected
         wanted = ring_bytes([source.numel() for _, source in cycle])
         if self._ring.numel() < wanted:
             self._ring = torch.empty(0, dtype=torch.uint8)  # freed before the new one is allocated
@@ -83,10 +94,29 @@ class ReadAhead:
         if self._taken.popleft() and self._run is not None:
             self._run.freed.put(_OVER if event is None else event)
 
+    def settle(self) -> tuple[float, int]:
+        """Seconds and bytes of reading since the last call; says once if the drive is far slower than expected."""
+        seconds, nbytes = self._done
+        if self._run is not None:
+            seconds, nbytes = seconds + self._run.seconds, nbytes + self._run.nbytes
+            slow = self._expected is not None and seconds >= _SURE_S and nbytes < _SLOW * self._expected * seconds
+            if slow and not self._warned:
+                self._warned = True
+                _log.warning(
+                    "%s is read at %.3g MB/s, but the plan expects %.3g MB/s, so steps take longer than predicted. Measure "
+                    "the drive with chunkflow calibrate --drive PATH, or keep more in memory: host_memory.",
+                    self._run.name,
+                    nbytes / seconds / 1e6,
+                    (self._expected or 0.0) / 1e6,
+                )
+        before, self._told = self._told, (seconds, nbytes)
+        return seconds - before[0], nbytes - before[1]
+
     def stop(self) -> None:
         """End the thread.  No copy may need its bytes any more."""
         if self._run is not None:
             self._run.stop()
+            self._done = self._done[0] + self._run.seconds, self._done[1] + self._run.nbytes
             self._run = None
         self._taken.clear()
 
@@ -101,6 +131,9 @@ class _Run:
     ready: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     freed: SimpleQueue[Any] = field(default_factory=SimpleQueue)
     over: bool = False
+    seconds: float = 0.0
+    nbytes: int = 0
+    name: str = ""
     _next: Any = None
     _used: deque[tuple[int, int]] = field(default_factory=deque)
 
@@ -132,6 +165,7 @@ class _Run:
             if begin is None or self.over:
                 return
             values = self.ring[begin : begin + source.numel()]
+            start = time.monotonic()
             try:
                 source.read(values)
             except ChunkflowError as error:
@@ -140,6 +174,9 @@ class _Run:
             if self.rate:
                 through = max(through, time.monotonic() - source.numel() / self.rate) + source.numel() / self.rate
                 time.sleep(max(0.0, through - time.monotonic()))
+            self.seconds += time.monotonic() - start
+            self.nbytes += source.numel()
+            self.name = source.file.name
             self.ready.put((key, values, time.monotonic()))
 
     def _room(self, nbytes: int) -> int | None:

@@ -57,6 +57,7 @@ class Drive:
                 done += os.pwritev(file.descriptor.number, [view[done:]], begin + done)
         except OSError as error:
             raise ChunkflowError(_no_scratch(self._folder, error.strerror or str(error))) from error
+        file.sums.add(begin, view)
         mapped = map_file(file.descriptor, weight.nbytes, mmap.MAP_SHARED, begin)
         if mapped is None:
             raise ChunkflowError(_no_scratch(self._folder, "a weight in it cannot be mapped"))

@@ -225,7 +225,9 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
-    shared = tensor.cell.shared
+    shared, home = tensor.cell.shared, tensor.home
+    if home is not None and home.scratch:
+        home.may_change()  # as part of the scratch file, unseen from here on
     # other ranks read shared memory, and a write to it would go unnoticed here
     return tensor.host.detach() if shared is None else shared.to_write(tensor.host)
 

@@ -126,9 +126,11 @@ class Home:
         self.cell.shared = shared.over(self.host)
         self.cell.version += 1  # programs pin it again
 
-    def leave_the_drive(self) -> None:
-        """The values are about to be written, where the file does not see it."""
-        if not self.scratch:
+    def may_change(self) -> None:
+        """The values are about to be written: a scratch file sees it, a checkpoint does not."""
+        if self.scratch and self._drive is not None:
+            self._drive[0].may_change()
+        else:
             self._drive = None
 
     @property
@@ -349,7 +351,7 @@ def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterat
     with contextlib.nullcontext() if home is None else home.store.quiet():
         if home is not None:
             home.settle()
-            home.leave_the_drive()
+            home.may_change()
         if cell is not None:
             _end_sharing(home, cell)
         yield

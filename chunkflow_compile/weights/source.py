@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import zlib
+from bisect import bisect_left
 from typing import Any
 
 import torch
@@ -12,17 +14,54 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .bytes import copy_host_bytes, memory_of
 from .mapping import Descriptor
 
+# Bytes with one checksum.  A chunk holds whole ones, and a weight of a few MiB has few.
+_SUMMED = 1 << 18
+
+
+class Checksums:
+    """Of what was written to a file.  Each is compared once, when its bytes are read back for the first time: a checksum
+    takes longer than a fast drive."""
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._sums: dict[int, tuple[int, int]] = {}
+
+    def add(self, begin: int, written: memoryview) -> None:
+        """Note bytes that were written after all others."""
+        for start in range(0, len(written), _SUMMED):
+            part = written[start : start + _SUMMED]
+            self._starts.append(begin + start)
+            self._sums[begin + start] = len(part), zlib.crc32(part)
+
+    def forget(self, offset: int, nbytes: int) -> None:
+        """Bytes may be written where the file sees it, but this does not."""
+        for start in [s for s in self._sums if offset <= s < offset + nbytes]:
+            self._sums.pop(start, None)
+
+    def wrong(self, offset: int, read: memoryview) -> int | None:
+        """The position in the file of the first bytes that are not those written, None if all are."""
+        first = bisect_left(self._starts, offset)
+        for start in self._starts[first : bisect_left(self._starts, offset + len(read))]:
+            nbytes, expected = self._sums.get(start, (0, 0))
+            if not nbytes or start + nbytes > offset + len(read):
+                continue
+            if zlib.crc32(read[start - offset : start - offset + nbytes]) != expected:
+                return start
+            self._sums.pop(start, None)
+        return None
+
 
 class DriveFile:
     """An open file of weights.  ``name``: for errors.  ``modified``: when, in ns, for one that must not change; else None.
 
-    ``read_bytes``: those read so far.
+    ``read_bytes``: those read so far.  ``sums``: of what was written to it.
     """
 
     def __init__(self, descriptor: Descriptor, name: str, modified: int | None = None) -> None:
         self.descriptor = descriptor
         self.name = name
         self.read_bytes = 0
+        self.sums = Checksums()
         self._modified = modified
 
     def read(self, target: torch.Tensor, offset: int) -> None:
@@ -39,6 +78,12 @@ class DriveFile:
             raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
         if self._modified is not None and os.fstat(self.descriptor.number).st_mtime_ns != self._modified:
             raise ChunkflowError(changed(self.name))
+        wrong = self.sums.wrong(offset, memoryview(memory_of(target)).cast("B")[:nbytes])
+        if wrong is not None:
+            raise ChunkflowError(
+                f"{self.name} does not have at byte {wrong} what was written there. Check the drive, and load the model "
+                "again."
+            )
         self.read_bytes += done
 
 
@@ -59,6 +104,10 @@ class DriveBytes:
     def __getitem__(self, part: slice) -> DriveBytes:
         begin, end, _ = part.indices(self._nbytes)
         return DriveBytes(self.file, self._offset + begin, max(0, end - begin))
+
+    def may_change(self) -> None:
+        """They may be written from now on."""
+        self.file.sums.forget(self._offset, self._nbytes)
 
     def read(self, target: torch.Tensor) -> None:
         """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`DriveFile.read`."""

@@ -22,7 +22,8 @@ class Timings:
 
     ``compute_s``: of each region, including the host's share of the step.  ``collective_s``: for each region, of the
     collectives awaited before it, alone on the link; None if copies always ran beside them, 0 without collectives.
-    ``copy_rate``: bytes/s of a copy alone on the link, None if no copy was.  ``copying``: share, 0 to 1, of compute and
+    ``copy_rate``: bytes/s of a copy alone on the link, None if no copy was.  ``drive_rate``: bytes/s that the drive read,
+    None if it read nothing.  ``copying``: share, 0 to 1, of compute and
     collectives with a copy beside them.  ``compute_slowdown``: measured factor by which copies stretch compute, None if
     it was not measured.  ``idle_s``: for each region, seconds after it in which the device waits for the next call of a
     course; empty if there are none.
@@ -32,6 +33,7 @@ class Timings:
     compute_s: tuple[float, ...]
     collective_s: tuple[float | None, ...]
     copy_rate: float | None = None
+    drive_rate: float | None = None
     copying: float = 0.0
     compute_slowdown: float | None = None
     idle_s: tuple[float, ...] = ()
@@ -45,7 +47,8 @@ class Timings:
             )
 
     def machine(self, hardware: Hardware, chunk_bytes: int) -> Hardware:
-        """``hardware`` with the measured copy rate, which includes the overhead per chunk, and slowdown of compute.
+        """``hardware`` with the measured slowdown of compute, and the measured rates of the drive and of copies, which
+        include the overhead per chunk.
 
         Collectives are never timed without their latency, so their bandwidth is not measured.  On a shared link it is
         corrected by the same factor as the rate of copies in chunks of ``chunk_bytes``.
@@ -53,6 +56,8 @@ class Timings:
         seen: dict[str, Any] = {"name": f"{hardware.name}, as measured"}
         if self.compute_slowdown is not None:
             seen["compute_slowdown"] = self.compute_slowdown
+        if self.drive_rate is not None:
+            seen["drive_bandwidth"] = self.drive_rate
         if (rate := self.copy_rate) is not None:
             said = chunk_bytes / (chunk_bytes / hardware.copy_rate + hardware.chunk_s)
             off = rate / said if hardware.shared_link else 1.0

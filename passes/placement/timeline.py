@@ -144,6 +144,7 @@ class _Run:
         self.most_ring = ring_bytes([simulator.nbytes(op.weight, op.first, op.end) for op in drive])
         self.reads_issued = self.reads_done = 0
         self.read_left = _NEVER
+        self.read_start = 0.0
         self.ring = 0
         self.unread = False  # the first copy waits for its bytes
         # Collective lane: what is queued, and the seconds left of the first, in its latency and on the link.
@@ -251,6 +252,7 @@ class _Run:
         nbytes = self.simulator.nbytes(op.weight, op.first, op.end)
         if not self.ring or self.ring + nbytes <= self.most_ring:
             self.ring += nbytes
+            self.read_start = self.now
             self.read_left = self.simulator.read_seconds(op.weight, op.first, op.end)
 
     def _read_op(self, number: int) -> Prefetch:
@@ -259,6 +261,9 @@ class _Run:
         return self.reads[(number - len(self.cold_reads)) % len(self.reads)]
 
     def _end_read(self) -> None:
+        if self.spans:
+            op = self._read_op(self.reads_done)
+            self.step.spans.append(("read", f"{op.weight}[{op.first}:{op.end}]", self.read_start, self.now))
         self.reads_done += 1
         self.read_left = _NEVER
         self._start_read()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import tempfile
@@ -100,6 +101,23 @@ def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:
     assert bytes_of(reader, *cycle[0]) == CONTENT[:10]
     assert bytes_of(reader, *cycle[1]) == CONTENT[10:30]
     reader.stop()
+
+
+@pytest.mark.parametrize("times", [1, 10])
+def test_a_slow_drive_is_named_once(file: DriveFile, times: int, caplog: pytest.LogCaptureFixture) -> None:
+    cycle = cycle_of(file, [(512 * i, 512) for i in range(8)])
+    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8), rate=4000)
+    reader.restart([], cycle, 0, expected=4000 * times)
+    seconds = nbytes = 0.0
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        for reading in [*cycle, *cycle]:
+            bytes_of(reader, *reading)
+            took, done = reader.settle()
+            seconds, nbytes = seconds + took, nbytes + done
+    reader.stop()
+    assert nbytes >= 16 * 512 and nbytes / seconds == pytest.approx(4000, rel=0.2)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == (times == 10) and all("the file is read at 0.00" in s for s in said)
 
 
 def test_a_file_that_ends(file: DriveFile) -> None:

@@ -172,6 +172,18 @@ def test_a_checkpoint_that_changes_under_a_placed_model(saved: Path) -> None:
         run(**small_inputs("wan", SIZE, 1))
 
 
+def test_a_scratch_file_that_loses_what_was_written(tmp_path: Path) -> None:
+    drive, weight = Drive(tmp_path), torch.randn(3, 50_000)
+    first, found = drive.keep(weight), drive.keep(weight + 1)[1]
+    number = found.file.descriptor.number
+    at = first[1].numel() + 400_000  # in the second weight, which begins at a page
+    os.pwrite(number, b"spoilt", at)
+    assert torch.equal(first[1].read_all(), weight.view(torch.uint8).flatten())
+    with pytest.raises(ChunkflowError, match=r"scratch file in .* does not have at byte \d+ what was written there"):
+        found.read_all()
+    found[:4096].read_all()  # not whole: no checksum covers it
+
+
 def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     with pytest.raises(
