@@ -180,11 +180,12 @@ class Courses:
         return None
 
     def _run(self, route: Route, session: Session, call: int) -> Executor | None:
+        if call == 0 and self._job is not None:
+            again = self._job.instead is route
+            made = self._finished()  # one that is not run now is known from here on
+            self.current = route = made if again and made is not None else route
         if call == 0 and route.replan_after and self._job is None:
             self._replan(route, route.replan_after)
-        if call == 0 and self._job is not None and self._job.instead is route:
-            route = self._finished() or route
-            self.current = route
         try:
             return route.executor(session, call)
         except ChunkflowError as error:  # the session's own program still runs
@@ -238,7 +239,8 @@ class Courses:
                 return
             keys = self._history[begin:end]
             repeated = begin >= length and self._history[begin - length : begin] == keys
-            yield tuple(keys), repeated
+            once = _once(tuple(keys))
+            yield once, repeated or len(once) < length
 
     def _plan(self, keys: tuple[Key, ...]) -> bool:
         """Plan a course on another thread.  Returns whether it can be one."""
@@ -325,6 +327,12 @@ def _write(route: Route, dump: Path) -> None:
         f"# call {number}: {plan.regions[call.start].block}\n{call}" for number, call in enumerate(route.course.calls)
     )
     (folder / "calls.txt").write_text("\n\n".join(calls))
+
+
+def _once(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+    """The shortest cycle that these calls are repetitions of."""
+    length = len(keys)
+    return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
 
 def _turned(keys: tuple[Key, ...], others: tuple[Key, ...]) -> bool:

@@ -97,17 +97,14 @@ class Home:
         self._resident = version, weakref.ref(made)
         return made
 
-    def pin(self, device: HostReader, budget: int | None) -> None:
-        """Pin the host memory for the device's copies, once; if that fails, the store warns.
-
-        ``budget``: most bytes of the store to pin, None for what the machine leaves.
-        """
+    def pin(self, device: HostReader, room: Room | None) -> None:
+        """Pin the host memory for the device's copies, once; if that fails, the store warns.  ``room``: None for any."""
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
         if self._unpin is not None or not self.store.pins or self.drive is not None:
             return
         try:
-            if device.name == "cuda":
-                self.store.check_budget(self.nbytes, budget)
+            if room is not None:
+                room.take(self.nbytes)
             # a model that is dropped without restore must not leave its pages pinned after they are unmapped
             self._unpin = weakref.finalize(self, _unpin, self._copied_by, device.pin(self.host))
             self._unpin.atexit = False
@@ -141,6 +138,20 @@ class Home:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
             device.settle()
+
+
+@dataclass
+class Room:
+    """Bytes that may still be pinned, and what limits them."""
+
+    left: int
+    why: str
+
+    def take(self, nbytes: int) -> None:
+        """Raises OSError if they are too many."""
+        if nbytes > self.left:
+            raise OSError(self.why)
+        self.left -= nbytes
 
 
 @dataclass(eq=False)
@@ -253,15 +264,15 @@ class HostStore:
         """Those of weights in host memory."""
         return sum(h.nbytes for h in self.homes if h.drive is None)
 
-    def check_budget(self, nbytes: int, budget: int | None) -> None:
-        """Raise OSError if ``nbytes`` more are not to be pinned."""
-        pinned = self.pinned_bytes + nbytes
+    def room(self, budget: int | None) -> Room:
+        """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
         if budget is not None:
-            if pinned > budget:
-                raise OSError(f"the budget is {budget} bytes, see the option pin_memory")
-        elif pinned > (most := pin_budget(self.held_bytes, _local_ranks(), memory := host_memory())):
-            by = f" below {memory.limit}" if memory.limit is not None else ""
-            raise OSError(f"{memory.free} bytes are free{by}, and {memory.reserve} stay in reserve: at most {most}")
+            return Room(budget - self.pinned_bytes, f"the budget is {budget} bytes, see the option pin_memory")
+        memory = host_memory()
+        most = pin_budget(self.held_bytes, _local_ranks(), memory)
+        by = f" below {memory.limit}" if memory.limit is not None else ""
+        why = f"{memory.free} bytes are free{by}, and {memory.reserve} stay in reserve: at most {most}"
+        return Room(most - self.pinned_bytes, why)
 
     def pageable(self, home: Home, error: OSError) -> None:
         """Continue without pinned memory, and warn once."""
@@ -278,11 +289,14 @@ class HostStore:
 def pin_all(homes: Sequence[Home], device: HostReader, budget: int | None) -> bool:
     """Pin the host memory of weights, see :meth:`Home.pin`.  Returns whether all of it is pinned.
 
+    ``budget``: most bytes of a store to pin, None for what the machine leaves.
     Ranks that share memory begin at different weights: where two pin the same pages at once, the kernel may refuse one.
     """
     first = len(homes) * int(os.environ.get("LOCAL_RANK", "0")) // _local_ranks()
+    stores = {id(home.store): home.store for home in homes} if device.name == "cuda" else {}
+    rooms = {key: store.room(budget) for key, store in stores.items()}
     for home in (*homes[first:], *homes[:first]):
-        home.pin(device, budget)
+        home.pin(device, rooms.get(id(home.store)))
     return all(home.pinned for home in homes)
 
 

@@ -38,9 +38,11 @@ CHUNK = 16 << 20
 ABOUT = f"""\
 # Weights on the drive, planned
 
-One expert of `{MODEL}` at {SIZE.height}x{SIZE.width}, {SIZE.frames} frames, on `{MACHINE}` links: {SHARE:g} of its weights in
-host memory, the rest on the drive, at most {BUDGET >> 30} GiB of them on the device. `in memory`: the same with all of them in
-host memory. `whole next block`: layerwise, read ahead as well. Planned, not run.
+One expert of `{MODEL}` at {SIZE.height}x{SIZE.width}, {SIZE.frames} frames, on `{MACHINE}` links.
+{SHARE:g} of its weights are in host memory, the rest on the drive, at most {BUDGET >> 30} GiB on the device.
+
+`resident`: seconds of a call with all weights on the device. The next columns are in units of it: `in memory`
+with all weights in host memory. `whole next block`: layerwise, read ahead as well. Planned, not run.
 Written by `python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive_planned.md`.
 """
 HEADERS = ("GPUs", "drive", "resident", "in memory", "chunkflow", "whole next block", "read a step", "of a step, read")

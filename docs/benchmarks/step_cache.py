@@ -49,7 +49,8 @@ block (MagCache), or every block without its attention (the others). `resident`:
 `bound`: the longer of the resident time and the time that the link takes for the bytes that were moved in the step.
 
 Generations of both arms in random order, medians of {ROUNDS} of each, ratios within a pair of steps. Budget: {BUDGET:g} of
-the weights; all of them would keep the link busy for {LOAD} of a resident miss. No GPU.
+the weights; all of them would keep the link busy for {LOAD} of a resident miss; planned again from measured times
+(`replan_after`). No GPU.
 """
 
 
@@ -192,7 +193,9 @@ def _rows(kind: Kind) -> list[tuple[str, ...]]:
     with TemporaryDirectory() as folder:
         profile = Path(folder) / "hardware.json"
         profile.write_text(on_emulated_link(load_profile(CPU), link, 1).to_json())
-        streamed = Cached(kind, {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights)})
+        streamed = Cached(
+            kind, {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights), "replan_after": 4}
+        )
         streamed.learn()
         before, pairs, order = streamed.jumps, list[Pair](), random.Random(0)
         for _ in range(ROUNDS):

@@ -89,6 +89,21 @@ def test_a_course_plans_itself_again() -> None:
     assert after.replan_after == 0
 
 
+def test_a_course_that_contains_its_jumps_plans_itself_again() -> None:
+    """Two passes over it are no course of their own, and one that is learnt but does not run holds nothing up."""
+    model, step = pair(replan_after=2)
+    x = torch.randn(4, model.blocks[0].up.in_features)
+    for i in range(24):
+        step(i)
+        model.blocks[0](x)  # a jump, while the blocks alone are the course
+        if i > 12:
+            settle(model)
+    lengths = {len(route.keys) for route in courses(model)}
+    assert 5 in lengths and not lengths & {8, 10, 15, 20}
+    (route,) = (r for r in courses(model) if len(r.keys) == 5)
+    assert route.replan_after == 0
+
+
 def test_a_course_for_another_goal() -> None:
     model, step = pair()
     before = run(model, step)

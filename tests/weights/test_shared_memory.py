@@ -22,6 +22,7 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.limits import HostMemory
 
@@ -271,6 +272,58 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
 @pytest.mark.parametrize("when", ["fill", "proof", "finish"])
 def test_a_rank_is_killed(tmp_path: Path, who: int, when: str) -> None:
     codes = run_two(killed_at, str(tmp_path), who, when)
+    assert codes[who] == -signal.SIGKILL and codes[1 - who] == 0
+    assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
+    assert "chunkflow" not in Path("/proc/net/unix").read_text()
+
+
+def killed_in_a_call(rank: int, folder: str, who: int, when: str) -> None:
+    """One of two Ulysses ranks is killed when it pins shared weights, or in a step; the other must raise and restore them."""
+    from chunkflow_compile.runtime.executor import Executor
+    from chunkflow_compile.weights.host_store import Home
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    torch.set_grad_enabled(False)
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    offload(model, min_bytes=LEAST, share=True)
+    assert shared(model)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    left = 5
+    owner, name = {"pin": (Home, "pin"), "step": (Executor, "_finish")}[when]
+    if rank == who:
+        plain = getattr(owner, name)
+
+        def dies(self: Any, *args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(self, *args)
+
+        setattr(owner, name, dies)
+    began = time.monotonic()
+    try:
+        for step in range(40):
+            inputs = small_inputs("wan", SIZE, step)
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+    except (ChunkflowError, RuntimeError):
+        assert time.monotonic() - began < 60
+        restore(model)
+        expected = small_model("wan", SIZE).state_dict()
+        assert all(torch.equal(p, expected[name]) for name, p in model.state_dict().items()) and not shared(model)
+        os._exit(0)
+    os._exit(3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("when", ["pin", "step"])
+def test_a_rank_is_killed_in_a_call(tmp_path: Path, who: int, when: str) -> None:
+    codes = run_two(killed_in_a_call, str(tmp_path), who, when)
     assert codes[who] == -signal.SIGKILL and codes[1 - who] == 0
     assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
     assert "chunkflow" not in Path("/proc/net/unix").read_text()
