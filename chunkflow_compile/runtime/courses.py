@@ -89,6 +89,7 @@ class Courses:
         self._job: _Job | None = None
         self._refused: set[tuple[Key, ...]] = set()
         self._unexpected = 0
+        self._fresh: Route | None = None  # planned, and not yet asked whether it has the call that comes
         self.known: list[Route] = []
         self.current: Route | None = None
 
@@ -156,14 +157,14 @@ class Courses:
     def close(self) -> None:
         self.unbind()
         self.known.clear()
-        self.current = self._job = None
+        self.current = self._job = self._fresh = None
 
     def _unforeseen(self, key: Key, previous: Key | None, session: Session) -> Executor | None:
         """A call that the current course does not expect, or that no course runs."""
         self.prune()
         self._unexpected += 1
-        made = self._finished()
-        if made is not None and (begin := made.find(key)) is not None:
+        made, self._fresh = self._finished() or self._fresh, None
+        if made is not None and made in self.known and (begin := made.find(key)) is not None:
             self.current, self._unexpected, made.position = made, 0, begin
         elif self.current is not None and self._unexpected > len(self.current.keys):
             self.current = None
@@ -182,8 +183,11 @@ class Courses:
     def _run(self, route: Route, session: Session, call: int) -> Executor | None:
         if call == 0 and self._job is not None:
             again = self._job.instead is route
-            made = self._finished()  # one that is not run now is known from here on
-            self.current = route = made if again and made is not None else route
+            made = self._finished()
+            if again:
+                self.current = route = made or route
+            else:
+                self._fresh = made or self._fresh
         if call == 0 and route.replan_after and self._job is None:
             self._replan(route, route.replan_after)
         try:
@@ -204,7 +208,7 @@ class Courses:
         """Forget what is known of the courses of a call."""
         for route in [r for r in self.known if key in r.keys]:
             self._forget(route)
-        self._job = None
+        self._job = self._fresh = None
         self._refused.clear()
         self._history.clear()
         self._where.clear()
