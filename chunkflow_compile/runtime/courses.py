@@ -12,6 +12,7 @@ A course is planned from the rates of the hardware profile, and the time between
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import threading
 import weakref
@@ -229,7 +230,8 @@ class Courses:
         if self._job is not None or (current is not None and len(self.known) >= _MOST_COURSES):
             return
         for keys, repeated in self._periods(key):
-            if keys in self._refused or any(_turned(keys, route.keys) for route in self.known):
+            known = itertools.chain(self._refused, (route.keys for route in self.known))
+            if any(_turned(keys, others) for others in known):
                 continue
             if (current is None or (repeated and len(keys) > len(current.keys))) and self._plan(keys):
                 return

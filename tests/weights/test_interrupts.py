@@ -89,7 +89,7 @@ def test_an_interrupt_while_an_arena_changes_hands(cut: int, no_grad: None) -> N
     arena = Arena()
     models, twins = [stack(), Stack(3).eval()], [stack(), Stack(3).eval()]
     twins[1].load_state_dict(models[1].state_dict())
-    runs = [compiled(model, arena=arena) for model in models]
+    runs = [compiled(model, arena=arena, disable=["course"]) for model in models]
     for run in (*runs, runs[0]):
         run(torch.randn(4, 8))
     stream = arena.streams.copy
@@ -162,7 +162,7 @@ def test_an_interrupt_during_a_course(debug: tuple[str, ...], no_grad: None, ctr
         for _ in range(2):
             x = torch.randn(4, 8)
             assert torch.equal(model(x), twin(x))
-    assert interrupted == 12 and courses(model) == (route,)
+    assert interrupted == 12 and route in courses(model)
     x = torch.randn(4, 8)
     restore(model)
     assert torch.equal(model(x), twin(x))
