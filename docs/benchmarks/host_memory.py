@@ -149,7 +149,7 @@ HEADERS = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--layers", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
