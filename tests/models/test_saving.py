@@ -111,9 +111,19 @@ def test_the_plan_of_a_course_is_found_again(monkeypatch: pytest.MonkeyPatch) ->
         assert second.course.plan == first.course.plan and second.measurements[-1].moved_bytes > 0
 
 
-@pytest.mark.parametrize(
-    "spoil", [lambda text: text[:-9], lambda text: text.replace("device", "host", 1), lambda _: "[]"]
-)
+def shortened(text: str) -> str:
+    return text[:-9]
+
+
+def edited(text: str) -> str:
+    return text.replace("device", "host", 1)
+
+
+def emptied(_: str) -> str:
+    return "[]"
+
+
+@pytest.mark.parametrize("spoil", [edited, *(pytest.param(f, marks=pytest.mark.long) for f in (shortened, emptied))])
 def test_a_plan_that_was_spoilt_is_made_again(
     spoil: Callable[[str], str], file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -103,7 +103,7 @@ def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:
     reader.stop()
 
 
-@pytest.mark.parametrize("times", [1, 10])
+@pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.long), 10])
 def test_a_slow_drive_is_named_once(file: DriveFile, times: int, caplog: pytest.LogCaptureFixture) -> None:
     cycle = cycle_of(file, [(512 * i, 512) for i in range(8)])
     reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8), rate=4000)
