@@ -45,10 +45,9 @@ def learn(*models: nn.Module) -> None:
     arena_of(*models).courses.settle()
 
 
-def newest(model: nn.Module) -> dict[str, int]:
-    """Bytes that the newest call of each program has moved, all together."""
-    found = [p.measurements[-1] for p in programs(model)]
-    return {"moved": sum(m.moved_bytes for m in found), "primed": sum(m.primed_bytes for m in found)}
+def primed(model: nn.Module) -> int:
+    """Bytes that the newest call of each program has fetched before it began, all together."""
+    return sum(p.measurements[-1].primed_bytes for p in programs(model))
 
 
 def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
@@ -202,7 +201,7 @@ def test_two_sizes_in_turns_are_one_course() -> None:
             x = torch.randn(rows, 32)
             assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
             if i > 3:
-                assert newest(model)["primed"] == 0
+                assert primed(model) == 0
         learn(model)
     (route,) = courses(model)
     assert len(route.course.calls) == 5 and route.jumps == 0
@@ -223,7 +222,7 @@ def test_models_in_one_arena_run_as_a_course() -> None:
             assert torch.equal(run(x), twin(x))
         arena.courses.settle()
     route = courses(models[0])[0]
-    assert len(route.course.calls) == 3 and all(newest(m)["primed"] == 0 for m in models)
+    assert len(route.course.calls) == 3 and all(primed(m) == 0 for m in models)
     restore(models[1])
     x = torch.randn(4, 8)
     assert torch.equal(models[1](x), twins[1](x))
@@ -264,7 +263,7 @@ def test_a_tied_weight_and_one_on_the_device() -> None:
         x = torch.randn(4, 32)
         assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
         learn(model)
-    assert newest(model)["primed"] == 0 and courses(model)
+    assert primed(model) == 0 and courses(model)
 
 
 def test_a_model_that_is_dropped_in_the_middle_of_a_course() -> None:
@@ -333,7 +332,8 @@ def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
     assert sum(m.collectives for p in programs(model) for m in p.measurements) > 0
     if rank:
         (route,) = courses(model)
-        assert newest(model) == {"moved": route.course.plan.moved_bytes, "primed": 0}
+        last = route.measurements[-1]
+        assert (last.moved_bytes, last.primed_bytes) == (route.course.plan.moved_bytes, 0)
         assert route.course.problem.collectives and route.jumps == 0
 
 
