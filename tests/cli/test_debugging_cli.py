@@ -240,6 +240,15 @@ read first: /stages/report.txt
 """,
         )
 
+    def test_a_weight_on_the_drive(self) -> None:
+        drive = ("--host-memory", "1", "--drive", "20MB/s")
+        said = cli("why", *self.target(), "blocks.1.out", *drive)
+        assert "drive, 1 of 1 chunks read and streamed in every call" in said and "reads it from" in said
+        assert "a drive twice as fast" in said
+        with tempfile.TemporaryDirectory() as folder:
+            cli("timeline", *self.target(), *drive, "--out", f"{folder}/step.json")
+            assert '"cat": "read"' in Path(folder, "step.json").read_text()
+
     def test_why(self) -> None:
         self.assertExpectedInline(
             cli("why", *self.target(), "blocks.1.out"),
