@@ -43,6 +43,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placing import Placement, large_weights, placement_of, placements_around
+from chunkflow_compile.plan_cache import DiskPlans
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
@@ -100,7 +101,9 @@ def chunkflow(
     progress = None if placement is None else placement.progress
     told = str if progress is None else progress.say
     outside = bytes_outside(index.root, found.values(), min_bytes, part)
-    settings = replace(chosen.settings(), likes=_likes(index.root, chosen), part=part, outside=outside)
+    settings = replace(
+        chosen.settings(), likes=_likes(index.root, chosen), part=part, outside=outside, cache=DiskPlans.here()
+    )
     programs = list[Program]()
 
     def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:

@@ -78,15 +78,21 @@ def _decides(hook: Any) -> bool:
     return forward is not None and keeps
 
 
+def _hooks_inside(module: nn.Module) -> bool:
+    return any(caching_hook(m) is not None for m in module.modules() if m is not module)
+
+
 def between_hooks(blocks: Mapping[str, nn.Module], min_bytes: int) -> dict[str, nn.Module]:
     """What to compile of the blocks: each whole, or its parts if one inside has a caching hook: name -> module."""
     found = dict[str, nn.Module]()
     for name, block in blocks.items():
-        if any(caching_hook(m) is not None for m in block.modules() if m is not block):
-            inside = {n: m for n, m in block.named_children() if _large(m, min_bytes)}
-            found |= {f"{name}.{n}": m for n, m in between_hooks(inside, min_bytes).items()}
-        else:
+        hooked = {n: m for n, m in block.named_modules() if n and caching_hook(m) is not None and not _hooks_inside(m)}
+        if not hooked:
             found[name] = block
+            continue
+        inside = {n: m for n, m in hooked.items() if _large(m, min_bytes)}
+        inside |= parts_of(block, hooked.values(), min_bytes)
+        found |= {f"{name}.{n}": m for n, m in inside.items()}
     return found
 
 

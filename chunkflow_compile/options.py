@@ -19,7 +19,6 @@ from chunkflow_compile.passes.pipeline import Settings, check_disabled
 from chunkflow_compile.passes.placement.place import POLICIES, Policy
 from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.plan_cache import DiskPlans
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.measurement import Measured
@@ -208,7 +207,6 @@ class Options:
             plan=self.given_plan(),
             timings=None if self.timings is None else read_measured(self.timings).timings(),
             disabled=frozenset(self.disable),
-            cache=DiskPlans.here(),
         )
 
 

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import groupby
 from typing import Any, Literal, NamedTuple
 
@@ -176,7 +177,7 @@ class Plan:
             if r.window is not None
         )
 
-    @property
+    @cached_property
     def drive_rate(self) -> float | None:
         """The rate in bytes/s at which the drive is expected to read; None if it reads nothing."""
         known, nbytes, seconds = {w.name: w for w in self.weights}, 0, 0.0
@@ -234,8 +235,13 @@ class Plan:
         return Plan(**body)
 
 
+def span_name(weight: str, first: int, end: int) -> str:
+    """The name of the span of a copy or of a read of chunks ``[first, end)``."""
+    return f"{weight}[{first}:{end}]"
+
+
 def chunks_of(span: str) -> tuple[str, int, int]:
-    """The weight and its chunks ``[first, end)`` of the span of a copy or of a read."""
+    """The weight and its chunks ``[first, end)``, from a name that :func:`span_name` made."""
     name, _, chunks = span.rpartition("[")
     first, _, end = chunks.removesuffix("]").partition(":")
     return name, int(first), int(end)

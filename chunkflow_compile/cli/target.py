@@ -25,7 +25,7 @@ from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
-from chunkflow_compile.weights.drive import for_the_drive
+from chunkflow_compile.weights.drive import with_drive
 
 from .output import Progress, first_line, save_traceback
 
@@ -53,12 +53,7 @@ class Target:
 
     @cached_property
     def problem(self) -> Problem:
-        found = self._problem
-        if self.host_memory is None:
-            return found
-        streamed = sorted((w for w in found.weights if w.keep is None and w.uses), key=lambda w: (w.uses[0], w.name))
-        drive = for_the_drive([(w.name, w.nbytes) for w in streamed], self.host_memory)
-        return replace(found, weights=tuple(replace(w, drive=w.name in drive) for w in found.weights))
+        return self._problem if self.host_memory is None else with_drive(self._problem, self.host_memory)
 
     @property
     def _problem(self) -> Problem:

@@ -11,7 +11,7 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.placement.schedule import Collect, Compute, Evict, Wait
 from chunkflow_compile.passes.placement.timeline import Simulator
-from chunkflow_compile.passes.plan import Plan, WeightPlan
+from chunkflow_compile.passes.plan import Plan, WeightPlan, span_name
 from chunkflow_compile.passes.problem import Problem
 
 from .lines import Line
@@ -154,7 +154,7 @@ class Annotator(FlopNotes):
 
 def _copied(item: Prefetch) -> str:
     """The name of a copy among the spans of a plan."""
-    return f"{item.weight}[{item.first}:{item.end}]"
+    return span_name(item.weight, item.first, item.end)
 
 
 def _flops(flops: int) -> str:

@@ -13,7 +13,7 @@ from typing import Literal, get_args
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.labels import weight_label
-from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, chunks_of, runs
+from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, chunks_of, runs, span_name
 
 from .record import size
 
@@ -76,6 +76,10 @@ class Lanes:
 
     def lane(self, name: LaneName) -> tuple[Bar, ...]:
         return tuple(b for b in self.bars if b.lane == name)
+
+    def of(self, name: Literal["copy", "read"], weight: str) -> tuple[Bar, ...]:
+        """The copies or the reads of a weight."""
+        return tuple(b for b in self.lane(name) if chunks_of(b.name)[0] == weight)
 
     @property
     def shown(self) -> tuple[LaneName, ...]:
@@ -190,7 +194,7 @@ def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
             begin, stop = ((weight.offset or 0) + b for b in plan.span(weight, run.first, run.end))
             start = 0.0
             if run.window is not None:
-                span = copies.get(f"{weight.name}[{run.first}:{run.end}]")
+                span = copies.get(span_name(weight.name, run.first, run.end))
                 start = span.start if span is not None else compute[run.window].start
                 if weight.wraps(run.window) and start >= compute[run.window].start - _INSTANT:
                     start -= step  # copied at the end of the step before

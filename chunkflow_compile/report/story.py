@@ -12,7 +12,7 @@ from tabulate import tabulate
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
-from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs
+from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_name
 from chunkflow_compile.passes.problem import Problem
 
 from .lanes import Lanes, around, lanes_of
@@ -243,20 +243,20 @@ def _limit(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> st
 
 def _read(weight: WeightPlan, lanes: Lanes) -> tuple[float, float] | None:
     """When the drive reads a weight, from the start of a call; None if it does not."""
-    reads = [b for b in lanes.lane("read") if b.name.rpartition("[")[0] == weight.name]
+    reads = lanes.of("read", weight.name)
     return (min(b.start for b in reads), max(b.end for b in reads)) if reads else None
 
 
 def _waits_for_the_drive(weight: WeightPlan, lanes: Lanes) -> bool:
     """Whether a copy of a weight starts at the moment at which its bytes are read."""
-    read = {b.name: b.end for b in lanes.lane("read")}
-    copies = [b for b in lanes.lane("copy") if b.name.rpartition("[")[0] == weight.name]
+    read = {b.name: b.end for b in lanes.of("read", weight.name)}
+    copies = lanes.of("copy", weight.name)
     return any(abs(b.start - read.get(b.name, -1.0)) < 1e-8 for b in copies)
 
 
 def _beside(weight: WeightPlan, lanes: Lanes) -> list[str]:
     """The collectives that run while the weight is copied."""
-    copies = [b for b in lanes.lane("copy") if b.name.rpartition("[")[0] == weight.name]
+    copies = lanes.of("copy", weight.name)
     times = [t for b in copies for t in around(b.start, b.end, lanes.step_s)]
     return [
         c.name
@@ -281,7 +281,7 @@ def _copies(plan: Plan, weight: WeightPlan, lanes: Lanes) -> Iterator[Copy]:
             continue
         begin, stop = plan.span(weight, run.first, run.end)
         start = starts[(weight.offset or 0) + begin]
-        span = spans.get(f"{weight.name}[{run.first}:{run.end}]")
+        span = spans.get(span_name(weight.name, run.first, run.end))
         before = weight.wraps(run.window) * predicted.step_s
         yield Copy(
             first=run.first,

@@ -12,11 +12,13 @@ import os
 import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.problem import Problem
 
 from .bytes import as_weight, flat_bytes, memory_of
 from .checkpoint import FilePart
@@ -94,6 +96,13 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
             chosen.add(name)
             kept -= nbytes
     return frozenset(chosen)
+
+
+def with_drive(problem: Problem, budget: int) -> Problem:
+    """The problem with at most ``budget`` bytes of its weights in host memory, and the others on the drive."""
+    streamed = sorted((w for w in problem.weights if w.keep is None and w.uses), key=lambda w: (w.uses[0], w.name))
+    drive = for_the_drive([(w.name, w.nbytes) for w in streamed], budget)
+    return replace(problem, weights=tuple(replace(w, drive=w.name in drive) for w in problem.weights))
 
 
 def _no_scratch(folder: Path, cause: str) -> str:

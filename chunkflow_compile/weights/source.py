@@ -35,13 +35,12 @@ class Checksums:
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Bytes may be written where the file sees it, but this does not."""
-        for start in [s for s in self._sums if offset <= s < offset + nbytes]:
+        for start in self._within(offset, nbytes):
             self._sums.pop(start, None)
 
     def wrong(self, offset: int, read: memoryview) -> int | None:
         """The position in the file of the first bytes that are not those written, None if all are."""
-        first = bisect_left(self._starts, offset)
-        for start in self._starts[first : bisect_left(self._starts, offset + len(read))]:
+        for start in self._within(offset, len(read)):
             nbytes, expected = self._sums.get(start, (0, 0))
             if not nbytes or start + nbytes > offset + len(read):
                 continue
@@ -49,6 +48,9 @@ class Checksums:
                 return start
             self._sums.pop(start, None)
         return None
+
+    def _within(self, offset: int, nbytes: int) -> list[int]:
+        return self._starts[bisect_left(self._starts, offset) : bisect_left(self._starts, offset + nbytes)]
 
 
 class DriveFile:
@@ -66,20 +68,19 @@ class DriveFile:
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
-        nbytes = target.numel()
+        view = memoryview(memory_of(target)).cast("B")
         try:
-            done = read_into(self.descriptor.number, memory_of(target), offset, nbytes)
+            done = read_into(self.descriptor.number, view, offset, len(view))
         except OSError as error:
             raise ChunkflowError(
                 f"{self.name} cannot be read at byte {offset}: {error.strerror or error}. Check the drive, and load "
                 "the model again."
             ) from error
-        if done < nbytes:
+        if done < len(view):
             raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
         if self._modified is not None and os.fstat(self.descriptor.number).st_mtime_ns != self._modified:
             raise ChunkflowError(changed(self.name))
-        wrong = self.sums.wrong(offset, memoryview(memory_of(target)).cast("B")[:nbytes])
-        if wrong is not None:
+        if (wrong := self.sums.wrong(offset, view)) is not None:
             raise ChunkflowError(
                 f"{self.name} does not have at byte {wrong} what was written there. Check the drive, and load the model "
                 "again."

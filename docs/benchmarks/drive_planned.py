@@ -21,9 +21,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.record import seconds, size
-from chunkflow_compile.weights.drive import for_the_drive
+from chunkflow_compile.weights.drive import with_drive
 
 MODEL, MACHINE = "wan2.2-t2v-a14b", "h100-pcie-x2"
 SIZE = Sizes(height=480, width=832, frames=81)
@@ -48,13 +47,6 @@ Written by `python docs/benchmarks/drive_planned.py --out docs/benchmarks/drive_
 HEADERS = ("GPUs", "drive", "resident", "in memory", "chunkflow", "whole next block", "read a step", "of a step, read")
 
 
-def on_drive(problem: Problem) -> Problem:
-    streamed = sorted((w for w in problem.weights if w.keep is None and w.uses), key=lambda w: (w.uses[0], w.name))
-    total = sum(w.nbytes for w in streamed)
-    drive = for_the_drive([(w.name, w.nbytes) for w in streamed], int(SHARE * total))
-    return replace(problem, weights=tuple(replace(w, drive=w.name in drive) for w in problem.weights))
-
-
 def step(plan: Plan) -> float:
     assert plan.predicted is not None
     return plan.predicted.step_s
@@ -67,7 +59,8 @@ def main() -> None:
     rows = []
     for degree in DEGREES:
         problem = make_cut(PRESETS[MODEL].trace(degree, SIZE)).problem
-        halved, machine = on_drive(problem), load_profile(MACHINE)
+        streamed = sum(w.nbytes for w in problem.weights if w.keep is None and w.uses)
+        halved, machine = with_drive(problem, int(SHARE * streamed)), load_profile(MACHINE)
         memory = place(problem, machine, chunk_bytes=CHUNK, memory=BUDGET)
         assert memory.predicted is not None
         resident = memory.predicted.resident_step_s

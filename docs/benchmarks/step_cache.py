@@ -54,10 +54,6 @@ fast as measured, and again from its times (`replan_after`). No GPU.
 """
 
 
-def timestep_of(step: int) -> int:
-    return 1000 if step < 2 else 500  # the first two steps skip nothing
-
-
 @dataclass
 class Clock:
     """The step that runs now; the caches that skip attention ask for its timestep."""
@@ -65,7 +61,7 @@ class Clock:
     step: int = 0
 
     def timestep(self) -> int:
-        return timestep_of(self.step)
+        return 1000 if self.step < 2 else 500  # the first two steps skip nothing
 
 
 # Name -> the configuration of the cache, and whether a step has the inputs of the step before.
@@ -126,7 +122,7 @@ class Measured:
 
 
 class Cached:
-    """A model with a cache, its blocks compiled one by one."""
+    """A model with a cache, compiled by kind."""
 
     def __init__(self, kind: Kind, options: dict[str, Any]) -> None:
         _, config, self.same = kind
@@ -176,9 +172,7 @@ def main() -> None:
             rows += _rows(kind)
     headers = ("cache", "", "steps", "step", "resident", "moved", "bound", "of the bound", "jumps")
     table = tabulate(rows, headers=headers, disable_numparse=True)
-    text = (
-        f"{ABOUT}\n{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}.\n```\n{table}\n```\n"
-    )
+    text = f"{ABOUT}\n{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}.\n\n```\n{table}\n```\n"
     print(text)
     arguments.out.write_text(text)
 

@@ -24,7 +24,7 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware, ring_bytes
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pace import pace
-from chunkflow_compile.passes.plan import Lane, Span
+from chunkflow_compile.passes.plan import Lane, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 
 from .schedule import Await, Collect, Compute, Item, Wait
@@ -263,7 +263,7 @@ class _Run:
     def _end_read(self) -> None:
         if self.spans:
             op = self._read_op(self.reads_done)
-            self.step.spans.append(("read", f"{op.weight}[{op.first}:{op.end}]", self.read_start, self.now))
+            self.step.spans.append(("read", span_name(op.weight, op.first, op.end), self.read_start, self.now))
         self.reads_done += 1
         self.read_left = _NEVER
         self._start_read()
@@ -313,7 +313,7 @@ class _Run:
         self.arrived = number
         self.arrival[number] = self.now
         if self.spans:
-            self.step.spans.append(("copy", f"{op.weight}[{op.first}:{op.end}]", self.copy_start, self.now))
+            self.step.spans.append(("copy", span_name(op.weight, op.first, op.end), self.copy_start, self.now))
         if read is not None:
             self.ring -= self.simulator.nbytes(op.weight, op.first, op.end)
             self._start_read()
