@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from chunkflow_compile.compiling import compile
     from chunkflow_compile.explaining import explain
     from chunkflow_compile.passes.errors import ChunkflowError
+    from chunkflow_compile.pipelines import apply, remove
     from chunkflow_compile.placing import courses, offload, programs, restore, writing
     from chunkflow_compile.replanning import replan
     from chunkflow_compile.runtime.arena import Arena
@@ -21,12 +22,14 @@ __all__ = [
     "Arena",
     "ChunkflowError",
     "__version__",
+    "apply",
     "compile",
     "courses",
     "explain",
     "load",
     "offload",
     "programs",
+    "remove",
     "replan",
     "restore",
     "save",
@@ -37,12 +40,14 @@ __version__ = "0.1.0"
 _HOMES = {
     "Arena": "chunkflow_compile.runtime.arena",
     "ChunkflowError": "chunkflow_compile.passes.errors",
+    "apply": "chunkflow_compile.pipelines",
     "compile": "chunkflow_compile.compiling",
     "courses": "chunkflow_compile.placing",
     "explain": "chunkflow_compile.explaining",
     "load": "chunkflow_compile.saving",
     "offload": "chunkflow_compile.placing",
     "programs": "chunkflow_compile.placing",
+    "remove": "chunkflow_compile.pipelines",
     "replan": "chunkflow_compile.replanning",
     "restore": "chunkflow_compile.placing",
     "save": "chunkflow_compile.saving",

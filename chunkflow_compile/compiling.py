@@ -17,7 +17,7 @@ from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.placing import offload, placement_of
+from chunkflow_compile.placing import Placement, offload, placement_of
 from chunkflow_compile.weights.progress import CompileProgress
 
 _log = logging.getLogger(__name__)
@@ -57,18 +57,29 @@ def compile(
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else options
     placement = placement_of(model)
     min_bytes = chosen.min_bytes if placement is None else placement.min_bytes
-    blocks = blocks_of(model)
-    parts = parts_of(model, blocks.values(), min_bytes)
     if placement is None:
         offload(model, device, min_bytes=min_bytes, dtype=dtype, share=share, host_memory=host_memory)
         placement = placement_of(model)
     if placement is not None and chosen.lowering == "inductor":
         with compile_lock:
             warm_up(placement.store.device)
+    compile_by_kind(model, placement, given, min_bytes, dynamic)
+    return model
+
+
+def compile_by_kind(
+    model: nn.Module, placement: Placement | None, options: Mapping[str, Any], min_bytes: int, dynamic: bool | None
+) -> None:
+    """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks.
+
+    ``options``: those of the backend.  ``dynamic``: as in torch.compile.
+    """
+    blocks = blocks_of(model)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
-        _compile(model, given, dynamic)
-        return model
+        _compile(model, options, dynamic)
+        return
+    parts = parts_of(model, blocks.values(), min_bytes)
     compiled = between_hooks(blocks, min_bytes)
     kinds = kinds_of(compiled)
     for kind in kinds:
@@ -77,8 +88,16 @@ def compile(
         placement.progress = CompileProgress(weakref.ref(model), len(kinds) + len(parts))
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *kinds_of(parts)]))
     for module in (*compiled.values(), *parts.values()):
-        _compile(module, given, dynamic)
-    return model
+        _compile(module, options, dynamic)
+
+
+def uncompile(model: nn.Module) -> None:
+    """Undo :func:`compile_by_kind`: the modules run eagerly again."""
+    for module in model.modules():
+        module._compiled_call_impl = None
+        if (hook := caching_hook(module)) is not None:
+            forward = hook.fn_ref.original_forward
+            hook.fn_ref.original_forward = getattr(forward, "_torchdynamo_orig_callable", forward)
 
 
 def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None) -> None:

@@ -11,6 +11,7 @@ from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import Policy
 from chunkflow_compile.placing import courses, programs
+from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.measurement import measured
 
 
@@ -51,11 +52,14 @@ def replan(
     together = [p for p in found if any(p.key in route.keys for route in routes)]
     if "policy" not in goal:
         found = [p for p in found if p not in together]
-    codes = []
+    codes, shared = [], dict[int, Code]()
     for program in found:
-        alone = as_measured and program not in together
-        seen = {"timings": measured(program.plan, program.measurements).timings()} if alone else {}
-        codes.append(program.code.remade(**goal, **seen))
+        if as_measured and program not in together:
+            codes.append(program.code.remade(**goal, timings=measured(program.plan, program.measurements).timings()))
+        else:  # blocks of one kind share their code
+            key = id(program.code)
+            shared[key] = shared.get(key) or program.code.remade(**goal)
+            codes.append(shared[key])
     for route in routes if "policy" not in goal else ():
         with route.arena.lock():
             route.arena.courses.replan(route)

@@ -58,6 +58,13 @@ class Tenant(Protocol):
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory, which is allocated again."""
 
+    def step_aside(self) -> None:
+        """Unbind, and give up what the program has on the device beside the memory."""
+
+    @property
+    def resident_bytes(self) -> int:
+        """What the program has on the device beside the memory."""
+
 
 class Shared(Protocol):
     """What several tenants have in the memory together."""
@@ -113,6 +120,19 @@ class Arena:
     def nbytes(self) -> int:
         """Bytes allocated now."""
         return 0 if self._memory is None else self._memory.numel()
+
+    @property
+    def held(self) -> int:
+        """Bytes on the device of the memory and of the tenants' resident weights beside it."""
+        return self.nbytes + sum(tenant.resident_bytes for tenant in self.tenants)
+
+    def vacate(self) -> None:
+        """Free the memory and the tenants' resident weights; the next step of each brings back what it needs."""
+        with self.lock():
+            self.refuse_inside()
+            for tenant in self.tenants:
+                tenant.step_aside()
+            self._unbind()
 
     @property
     def streams(self) -> Device:

@@ -198,6 +198,11 @@ class Session:
         self.unbind()
         self._residents = {}
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes on the device of its weights beside the arena."""
+        return sum(value.nbytes for value in self._residents.values())
+
     def as_call(self, names: Mapping[str, str]) -> Call:
         """The program as a call of a course.  ``names``: of its weights in the course."""
         keep = dict.fromkeys((names[name] for name in self._in_place), _NOT_OFFLOADED)

@@ -1,0 +1,325 @@
+"""Phases: the components of a pipeline, which run one after another on one device and share its memory.
+
+A phase is a component's call.  Its weights live in an arena of its own.  Before a phase begins, the arenas of other phases
+are freed, least recently used first, until the weights and the activations of the phase have room.  What a phase needs
+beside its weights is measured: the plan of its weights gets the rest of the budget.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.placing import courses, programs
+from chunkflow_compile.replanning import replan
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.locks import ProcessLock
+from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.leaves import leaves_of
+
+_log = logging.getLogger(__name__)
+
+# Share of a budget that the plans leave to what the caching allocator cannot reuse.
+RESERVED_SHARE = 0.05
+# A plan is made again if its part of the budget has changed by this share of the budget: less is worth no cold start.
+_WORTH_A_PLAN = 0.02
+
+
+class Allocator(Protocol):
+    """What a device tells of its memory."""
+
+    def begin(self) -> None:
+        """Forget the peak so far."""
+
+    def peak(self) -> int | None:
+        """Most bytes allocated since ``begin``; None where nothing counts them."""
+
+    def trim(self) -> None:
+        """Give unused memory back to the device."""
+
+
+class CudaAllocator:
+    """torch's caching allocator of one GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def begin(self) -> None:
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+    def peak(self) -> int | None:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
+
+
+class Uncounted:
+    """A CPU, whose activations nothing counts."""
+
+    def begin(self) -> None:
+        pass
+
+    def peak(self) -> int | None:
+        return None
+
+    def trim(self) -> None:
+        pass
+
+
+class Phase:
+    """A component of a pipeline.
+
+    ``name``: in the pipeline.  ``root``: the model.  ``beside``: most bytes that the device held during a call beside the
+    weights of this and other phases, activations and small weights included; 0 until a call was measured.
+    ``goal``: bytes of weights on the device that its plans may take, None until then.
+    """
+
+    def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
+        self.name = name
+        self.root = root
+        self.arena = Arena(device)
+        self.beside = 0
+        self.steady = False  # whether ``beside`` was measured in a call that did not change the arena
+        self.goal: int | None = None
+        self.calls = 0
+        self.retries = 0
+        self.seconds: list[float] = []
+        self.enter: list[tuple[nn.Module, str]] = []  # what was replaced, to undo it
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """Its weights, each once."""
+        return [*{id(leaf): leaf for leaf in leaves_of(self.root)}.values()]
+
+    @property
+    def kept(self) -> int:
+        """Bytes of its weights that never leave the device."""
+        return sum(leaf.nbytes for leaf in self.weights if not isinstance(leaf, HostWeight))
+
+    @property
+    def wanted(self) -> int:
+        """Bytes of weights that a call may bring to the device, beside those that stay there."""
+        streamed = sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
+        return streamed if self.goal is None else min(streamed, self.goal - self.kept)
+
+    @property
+    def floor(self) -> int:
+        """The least bytes on the device that its largest weight needs, beside those that stay."""
+        return max((leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight)), default=0)
+
+    def figures(self) -> PhaseFigures:
+        """What is known of it now."""
+        route = next((r for r in courses(self.root) if r.keys), None)
+        plans = [route.course.plan] if route is not None else [p.plan for p in programs(self.root)]
+        predicted = [plan.predicted.step_s for plan in plans if plan.predicted is not None]
+        return PhaseFigures(
+            name=self.name,
+            model=type(self.root).__name__,
+            weights=sum(leaf.nbytes for leaf in self.weights),
+            streamed=sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight)),
+            on_device=self.kept + self.arena.held,
+            beside=self.beside or None,
+            calls=self.calls,
+            predicted_s=sum(predicted) if predicted else None,
+            measured_s=median(self.seconds[1:] or self.seconds) if self.seconds else None,
+            retries=self.retries,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseFigures:
+    """Bytes of a component: all ``weights``, those ``streamed``, those ``on_device`` now, and what its calls took
+    ``beside`` them (None if that is not counted).  ``predicted_s``: seconds of a call, by its plan; ``measured_s``: median
+    seconds of its calls, from their beginning to their return.  ``retries``: calls that ran out of memory at first."""
+
+    name: str
+    model: str
+    weights: int
+    streamed: int
+    on_device: int
+    beside: int | None
+    calls: int
+    predicted_s: float | None
+    measured_s: float | None
+    retries: int
+
+
+class Budget:
+    """The memory of a device that the phases of one or several pipelines share.
+
+    ``total``: most bytes, weights and activations together.  ``turn``: held by a generation, ``lock`` by a call.
+    """
+
+    def __init__(self, device: torch.device, total: int) -> None:
+        self.device = device
+        self.total = total
+        self.turn = ProcessLock()
+        self.lock = ProcessLock()
+        self.phases: list[Phase] = []
+        self.pipelines = 0
+        self._allocator: Allocator = CudaAllocator(device) if device.type == "cuda" else Uncounted()
+        self._last: list[Phase] = []  # the newest last
+
+    @property
+    def usable(self) -> int:
+        """Bytes of the budget that plans may count on."""
+        return self.total - int(RESERVED_SHARE * self.total)
+
+    def phase_of(self, module: nn.Module) -> Phase | None:
+        """The phase of a component, None if it has none here."""
+        return next((phase for phase in self.phases if phase.root is module), None)
+
+    def add(self, phase: Phase, methods: tuple[str, ...]) -> None:
+        """Make the calls of a component a phase: those of the module, or of its ``methods`` if there are any."""
+        self.phases.append(phase)
+        if methods:
+            for name in methods:
+                phase.root.__dict__[name] = self._wrapped(phase, getattr(phase.root, name))
+                phase.enter.append((phase.root, name))
+        else:
+            inner = phase.root._compiled_call_impl or phase.root._call_impl
+            phase.root._compiled_call_impl = self._wrapped(phase, inner)
+            phase.enter.append((phase.root, "_compiled_call_impl"))
+
+    def remove(self, phase: Phase) -> None:
+        """Undo :meth:`add`."""
+        for module, name in phase.enter:
+            if name == "_compiled_call_impl":
+                module._compiled_call_impl = None
+            else:
+                module.__dict__.pop(name, None)
+        self.phases.remove(phase)
+        self._last = [other for other in self._last if other is not phase]
+
+    def _wrapped(self, phase: Phase, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with self.lock():
+                return self._run(phase, functools.partial(call, *args, **kwargs))
+
+        return wrapped
+
+    def _run(self, phase: Phase, call: Callable[[], Any]) -> Any:
+        self._make_room(phase)
+        held = phase.arena.held
+        self._allocator.begin()
+        begun = time.perf_counter()
+        try:
+            try:
+                result = call()
+            except (torch.OutOfMemoryError, ChunkflowError) as error:
+                if not _out_of_memory(error) or _has_ranks():
+                    raise
+                _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
+                result = None
+                phase.retries += 1
+                retry = True
+            else:
+                retry = False
+            if retry:  # outside of the handler, whose traceback would keep the activations
+                self._give_back(phase)
+                held = 0
+                self._allocator.begin()
+                begun = time.perf_counter()
+                result = self._again(phase, call)
+        finally:
+            phase.calls += 1
+        phase.seconds = [*phase.seconds[-31:], time.perf_counter() - begun]
+        self._note(phase, held)
+        return result
+
+    def _make_room(self, phase: Phase) -> None:
+        """Free the arenas of other phases, least recently used first, until this one fits."""
+        self._last = [*(other for other in self._last if other is not phase), phase]
+        for other in self._last[:-1]:
+            others = sum(p.arena.held for p in self.phases if p is not phase)
+            if phase.goal is not None and phase.wanted + phase.beside + others <= self.usable:
+                return
+            if other.arena.held:
+                other.arena.vacate()
+                self._allocator.trim()
+
+    def _give_back(self, phase: Phase) -> None:
+        """Free all weights on the device, and halve what the next plan of the phase may take."""
+        for other in self.phases:
+            other.arena.vacate()
+        self._allocator.trim()
+        planned = [p.plan.device_bytes for p in programs(phase.root)]
+        planned += [r.course.plan.device_bytes for r in courses(phase.root)]
+        if planned:
+            with contextlib.suppress(ChunkflowError):  # below the least; then only the other phases give way
+                self._set_goal(phase, max(planned) // 2)
+
+    def _again(self, phase: Phase, call: Callable[[], Any]) -> Any:
+        try:
+            return call()
+        except (torch.OutOfMemoryError, ChunkflowError) as error:
+            if not _out_of_memory(error):
+                raise
+            self._allocator.trim()
+            raise ChunkflowError(
+                f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {self.total} bytes with its weights "
+                f"streamed: {str(error).splitlines()[0]} Give apply more memory, or call the pipeline with smaller sizes"
+                + (", or pipe.vae.enable_tiling()." if hasattr(phase.root, "enable_tiling") else ".")
+            ) from error
+
+    def _note(self, phase: Phase, held: int) -> None:
+        """Learn from a call what it needs beside the weights, and plan them for the rest of the budget."""
+        peak = self._allocator.peak()
+        after = phase.arena.held
+        if peak is None:
+            phase.beside = sum(p.kept for p in self.phases)
+        else:
+            others = sum(p.arena.held for p in self.phases if p is not phase)
+            beside = max(0, peak - min(held, after) - others)
+            steady = held == after
+            if steady and not phase.steady:
+                phase.beside, phase.steady = beside, True
+            elif steady or not phase.steady:
+                phase.beside = max(phase.beside, beside)
+        goal = self.usable - phase.beside + phase.kept  # its plan counts what it keeps, and so does ``beside``
+        if phase.goal is None or abs(goal - phase.goal) > _WORTH_A_PLAN * self.total:
+            self._set_goal(phase, goal)
+
+    def _set_goal(self, phase: Phase, goal: int) -> None:
+        phase.goal = goal
+        if not programs(phase.root):
+            return
+        try:
+            replan(phase.root, memory=max(0, goal))
+        except ChunkflowError as error:
+            raise ChunkflowError(
+                f"{phase.name} ({type(phase.root).__name__}) needs {phase.beside} bytes beside its weights, so {goal} of the "
+                f"{self.total} bytes are left for them: {error}"
+            ) from error
+
+
+def _out_of_memory(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def _has_ranks() -> bool:
+    """Whether other ranks take part in the call: they would not run it again."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def figures(budget: Budget) -> Iterator[PhaseFigures]:
+    """The figures of the phases, in the order of their components."""
+    return (phase.figures() for phase in budget.phases)

@@ -1,0 +1,243 @@
+"""``apply``: a whole diffusers pipeline within one budget of device memory; ``remove`` undoes it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from chunkflow_compile.compiling import compile_by_kind, uncompile
+from chunkflow_compile.kinds import blocks_of
+from chunkflow_compile.options import parse_options
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.phases import Budget, Phase, figures
+from chunkflow_compile.placing import offload, placement_of, placements_around, restore
+from chunkflow_compile.report.phases import phases_table
+from chunkflow_compile.runtime.device import check_device
+from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.weights.leaves import leaves_of
+
+# Attribute of a pipeline: its Budget.
+_BUDGET = "_chunkflow_budget"
+Dtypes = torch.dtype | Mapping[str, torch.dtype]
+
+
+def apply(
+    pipe: Any,
+    device: torch.device | str | None = None,
+    *,
+    memory: int | str | None = None,
+    dtype: Dtypes | None = None,
+    share: Any = None,
+    host_memory: int | str | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> Any:
+    """Place and compile the components of a diffusers pipeline, within one budget; print a table; return the pipeline.
+
+    The weights of all components stream from host memory.  Transformers, encoders and ControlNets are compiled by kind,
+    as :func:`compile` does, and a VAE's decoder; they run one after another, and give way to each other on the device.
+    ``pipe(...)`` may be called by several threads: one generation runs at a time.
+
+    ``device``: by default the GPU that torch uses, or else the CPU.
+    ``memory``: most bytes that the process may take on the device, activations included, as bytes or "12GiB"; by default
+    what is free now.  On a CPU activations are not counted.  What the activations need is measured in the first call of
+    each component, and the weights get the rest: the plan of a component is made again after that.
+    ``dtype``: to cast to; or, as ``torch_dtype`` of ``from_pretrained``, by component, {"default": ...} for the others.
+    ``share``, ``host_memory``: see :func:`offload`; ``host_memory`` is for all components together.
+    ``mode``, ``dynamic``, ``options``: see :func:`compile`.
+    Components that another pipeline was given already are shared with it, with its budget.
+    Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
+    group offload, on another device, without values or compiled already, or if ``memory`` cannot hold one weight of it.
+    """
+    models = _models(pipe)
+    known = getattr(pipe, _BUDGET, None)
+    shared = {id(b): b for m in models.values() if (b := _budget_of(m)) is not None}
+    if len(shared) > 1:
+        raise ChunkflowError("Components of this pipeline belong to several budgets: call remove(pipe) for the others first.")
+    budget = next(iter(shared.values()), known)
+    fresh = {n: m for n, m in models.items() if budget is None or budget.phase_of(m) is None}
+    if known is not None and not fresh:
+        raise ChunkflowError("This pipeline is applied already: call chunkflow_compile.remove(pipe) first.")
+    if "arena" in options:
+        raise ChunkflowError("apply gives each component an arena of its own, within one budget: leave out arena.")
+    target = _device(device) if budget is None else budget.device
+    if budget is not None and (memory is not None or (device is not None and _device(device) != target)):
+        raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
+    chosen = parse_options(options, mode)
+    for name, model in fresh.items():
+        _check(name, model, target)
+    made = budget or Budget(target, _total(memory, target))
+    _check_floor(fresh, made, chosen.min_bytes)
+    given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
+    room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    placed: dict[str, nn.Module] = {}
+    try:
+        for name, model in fresh.items():
+            placed[name] = model
+            part = None if room is None else room * _bytes(model) // max(1, sum(map(_bytes, fresh.values())))
+            cast = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
+            offload(model, target, min_bytes=chosen.min_bytes, dtype=cast, share=share, host_memory=part)
+            _compile(Phase(name, model, target), made, given, chosen.min_bytes, dynamic)
+    except BaseException:
+        for model in placed.values():
+            _undo(model, made)
+        raise
+    if known is None:
+        made.pipelines += 1
+        pipe.__dict__[_BUDGET] = made
+        pipe.__class__ = _in_turns(type(pipe))
+    print(phases_table(list(figures(made)), made.total))
+    return pipe
+
+
+def remove(pipe: Any) -> Any:
+    """Undo :func:`apply`: ordinary components again, bit for bit, where they were before; return the pipeline.
+
+    Components that another pipeline shares stay as they are until that is removed too.
+    """
+    budget: Budget | None = pipe.__dict__.pop(_BUDGET, None)
+    if budget is None:
+        return pipe
+    pipe.__class__ = type(pipe).__mro__[1]
+    budget.pipelines -= 1
+    if not budget.pipelines:
+        for phase in [*budget.phases]:
+            _undo(phase.root, budget)
+    return pipe
+
+
+def budget_of(pipe: Any) -> Budget | None:
+    """The budget of a pipeline, None if it was not applied."""
+    found: Budget | None = getattr(pipe, "__dict__", {}).get(_BUDGET)
+    return found
+
+
+def _models(pipe: Any) -> dict[str, nn.Module]:
+    """The components with weights, by name, each once."""
+    components = getattr(pipe, "components", None)
+    if isinstance(pipe, nn.Module) or not isinstance(components, Mapping):
+        raise ChunkflowError(
+            f"apply takes a diffusers pipeline, not {type(pipe).__name__}: for one model use chunkflow_compile.compile(model)."
+        )
+    found = {n: m for n, m in components.items() if isinstance(m, nn.Module) and any(True for _ in leaves_of(m))}
+    return {n: m for n, m in found.items() if next(k for k, v in found.items() if v is m) == n}
+
+
+def _budget_of(model: nn.Module) -> Budget | None:
+    found: Budget | None = model.__dict__.get(_BUDGET)
+    return found
+
+
+def _check(name: str, model: nn.Module, device: torch.device) -> None:
+    """Raise ChunkflowError if a component cannot be placed."""
+    what = f"pipe.{name} ({type(model).__name__})"
+    if placement_of(model) is not None or placements_around(leaves_of(model)):
+        raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
+    if any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ChunkflowError(f"{what} is compiled already: pass a pipeline that is not, apply compiles it.")
+    for inner in model.modules():
+        if hasattr(inner, "_hf_hook"):
+            raise ChunkflowError(
+                f"{what} is under a hook of accelerate, which moves its weights too: load the pipeline without device_map, "
+                "or call pipe.remove_all_hooks() and pipe.reset_device_map() instead of enable_model_cpu_offload()."
+            )
+        hooks = getattr(inner.__dict__.get("_diffusers_hook"), "hooks", {})
+        if any("group_offloading" in hook for hook in hooks):
+            raise ChunkflowError(f"{what} is under diffusers' group offloading, which moves its weights too: leave it out.")
+    for leaf in leaves_of(model):
+        if leaf.is_meta:
+            raise ChunkflowError(f"{what} has parameters on the meta device, without values: load its weights first.")
+        if leaf.device.type != "cpu" and leaf.device != device:
+            raise ChunkflowError(f"{what} is on {leaf.device}: pass device={str(leaf.device)!r}, or move it to the CPU.")
+
+
+def _check_floor(models: Mapping[str, nn.Module], budget: Budget, min_bytes: int) -> None:
+    """Raise ChunkflowError if a component's largest weight has no room beside those that stay on the device."""
+    kept = sum(leaf.nbytes for m in models.values() for leaf in leaves_of(m) if leaf.nbytes < min_bytes)
+    largest = {n: max((leaf.nbytes for leaf in leaves_of(m)), default=0) for n, m in models.items()}
+    name = max(largest, key=lambda n: largest[n], default="")
+    if largest and kept + largest[name] > budget.usable:
+        raise ChunkflowError(
+            f"memory={budget.total} bytes is too little for pipe.{name}: its largest weight has {largest[name]} bytes, small "
+            f"weights of all components take {kept}, and its activations come on top. Give at least "
+            f"memory={int((kept + largest[name]) * budget.total / max(1, budget.usable)) + 1}."
+        )
+
+
+def _compile(
+    phase: Phase, budget: Budget, options: Mapping[str, Any], min_bytes: int, dynamic: bool | None
+) -> None:
+    """Compile a placed component and make its calls a phase."""
+    model = phase.root
+    given = {**options, "arena": phase.arena}
+    model.__dict__[_BUDGET] = budget
+    if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
+        if blocks_of(decoder) and not _keeps_frames(decoder):
+            compile_by_kind(decoder, placement_of(model), given, min_bytes, dynamic)
+        budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
+    else:
+        compile_by_kind(model, placement_of(model), given, min_bytes, dynamic)
+        budget.add(phase, ())
+
+
+def _keeps_frames(decoder: nn.Module) -> bool:
+    """Whether a decoder takes a list of frames that each call changes (Wan, Qwen-Image): Dynamo would compile each of its
+    blocks for every state of the list.  It runs eagerly, and its weights are fetched op by op."""
+    return "feat_cache" in inspect.signature(decoder.forward).parameters
+
+
+def _undo(model: nn.Module, budget: Budget) -> None:
+    """Make a component an ordinary one again."""
+    if (phase := budget.phase_of(model)) is not None:
+        budget.remove(phase)
+    model.__dict__.pop(_BUDGET, None)
+    uncompile(model)
+    restore(model)
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is not None:
+        return check_device(torch.device(device))
+    return check_device(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"))
+
+
+def _total(memory: int | str | None, device: torch.device) -> int:
+    """The budget, bytes: what was asked for, or what the device has free, with what torch keeps of it."""
+    if memory is not None:
+        return parse_bytes(memory, "memory")
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
+    from chunkflow_compile.weights.limits import host_memory
+
+    return host_memory().free
+
+
+def _bytes(model: nn.Module) -> int:
+    return sum(leaf.nbytes for leaf in leaves_of(model))
+
+
+def _in_turns(cls: type) -> type:
+    """The class of a pipeline, whose calls wait for each other and check the components."""
+    call: Callable[..., Any] = cls.__call__  # type: ignore[operator]
+
+    @functools.wraps(call)
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        budget = budget_of(self)
+        if budget is None:
+            return call(self, *args, **kwargs)
+        for name, model in _models(self).items():
+            if budget.phase_of(model) is None:
+                raise ChunkflowError(
+                    f"pipe.{name} was replaced after apply: call chunkflow_compile.apply(pipe) again, which places it too."
+                )
+        with budget.turn():
+            return call(self, *args, **kwargs)
+
+    body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (cls,), body)
