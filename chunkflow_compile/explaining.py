@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.phases import budget_of
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.report.calls import calls_of
 from chunkflow_compile.report.explain import Explanation, explain_plan
+from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.measurement import measured
 
 
-def explain(compiled: nn.Module) -> Explanation:
+def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     """Compare prediction and measurement of the newest program on a compiled or placed model; print the result.
+
+    Of a pipeline that was applied: its components, what each has on the device, and how long its calls take.
 
     If the model's programs run as a course, that is explained instead.  Times are for one call of the model, or one pass
     over the course.  Raises ChunkflowError if the model has not run yet.
     """
+    if (budget := budget_of(compiled)) is not None and not isinstance(compiled, nn.Module):
+        return budget.figures()
     found = [p for p in programs(compiled) if p.measurements]
     if not found:
         raise ChunkflowError("No program of this model has run yet: compile it with ChunkFlow and call it first.")

@@ -11,8 +11,7 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from statistics import median
 from typing import Any, Protocol
 
@@ -23,6 +22,7 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.replanning import replan
+from chunkflow_compile.report.phases import PhaseFigures, PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -34,6 +34,8 @@ _log = logging.getLogger(__name__)
 RESERVED_SHARE = 0.05
 # A plan is made again if its part of the budget has changed by this share of the budget: less is worth no cold start.
 _WORTH_A_PLAN = 0.02
+# Attribute of a pipeline and of its components: their Budget.
+BUDGET = "_chunkflow_budget"
 
 
 class Allocator(Protocol):
@@ -138,24 +140,6 @@ class Phase:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class PhaseFigures:
-    """Bytes of a component: all ``weights``, those ``streamed``, those ``on_device`` now, and what its calls took
-    ``beside`` them (None if that is not counted).  ``predicted_s``: seconds of a call, by its plan; ``measured_s``: median
-    seconds of its calls, from their beginning to their return.  ``retries``: calls that ran out of memory at first."""
-
-    name: str
-    model: str
-    weights: int
-    streamed: int
-    on_device: int
-    beside: int | None
-    calls: int
-    predicted_s: float | None
-    measured_s: float | None
-    retries: int
-
-
 class Budget:
     """The memory of a device that the phases of one or several pipelines share.
 
@@ -176,6 +160,10 @@ class Budget:
     def usable(self) -> int:
         """Bytes of the budget that plans may count on."""
         return self.total - int(RESERVED_SHARE * self.total)
+
+    def figures(self) -> PipelineFigures:
+        """What is known of the phases now, in the order of the components."""
+        return PipelineFigures(tuple(phase.figures() for phase in self.phases), self.total)
 
     def phase_of(self, module: nn.Module) -> Phase | None:
         """The phase of a component, None if it has none here."""
@@ -320,6 +308,7 @@ def _has_ranks() -> bool:
     return dist.is_initialized() and dist.get_world_size() > 1
 
 
-def figures(budget: Budget) -> Iterator[PhaseFigures]:
-    """The figures of the phases, in the order of their components."""
-    return (phase.figures() for phase in budget.phases)
+def budget_of(owner: Any) -> Budget | None:
+    """The budget of a pipeline or of a component, None if it has none."""
+    found: Budget | None = getattr(owner, "__dict__", {}).get(BUDGET)
+    return found

@@ -14,15 +14,12 @@ from chunkflow_compile.compiling import compile_by_kind, uncompile
 from chunkflow_compile.kinds import blocks_of
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phases import Budget, Phase, figures
+from chunkflow_compile.phases import BUDGET, Budget, Phase, budget_of
 from chunkflow_compile.placing import offload, placement_of, placements_around, restore
-from chunkflow_compile.report.phases import phases_table
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.leaves import leaves_of
 
-# Attribute of a pipeline: its Budget.
-_BUDGET = "_chunkflow_budget"
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
 
@@ -56,10 +53,12 @@ def apply(
     group offload, on another device, without values or compiled already, or if ``memory`` cannot hold one weight of it.
     """
     models = _models(pipe)
-    known = getattr(pipe, _BUDGET, None)
-    shared = {id(b): b for m in models.values() if (b := _budget_of(m)) is not None}
+    known = budget_of(pipe)
+    shared = {id(b): b for m in models.values() if (b := budget_of(m)) is not None}
     if len(shared) > 1:
-        raise ChunkflowError("Components of this pipeline belong to several budgets: call remove(pipe) for the others first.")
+        raise ChunkflowError(
+            "Components of this pipeline belong to several budgets: call remove(pipe) for the others first."
+        )
     budget = next(iter(shared.values()), known)
     fresh = {n: m for n, m in models.items() if budget is None or budget.phase_of(m) is None}
     if known is not None and not fresh:
@@ -90,9 +89,9 @@ def apply(
         raise
     if known is None:
         made.pipelines += 1
-        pipe.__dict__[_BUDGET] = made
+        pipe.__dict__[BUDGET] = made
         pipe.__class__ = _in_turns(type(pipe))
-    print(phases_table(list(figures(made)), made.total))
+    print(made.figures())
     return pipe
 
 
@@ -101,7 +100,7 @@ def remove(pipe: Any) -> Any:
 
     Components that another pipeline shares stay as they are until that is removed too.
     """
-    budget: Budget | None = pipe.__dict__.pop(_BUDGET, None)
+    budget: Budget | None = pipe.__dict__.pop(BUDGET, None)
     if budget is None:
         return pipe
     pipe.__class__ = type(pipe).__mro__[1]
@@ -112,26 +111,15 @@ def remove(pipe: Any) -> Any:
     return pipe
 
 
-def budget_of(pipe: Any) -> Budget | None:
-    """The budget of a pipeline, None if it was not applied."""
-    found: Budget | None = getattr(pipe, "__dict__", {}).get(_BUDGET)
-    return found
-
-
 def _models(pipe: Any) -> dict[str, nn.Module]:
     """The components with weights, by name, each once."""
     components = getattr(pipe, "components", None)
     if isinstance(pipe, nn.Module) or not isinstance(components, Mapping):
         raise ChunkflowError(
-            f"apply takes a diffusers pipeline, not {type(pipe).__name__}: for one model use chunkflow_compile.compile(model)."
+            f"apply takes a diffusers pipeline, not {type(pipe).__name__}: one model is for chunkflow_compile.compile(model)."
         )
     found = {n: m for n, m in components.items() if isinstance(m, nn.Module) and any(True for _ in leaves_of(m))}
     return {n: m for n, m in found.items() if next(k for k, v in found.items() if v is m) == n}
-
-
-def _budget_of(model: nn.Module) -> Budget | None:
-    found: Budget | None = model.__dict__.get(_BUDGET)
-    return found
 
 
 def _check(name: str, model: nn.Module, device: torch.device) -> None:
@@ -149,12 +137,16 @@ def _check(name: str, model: nn.Module, device: torch.device) -> None:
             )
         hooks = getattr(inner.__dict__.get("_diffusers_hook"), "hooks", {})
         if any("group_offloading" in hook for hook in hooks):
-            raise ChunkflowError(f"{what} is under diffusers' group offloading, which moves its weights too: leave it out.")
+            raise ChunkflowError(
+                f"{what} is under diffusers' group offloading, which moves its weights too: leave it out."
+            )
     for leaf in leaves_of(model):
         if leaf.is_meta:
             raise ChunkflowError(f"{what} has parameters on the meta device, without values: load its weights first.")
         if leaf.device.type != "cpu" and leaf.device != device:
-            raise ChunkflowError(f"{what} is on {leaf.device}: pass device={str(leaf.device)!r}, or move it to the CPU.")
+            raise ChunkflowError(
+                f"{what} is on {leaf.device}: pass device={str(leaf.device)!r}, or move it to the CPU."
+            )
 
 
 def _check_floor(models: Mapping[str, nn.Module], budget: Budget, min_bytes: int) -> None:
@@ -170,16 +162,17 @@ def _check_floor(models: Mapping[str, nn.Module], budget: Budget, min_bytes: int
         )
 
 
-def _compile(
-    phase: Phase, budget: Budget, options: Mapping[str, Any], min_bytes: int, dynamic: bool | None
-) -> None:
+def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], min_bytes: int, dynamic: bool | None) -> None:
     """Compile a placed component and make its calls a phase."""
     model = phase.root
     given = {**options, "arena": phase.arena}
-    model.__dict__[_BUDGET] = budget
+    model.__dict__[BUDGET] = budget
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
+        placement = placement_of(model)
+        assert placement is not None
+        placement.store.warned = True  # what is not compiled is meant to run eagerly
         if blocks_of(decoder) and not _keeps_frames(decoder):
-            compile_by_kind(decoder, placement_of(model), given, min_bytes, dynamic)
+            compile_by_kind(decoder, placement, given, min_bytes, dynamic)
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
     else:
         compile_by_kind(model, placement_of(model), given, min_bytes, dynamic)
@@ -196,7 +189,7 @@ def _undo(model: nn.Module, budget: Budget) -> None:
     """Make a component an ordinary one again."""
     if (phase := budget.phase_of(model)) is not None:
         budget.remove(phase)
-    model.__dict__.pop(_BUDGET, None)
+    model.__dict__.pop(BUDGET, None)
     uncompile(model)
     restore(model)
 
@@ -204,7 +197,9 @@ def _undo(model: nn.Module, budget: Budget) -> None:
 def _device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return check_device(torch.device(device))
-    return check_device(torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu"))
+    return check_device(
+        torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    )
 
 
 def _total(memory: int | str | None, device: torch.device) -> int:
@@ -239,5 +234,10 @@ def _in_turns(cls: type) -> type:
         with budget.turn():
             return call(self, *args, **kwargs)
 
-    body = {"__call__": __call__, "__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    body = {
+        "__call__": __call__,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+    }
     return type(cls.__name__, (cls,), body)

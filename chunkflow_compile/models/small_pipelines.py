@@ -76,9 +76,7 @@ def _scheduler(**config: Any) -> Any:
 def _t5(width: int = _TEXT) -> Any:
     from transformers import T5Config, T5EncoderModel
 
-    return T5EncoderModel(
-        T5Config(vocab_size=_VOCABULARY, d_model=width, d_kv=16, d_ff=256, num_heads=4, num_layers=2)
-    )
+    return T5EncoderModel(T5Config(vocab_size=_VOCABULARY, d_model=width, d_kv=16, d_ff=256, num_heads=4, num_layers=2))
 
 
 def _umt5() -> Any:
@@ -353,9 +351,7 @@ class _TextAndImages:
 
         pixels = self._pixels(images=images, return_tensors="pt")
         marks = "<|image_pad|>" * (int(pixels["image_grid_thw"][0].prod()) // 4)
-        tokens = self.tokenizer(
-            [t.replace("<|image_pad|>", marks) for t in text], padding=True, return_tensors="pt"
-        )
+        tokens = self.tokenizer([t.replace("<|image_pad|>", marks) for t in text], padding=True, return_tensors="pt")
         return BatchFeature({**tokens, **pixels})
 
 

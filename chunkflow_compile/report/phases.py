@@ -1,57 +1,62 @@
-"""The table of a pipeline's components."""
+"""The components of a pipeline: what each has on the device, and how long its calls take."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
 from .record import seconds, size
 
 
-class Figures(Protocol):
-    """See ``PhaseFigures`` in phases.py."""
+@dataclass(frozen=True, kw_only=True)
+class PhaseFigures:
+    """One component.  Bytes of its ``weights``, of those ``streamed``, of those ``on_device`` now, and most bytes that its
+    calls took ``beside`` the weights (None if that is not counted, or was not yet).  ``predicted_s``: seconds of a call, by
+    its plan.  ``measured_s``: median seconds of its calls, from beginning to return.  ``retries``: calls that ran out of
+    memory and ran again.  None where a figure is not known."""
 
-    @property
-    def name(self) -> str: ...
-    @property
-    def model(self) -> str: ...
-    @property
-    def weights(self) -> int: ...
-    @property
-    def streamed(self) -> int: ...
-    @property
-    def on_device(self) -> int: ...
-    @property
-    def beside(self) -> int | None: ...
-    @property
-    def calls(self) -> int: ...
-    @property
-    def predicted_s(self) -> float | None: ...
-    @property
-    def measured_s(self) -> float | None: ...
-    @property
-    def retries(self) -> int: ...
+    name: str
+    model: str
+    weights: int
+    streamed: int
+    on_device: int
+    beside: int | None
+    calls: int
+    predicted_s: float | None
+    measured_s: float | None
+    retries: int
 
 
-def phases_table(phases: Sequence[Figures], total: int) -> str:
-    """A line for each component, and their sum."""
-    head = ("component", "model", "weights", "streamed", "on device", "beside weights", "calls", "predicted", "measured")
-    rows = [
-        (
-            p.name,
-            p.model,
-            size(p.weights),
-            size(p.streamed),
-            size(p.on_device),
-            "-" if p.beside is None else size(p.beside),
-            p.calls,
-            "after the first call" if p.predicted_s is None and not p.calls else seconds(p.predicted_s),
-            seconds(p.measured_s),
-        )
-        for p in phases
-    ]
-    rows.append(("all", "", *(size(sum(getattr(p, f) for p in phases)) for f in ("weights", "streamed", "on_device")), *("",) * 4))
-    table = tabulate(rows, headers=head, disable_numparse=True)
-    return f"{table}\nbudget: {size(total)} on the device, weights and activations together"
+@dataclass(frozen=True)
+class PipelineFigures:
+    """The components of a pipeline, and the bytes of their budget.  As text, a table."""
+
+    phases: tuple[PhaseFigures, ...]
+    total: int
+
+    def __str__(self) -> str:
+        rows = [
+            (
+                p.name,
+                p.model,
+                size(p.weights),
+                size(p.streamed),
+                size(p.on_device),
+                size(p.beside),
+                p.calls,
+                seconds(p.predicted_s),
+                seconds(p.measured_s),
+            )
+            for p in self.phases
+        ]
+        sums = (size(sum(getattr(p, f) for p in self.phases)) for f in ("weights", "streamed", "on_device"))
+        head = ("component", "model", "weights", "streamed", "on device", "beside", "calls", "predicted", "measured")
+        lines = [tabulate([*rows, ("all", "", *sums)], headers=head, disable_numparse=True)]
+        lines.append(f"budget: {size(self.total)} on the device, weights and activations together")
+        if not any(p.calls for p in self.phases):
+            lines.append(
+                "The first call of each component compiles and measures it; its plan is made for the rest of the budget."
+            )
+        lines += [f"{p.name} ran out of memory {p.retries} times; weights gave way." for p in self.phases if p.retries]
+        return "\n".join(lines)

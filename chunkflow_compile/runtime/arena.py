@@ -124,7 +124,8 @@ class Arena:
     @property
     def held(self) -> int:
         """Bytes on the device of the memory and of the tenants' resident weights beside it."""
-        return self.nbytes + sum(tenant.resident_bytes for tenant in self.tenants)
+        resident: int = sum(tenant.resident_bytes for tenant in self.tenants)
+        return self.nbytes + resident
 
     def vacate(self) -> None:
         """Free the memory and the tenants' resident weights; the next step of each brings back what it needs."""

@@ -168,7 +168,7 @@ class HostStore:
     pins: bool = True
     fetched_bytes: int = 0
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
-    _warned: bool = False
+    warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
 
@@ -237,11 +237,11 @@ class HostStore:
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
         self.fetched_bytes += nbytes
-        if self._warned:
+        if self.warned:
             return
         self._fetched.add(name)
         if self.fetched_bytes >= self._total:
-            self._warned = True
+            self.warned = True
             model, fetched, every = type(self.root).__name__, len(self._fetched), len(self.homes)
             if fetched < every:
                 said = (
