@@ -222,6 +222,8 @@ class Arena:
         for tenant in self.tenants:
             tenant.unbind()
         self._memory = self.holder = None
+        if self._streams is not None:
+            self._streams.release()
         self._occupancies.clear()
 
     def occupancy(self, placement: object, marks: int) -> Occupancy:

@@ -140,6 +140,9 @@ class CudaDevice:
         self.cuda.keep(memory, self.copy.stream)  # a model may be dropped while copies are in flight
         return memory
 
+    def release(self) -> None:
+        self._memory = None
+
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Memory that steps read besides the arena: it may be dropped while they are in flight, on any stream."""
         self._held = [ref for ref in self._held if ref() is not None] + [weakref.ref(t) for t in tensors]

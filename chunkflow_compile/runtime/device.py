@@ -63,6 +63,9 @@ class Device(HostReader, Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
 
+    def release(self) -> None:
+        """Keep the memory of the arena no longer: nothing in flight uses it."""
+
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Name memory outside the arena that steps read: it must not be reused under a step in flight."""
 
@@ -114,6 +117,9 @@ class _HostDevice:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Nothing to do: host memory lives as long as work refers to it."""
 
     def hold(self, tensors: Iterable[torch.Tensor]) -> None:
         """Nothing to do: host memory lives as long as work refers to it."""

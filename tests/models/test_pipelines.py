@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -157,6 +158,41 @@ def test_what_people_do_with_a_pipeline() -> None:
     assert all(torch.equal(got[seed], want[seed]) for seed in range(4)), "one generation at a time"
     remove(other)
     assert torch.equal(generated("wan", pipe), want[0]), "its components are still applied"
+    remove(pipe)
+    assert same_weights(pipe, twin)
+
+
+def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:
+    """Weights give way, and the call runs again; a second time it is an error that names the component."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    apply(pipe, memory="1GiB", **EAGER)
+    budget = budget_of(pipe)
+    assert budget is not None
+    for seed in range(2):
+        assert torch.equal(generated("wan", pipe, seed), generated("wan", twin, seed))
+    assert any(phase.arena.nbytes for phase in budget.phases)
+    left = {"transformer": 1, "vae": 1}
+    calls = {"transformer": 0, "vae": 0}
+
+    def fail(name: str, *_: Any) -> None:
+        calls[name] += 1
+        if calls[name] > 1 and left[name]:  # in the middle: some of the decoder's cached frames are written
+            left[name] -= 1
+            raise torch.OutOfMemoryError(f"no room in {name}")
+
+    hooks = [
+        pipe.transformer.condition_embedder.register_forward_pre_hook(functools.partial(fail, "transformer")),
+        pipe.vae.decoder.mid_block.register_forward_pre_hook(functools.partial(fail, "vae")),
+    ]
+    assert torch.equal(generated("wan", pipe, 5), generated("wan", twin, 5))
+    assert left == {"transformer": 0, "vae": 0} and sum(phase.retries for phase in budget.phases) == 2
+    assert "vae ran out of memory: weights give way" in caplog.text and "ran out of memory 1 times" in str(explain(pipe))
+    left["vae"] = 9
+    with pytest.raises(ChunkflowError, match=r"vae \(AutoencoderKLWan\) does not fit .*: no room in vae .*enable_tiling"):
+        generated("wan", pipe, 6)
+    for hook in hooks:
+        hook.remove()
+    assert torch.equal(generated("wan", pipe, 7), generated("wan", twin, 7))
     remove(pipe)
     assert same_weights(pipe, twin)
 

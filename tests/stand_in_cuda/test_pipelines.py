@@ -1,0 +1,56 @@
+"""A pipeline within a budget of device memory, counted by torch's allocator."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from chunkflow_compile import apply, courses, programs, remove
+from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
+from chunkflow_compile.phases import budget_of
+
+pytest.importorskip("transformers")
+MIB = 1 << 20
+
+
+def generated(name: str, pipe: Any, seed: int, **changed: Any) -> torch.Tensor:
+    call = {**SMALL_PIPELINES[name].call, **changed}
+    found: torch.Tensor = pipe(**call, generator=torch.Generator().manual_seed(seed))[0]
+    return found
+
+
+def peak(pipe: Any, name: str, seed: int, **changed: Any) -> tuple[int, torch.Tensor]:
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    got = generated(name, pipe, seed, **changed)
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated(), got
+
+
+@pytest.mark.parametrize("name", ["wan2.2", pytest.param("hunyuanvideo", marks=pytest.mark.long)])
+def test_the_memory_of_each_phase(name: str) -> None:
+    """With less memory than its weights take, a pipeline runs equal to plain, and never takes more."""
+    twin = small_pipeline(name).to("cuda")
+    plain = [peak(twin, name, seed) for seed in range(3)]
+    weights = sum(p.nbytes for m in twin.components.values() if isinstance(m, torch.nn.Module) for p in m.parameters())
+    twin.to("cpu")
+    torch.cuda.empty_cache()
+    total = plain[0][0] - weights // 2
+    pipe = apply(small_pipeline(name), "cuda", memory=total, min_bytes=2048, lowering="eager")
+    budget = budget_of(pipe)
+    assert budget is not None
+    for seed, (_, want) in enumerate(plain):
+        found, got = peak(pipe, name, seed)
+        assert torch.equal(got, want)
+        assert found <= total, "activations and weights together"
+    for phase in budget.phases:
+        assert phase.beside > 0 and phase.goal is not None
+        assert all(p.plan.device_bytes <= phase.goal for p in programs(phase.root))
+    planned = [(c.course.plan, p.goal) for p in budget.phases for c in courses(p.root)]
+    assert planned and all(plan.device_bytes <= goal for plan, goal in planned)
+    remove(pipe)
+    torch.cuda.synchronize()
+    assert sum(p.arena.nbytes for p in budget.phases) == 0
