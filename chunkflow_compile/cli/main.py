@@ -8,12 +8,25 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from chunkflow_compile.cli import bench, calibrate, demo, diff, doctor, dump, explain, plan, simulate, timeline, why
+from chunkflow_compile.cli import (
+    bench,
+    calibrate,
+    demo,
+    diff,
+    doctor,
+    dump,
+    explain,
+    pipeline,
+    plan,
+    simulate,
+    timeline,
+    why,
+)
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 
 from .output import first_line, save_traceback
 
-COMMANDS = (demo, bench, plan, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
+COMMANDS = (demo, bench, plan, pipeline, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
 
 DESCRIPTION = """\
 Runs diffusion transformers that do not fit the GPU: weights stream from host

@@ -1,0 +1,87 @@
+"""What an eager call takes: FLOPs, memory traffic, and the most bytes alive beside the weights.  Without values."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from chunkflow_compile.passes.hardware import Hardware
+
+from .weightless import default_dtype
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagerCost:
+    """Of one call.  ``weights``: bytes of the model.  ``activations``: most bytes alive at once beside them, inputs included;
+    a compiled call, which fuses ops, takes less, and workspaces of kernels are not counted.  ``flops``; ``traffic``: bytes
+    that ops read and write."""
+
+    weights: int
+    activations: int
+    flops: int
+    traffic: int
+
+    def seconds(self, hardware: Hardware) -> float:
+        """Roofline of the whole call, as of a region."""
+        return max(self.flops / hardware.flops("bfloat16"), self.traffic / hardware.memory_bandwidth)
+
+
+def eager_cost(build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]], dtype: torch.dtype) -> EagerCost:
+    """The cost of a call without weights.  ``build``: returns a model and a function that calls it."""
+    with FakeTensorMode(allow_non_fake_inputs=True), default_dtype(dtype), torch.no_grad():
+        model, call = build()
+        model.eval()
+        weights = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
+        live, counter = _Live(set(weights)), FlopCounterMode(display=False)
+        with counter, live:
+            call(model)
+    return EagerCost(
+        weights=sum(weights.values()),
+        activations=live.most,
+        flops=counter.get_total_flops(),
+        traffic=live.traffic,
+    )
+
+
+class _Live(TorchDispatchMode):
+    """Counts the bytes of the storages that ops make and that are still referred to."""
+
+    def __init__(self, weights: set[int]) -> None:
+        super().__init__()
+        self._known = weights
+        self._now = self.most = self.traffic = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        inputs = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+        for tensor in inputs:
+            self._add(tensor)
+        outputs = func(*args, **(kwargs or {}))
+        made = [t for t in tree_leaves(outputs) if isinstance(t, torch.Tensor)]
+        fresh = [t for t in made if self._add(t)]
+        if fresh:  # a view moves nothing
+            self.traffic += sum(t.nbytes for t in (*inputs, *fresh))
+        return outputs
+
+    def _add(self, tensor: torch.Tensor) -> bool:
+        storage = tensor.untyped_storage()
+        key, nbytes = storage._cdata, tensor.untyped_storage().nbytes()
+        if key in self._known:
+            return False
+        self._known.add(key)
+        self._now += nbytes
+        self.most = max(self.most, self._now)
+        weakref.finalize(storage, self._drop, key, nbytes)
+        return True
+
+    def _drop(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self._now -= nbytes

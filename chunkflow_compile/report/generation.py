@@ -1,0 +1,57 @@
+"""A planned generation as a table, and as a picture of the device's memory over time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from tabulate import tabulate
+
+from chunkflow_compile.simulate.generation import Generation
+
+from .pictures import new_axes, save
+from .record import seconds, size
+
+_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
+
+
+def generation_tables(found: Mapping[str, Generation], step: int) -> str:
+    """A line for each way to run it, and for each phase of ours.  ``step``: calls of a transformer in a step."""
+    ways = [
+        (way, size(g.peak), max(g.phases, key=lambda p: p.bytes).name, f"{_step(g, step):.2f} s", f"{g.seconds:.1f} s")
+        for way, g in found.items()
+    ]
+    phases = [
+        (p.name, p.calls, size(p.weights), size(p.activations), size(p.bytes), seconds(p.seconds))
+        for p in found["chunkflow"].phases
+    ]
+    head = ("", "most on the device", "in", "a step", "a generation")
+    ours = ("chunkflow", "calls", "weights on device", "activations", "both", "a call")
+    return f"{tabulate(ways, headers=head, disable_numparse=True)}\n\n{tabulate(phases, headers=ours, disable_numparse=True)}"
+
+
+def _step(generation: Generation, calls: int) -> float:
+    """Seconds of a denoising step, the slowest if experts differ."""
+    return max(calls * p.seconds for p in generation.phases if p.name.startswith("transformer"))
+
+
+def draw_generation(found: Mapping[str, Generation], memory: int, title: str, path: Path) -> None:
+    """Draw bytes on the device over the seconds of one generation, a line for each way, and the budget."""
+    figure, axes = new_axes(8.0, 4.2)
+    for (way, generation), colour in zip(found.items(), _COLOURS, strict=True):
+        at, times, heights = 0.0, list[float](), list[float]()
+        for phase in generation.phases:
+            end = at + phase.loading_s + phase.calls * phase.seconds
+            times += [at, end]
+            heights += [phase.bytes / 2**30] * 2
+            at = end
+        axes.plot(times, heights, color=colour, label=way, linewidth=2.2 if way == "chunkflow" else 1.4)
+    axes.axhline(memory / 2**30, linestyle=":", color="black")
+    axes.annotate(f"budget {memory / 2**30:.0f} GiB", (0, memory / 2**30), va="bottom", fontsize=8)
+    axes.set_xlabel("seconds of one generation (planned)")
+    axes.set_ylabel("weights and activations on the device, GiB")
+    axes.set_ylim(bottom=0)
+    axes.set_xlim(left=0)
+    axes.set_title(title, fontsize=10)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+    save(figure, path)
