@@ -32,6 +32,7 @@ from chunkflow_compile.frames import (
     refuse_gradients,
 )
 from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -92,7 +93,9 @@ def chunkflow(
             f"The weights are on {device}, but the arena passed as an option is on "
             f"{chosen.arena.device}: create it with chunkflow_compile.Arena({str(device)!r})."
         )
-    if chosen.lowering == "inductor":
+    if chosen.lowering == "tensorrt":
+        check_tensorrt(device)
+    if chosen.lowering != "eager":
         warm_up(device)
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
     parameters = describe_parameters(example_inputs, index, min_bytes)

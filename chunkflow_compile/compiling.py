@@ -60,7 +60,7 @@ def compile(
     if placement is None:
         offload(model, device, min_bytes=min_bytes, dtype=dtype, share=share, host_memory=host_memory)
         placement = placement_of(model)
-    if placement is not None and chosen.lowering == "inductor":
+    if placement is not None and chosen.lowering != "eager":
         with compile_lock:
             warm_up(placement.store.device)
     compile_by_kind(model, placement, given, min_bytes, dynamic)

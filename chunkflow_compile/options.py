@@ -87,7 +87,9 @@ class Options:
     """Most bytes of streamed weights that one region reads; a region that would read more is cut."""
 
     lowering: Lowering = "inductor"
-    """"inductor", or "eager" to run the regions' ATen ops as they are."""
+    """"inductor", or "eager" to run the regions' ATen ops as they are.  "tensorrt" builds an engine of each region, with its
+    weights as inputs, and leaves to Inductor what TensorRT does not support; experimental, never run, needs a GPU and
+    torch-tensorrt."""
 
     inductor: Mapping[str, Any] = field(default_factory=dict)
     """Inductor configuration for every region, as in torch._inductor.config."""
@@ -110,7 +112,7 @@ class Options:
     def __post_init__(self) -> None:
         for name, allowed in (
             ("policy", POLICIES),
-            ("lowering", ("inductor", "eager")),
+            ("lowering", get_args(Lowering)),
             ("yields", get_args(Yield)),
         ):
             if getattr(self, name) not in allowed:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.compiling import compile_by_kind, uncompile
@@ -91,7 +92,8 @@ def apply(
         made.pipelines += 1
         pipe.__dict__[BUDGET] = made
         pipe.__class__ = _in_turns(type(pipe))
-    print(made.figures())
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(made.figures())
     return pipe
 
 

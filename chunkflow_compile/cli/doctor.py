@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 
 from chunkflow_compile.hardware.machine import look
+from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
 from chunkflow_compile.models.presets import PRESETS, weight_bytes
-from chunkflow_compile.report.health import findings, health_json, health_table, room_for
+from chunkflow_compile.report.health import engines, findings, health_json, health_table, room_for
 
 from .output import add_json, check_json, say, write_json
 
@@ -33,7 +34,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     machine = look()
-    found = findings(machine)
+    found = (*findings(machine), engines(why_not_tensorrt()))
     if arguments.model is not None:
         found += (room_for(arguments.model, weight_bytes(arguments.model), arguments.ranks, machine),)
     say(arguments, health_table(found))

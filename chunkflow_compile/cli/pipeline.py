@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -128,7 +129,7 @@ def _encoder(encoder: Encoder) -> Component:
     )
 
 
-def _called(model: nn.Module, inputs: dict[str, object]) -> tuple[nn.Module, object]:
+def _called(model: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, Callable[[nn.Module], Any]]:
     return model, lambda m: m(**inputs)
 
 

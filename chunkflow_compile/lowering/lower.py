@@ -1,7 +1,8 @@
-"""Lowering: each structurally unique region once, with Inductor or eager."""
+"""Lowering: each structurally unique region once, with Inductor, TensorRT or eager."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -10,9 +11,12 @@ from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.program.rewrite import Program
 
+from .tensorrt import through_tensorrt
 from .warm_up import warmed_up
 
-Lowering = Literal["inductor", "eager"]
+_log = logging.getLogger(__name__)
+
+Lowering = Literal["inductor", "eager", "tensorrt"]
 Region = Callable[..., Sequence[Any]]
 
 
@@ -35,6 +39,13 @@ def lower_regions(
     lowered = dict[str, Region]()
     for number, (name, region) in enumerate(program.regions.items(), 1):
         told(f"lowering region {number} of {len(program.regions)}")
+        if lowering == "tensorrt":
+            try:
+                lowered[name] = through_tensorrt(region.module)
+                continue
+            except Exception as error:  # noqa: BLE001  (any op or type that TensorRT does not support)
+                reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+                _log.warning("%s goes to Inductor: TensorRT says %s: %s", name, type(error).__name__, reason)
         lowered[name] = _through_inductor(region.module, inductor)
     return lowered
 

@@ -33,9 +33,9 @@ class Encoder:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A pipeline.  ``transformer``: its preset; ``experts``: how many of them take turns.  ``vae``: makes it;
-    ``channels``, ``scale``: of its latents, and pixels for each of their elements.  ``steps``: of a generation, the default of
-    the model's repository."""
+    """A pipeline.  ``transformer``: its preset.  ``experts``: how many of them take turns.  ``vae``: makes it.
+    ``channels``, ``scale``: of its latents, and pixels for each of their elements.  ``steps``: of a generation, as in the
+    model's repository."""
 
     transformer: Preset
     experts: int = 1

@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from tabulate import tabulate
-
-from chunkflow_compile.simulate.generation import Generation
 
 from .pictures import new_axes, save
 from .record import seconds, size
 
 _COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PhaseMemory:
+    """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``loading_s``: seconds before its first
+    call, in which nothing computes.  ``seconds``: of one call."""
+
+    name: str
+    weights: int
+    activations: int
+    calls: int
+    seconds: float
+    loading_s: float = 0.0
+
+    @property
+    def bytes(self) -> int:
+        return self.weights + self.activations
+
+
+@dataclass(frozen=True, kw_only=True)
+class Generation:
+    """The phases of a generation in one way to run it."""
+
+    way: str
+    phases: tuple[PhaseMemory, ...]
+
+    @property
+    def peak(self) -> int:
+        return max(phase.bytes for phase in self.phases)
+
+    @property
+    def seconds(self) -> float:
+        return sum(p.loading_s + p.calls * p.seconds for p in self.phases)
 
 
 def generation_tables(found: Mapping[str, Generation], step: int) -> str:

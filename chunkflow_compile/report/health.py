@@ -56,6 +56,13 @@ def room_for(model: str, nbytes: int, ranks: int, machine: Machine) -> Finding:
     return Finding(model, f"{found}; {_gib(machine.available_bytes)} free", "missing", fix)
 
 
+def engines(reason: str | None) -> Finding:
+    """Whether regions can be lowered through TensorRT.  ``reason``: why not, None if they can."""
+    if reason is None:
+        return Finding("lowering='tensorrt'", "usable; experimental, never run")
+    return Finding("lowering='tensorrt'", f"not usable: {reason.partition(':')[0]}")
+
+
 def health_table(found: tuple[Finding, ...]) -> str:
     """The findings as a table, and the fixes below it."""
     rows = [(f.what, f.found, f.verdict) for f in found]

@@ -66,17 +66,23 @@ class _Job:
     hurried: bool = False
 
     def start(self, settings: Settings) -> None:
-        self.thread = threading.Thread(target=self.plan, args=(settings,), name="chunkflow-plan", daemon=True)
+        # Not a daemon: Python would stop it inside C++ code when the process exits, which aborts the process.
+        self.thread = threading.Thread(target=self.plan, args=(settings,), name="chunkflow-plan")
         self.thread.start()
 
     def plan(self, settings: Settings) -> None:
-        give_way(lambda: self.hurried)
+        give_way(self._hurried)
         try:
             course = make_course(self.calls, settings)
             self.marks = arrivals(course)
             self.course = course  # last: it says that all is done
         except ChunkflowError as error:
             self.error = error.with_traceback(None)
+
+    def _hurried(self) -> bool:
+        if not threading.main_thread().is_alive():
+            raise SystemExit  # the process exits, and waits for this thread
+        return self.hurried
 
 
 class Courses:

@@ -9,6 +9,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.report.generation import Generation, PhaseMemory
 
 # As in phases.py: left to what the caching allocator cannot reuse.
 RESERVED_SHARE = 0.05
@@ -25,39 +26,6 @@ class Component:
     calls: int
     problem: Problem | None = None
     seconds: float = 0.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class PhaseMemory:
-    """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``loading_s``: seconds before its first
-    call, in which nothing computes.  ``seconds``: of one call."""
-
-    name: str
-    weights: int
-    activations: int
-    calls: int
-    seconds: float
-    loading_s: float = 0.0
-
-    @property
-    def bytes(self) -> int:
-        return self.weights + self.activations
-
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """The phases of a generation in one way to run it."""
-
-    way: str
-    phases: tuple[PhaseMemory, ...]
-
-    @property
-    def peak(self) -> int:
-        return max(phase.bytes for phase in self.phases)
-
-    @property
-    def seconds(self) -> float:
-        return sum(p.loading_s + p.calls * p.seconds for p in self.phases)
 
 
 def generations(
@@ -114,10 +82,8 @@ def usable(memory: int) -> int:
 
 def needed(component: Component, hardware: Hardware, chunk_bytes: int) -> int:
     """The least budget in which a component runs, bytes."""
-    if component.problem is None:
-        weights = component.weights
-    else:
-        weights = least_memory(component.problem, hardware, chunk_bytes)
+    problem = component.problem
+    weights = component.weights if problem is None else least_memory(problem, hardware, chunk_bytes)
     return int((weights + component.activations) / (1 - RESERVED_SHARE)) + 1
 
 

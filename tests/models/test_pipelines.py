@@ -186,9 +186,13 @@ def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:
     ]
     assert torch.equal(generated("wan", pipe, 5), generated("wan", twin, 5))
     assert left == {"transformer": 0, "vae": 0} and sum(phase.retries for phase in budget.phases) == 2
-    assert "vae ran out of memory: weights give way" in caplog.text and "ran out of memory 1 times" in str(explain(pipe))
+    assert "vae ran out of memory: weights give way" in caplog.text and "ran out of memory 1 times" in str(
+        explain(pipe)
+    )
     left["vae"] = 9
-    with pytest.raises(ChunkflowError, match=r"vae \(AutoencoderKLWan\) does not fit .*: no room in vae .*enable_tiling"):
+    with pytest.raises(
+        ChunkflowError, match=r"vae \(AutoencoderKLWan\) does not fit .*: no room in vae .*enable_tiling"
+    ):
         generated("wan", pipe, 6)
     for hook in hooks:
         hook.remove()

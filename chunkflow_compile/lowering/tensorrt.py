@@ -1,0 +1,87 @@
+"""A region as a TensorRT engine whose weights are inputs, by ``torch_tensorrt.dynamo``.
+
+Experimental: written to the published interface of torch-tensorrt 2.11 to 2.14, and never run.  Its names and arguments are
+compared with those releases in the tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx import GraphModule
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.sizes import symbols_of
+
+Region = Callable[..., Sequence[Any]]
+
+# The whole region, or an error that says why not; engines are kept in memory only, because Inductor's cache has no place
+# for them.
+SETTINGS = {"require_full_compilation": True, "min_block_size": 1, "truncate_double": True, "use_python_runtime": False}
+
+
+def why_not_tensorrt(device: torch.device | None = None) -> str | None:
+    """Why no engine can be built here, None if one can.  ``device``: to run on, None for this machine's GPU."""
+    if find_spec("torch_tensorrt") is None:
+        return "torch-tensorrt is not installed: pip install 'chunkflow-compile[tensorrt]', the release of your torch"
+    if (device is not None and device.type != "cuda") or not torch.cuda.is_available():
+        return "TensorRT needs a GPU"
+    try:
+        import_module("torch_tensorrt.dynamo")
+    except Exception as error:  # noqa: BLE001  (what a missing library raises depends on the release)
+        return (
+            f"torch-tensorrt cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+        )
+    return None
+
+
+def check_tensorrt(device: torch.device) -> None:
+    """Raise ChunkflowError if no engine can be built for a device."""
+    if (reason := why_not_tensorrt(device)) is not None:
+        raise ChunkflowError(f"lowering='tensorrt' cannot be used on {device}: {reason}. Use lowering='inductor'.")
+
+
+def through_tensorrt(module: GraphModule) -> Region:
+    """The region as an engine.  Raises whatever torch-tensorrt raises for an op, type or size that it does not support."""
+    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+    (outputs,) = module.graph.output_node().args
+    wanted = [n.meta["val"] for n in outputs]  # type: ignore[union-attr]
+    if any(not isinstance(v, torch.Tensor) or symbols_of(v) for v in (*inputs, *wanted)):
+        raise NotImplementedError("sizes that are open; give dynamic=False")
+    interface: Any = import_module("torch_tensorrt")
+    with FakeTensorMode() as mode:
+        exported = torch.export.export(module, tuple(_as_new(v, mode) for v in inputs))
+    engine = interface.dynamo.compile(
+        exported,
+        arg_inputs=[interface.Input(shape=tuple(v.shape), dtype=v.dtype) for v in inputs],
+        device=inputs[0].device,
+        **SETTINGS,
+    )
+    return _in_layout(engine, [v.stride() for v in wanted])
+
+
+def _as_new(value: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """A tensor of the same layout in another fake mode."""
+    made: FakeTensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)  # type: ignore[assignment]
+    return made
+
+
+def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> Region:
+    """An engine's outputs are contiguous; the regions after it were lowered for the strides of the trace."""
+
+    def call(*args: torch.Tensor) -> Sequence[torch.Tensor]:
+        found = engine(*(a.contiguous() for a in args))
+        outputs = [found] if isinstance(found, torch.Tensor) else [*found]
+        return [o if o.stride() == s else _restrided(o, s) for o, s in zip(outputs, strides, strict=True)]
+
+    return call
+
+
+def _restrided(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
+    return made.copy_(value)

@@ -1,0 +1,132 @@
+"""``chunkflow pipeline``: a generation planned without weights."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from chunkflow_compile.cli.main import main
+from chunkflow_compile.models.eager_cost import eager_cost
+from chunkflow_compile.models.presets import Preset, Sizes
+from chunkflow_compile.models.published import PUBLISHED, Encoder, Published
+from chunkflow_compile.models.small import SMALL_MODELS, Size
+
+pytest.importorskip("transformers")
+
+
+def test_what_an_eager_call_takes() -> None:
+    """Two products and a sum: counted by hand."""
+
+    class Sum(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(64, 32, bias=False), nn.Linear(64, 32, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.one(x) + self.two(x)
+
+    cost = eager_cost(lambda: (Sum(), lambda m: m(torch.randn(16, 64))), torch.float32)
+    weight, inputs, output = 64 * 32 * 4, 16 * 64 * 4, 16 * 32 * 4
+    assert cost.weights == 2 * weight
+    assert cost.flops == 2 * 2 * 16 * 64 * 32
+    assert cost.activations == inputs + 3 * output, "the inputs, both products and their sum"
+    assert cost.traffic >= 2 * (weight + inputs + output) + 3 * output
+
+
+def _encoder() -> nn.Module:
+    from transformers import UMT5Config, UMT5EncoderModel
+
+    return UMT5EncoderModel(UMT5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=256, num_heads=4, num_layers=2))
+
+
+def _vae() -> nn.Module:
+    from diffusers import AutoencoderKLWan
+
+    return AutoencoderKLWan(base_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+
+
+def _small() -> Published:
+    """A small Wan of two experts, with its encoder and its VAE."""
+    config = {**SMALL_MODELS["wan"](Size(layers=4, heads=8)), "in_channels": 16, "out_channels": 16, "text_dim": 64}
+    preset = Preset(
+        name="small",
+        family="wan",
+        config=config,
+        sizes=Sizes(height=64, width=64, frames=5, text=8),
+        forwards=2,
+        spatial=8,
+        temporal=4,
+    )
+    return Published(
+        transformer=preset,
+        experts=2,
+        encoders=(Encoder(name="text_encoder", build=_encoder, tokens=8, calls=2),),
+        vae=_vae,
+        channels=16,
+        scale=8,
+        steps=5,
+    )
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(PUBLISHED, "small", _small())  # type: ignore[arg-type]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+    code = main(["pipeline", "small", *arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.usefixtures("small")
+def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, picture = tmp_path / "small.json", tmp_path / "small.png"
+    code, out, _ = run(capsys, "--json", str(file), "--picture", str(picture))
+    found: dict[str, Any] = json.loads(file.read_text())
+    assert code == 0 and "small, 5 frames of 64x64, 5 steps" in out and picture.stat().st_size > 5000
+    ways, memory = found["ways"], found["memory"]
+    phases = {way: {p["name"]: p for p in g["phases"]} for way, g in ways.items()}
+    assert list(phases["chunkflow"]) == ["text_encoder", "transformer", "transformer_2", "vae"]
+    assert [p["calls"] for p in phases["plain"].values()] == [2, 6, 4, 1]
+    total = phases["plain"]["vae"]["weights"]
+    assert all(p["weights"] == total for p in phases["plain"].values())
+    assert sum(p["weights"] for p in phases["one model at a time"].values()) == total
+    most = {way: max(p["weights"] + p["activations"] for p in g.values()) for way, g in phases.items()}
+    assert most["chunkflow"] <= memory == found["least"]
+    assert most["chunkflow"] <= most["one model at a time"] < most["plain"]
+    code, out, _ = run(capsys, "--memory", "1GiB", "--json", "-")
+    assert code == 0 and json.loads(out)["memory"] == 1 << 30
+    resident = {p["name"]: p["seconds"] for p in json.loads(out)["ways"]["chunkflow"]["phases"]}
+    assert all(resident[name] <= p["seconds"] for name, p in phases["chunkflow"].items())
+
+
+@pytest.mark.usefixtures("small")
+def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, error = run(capsys, "--memory", "300KiB")
+    assert code == 2 and "memory=307200 bytes is too little for " in error and "Give --memory" in error
+    assert "activations take up to" in error
+    assert run(capsys, "--steps", "1")[2].endswith("--steps must be at least 2.\n")
+    assert "is not a multiple of 8" in run(capsys, "--height", "63")[2]
+    assert main(["pipeline", "flux.2"]) == 2
+    assert "There is no pipeline 'flux.2': use one of flux.1-dev" in capsys.readouterr().err
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", [name for name in PUBLISHED if name != "small"])
+def test_the_published_pipelines(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is planned at the least that fits, and FLUX.1 within 12 GiB as fast as with all weights on the device."""
+    file = tmp_path / "found.json"
+    assert main(["pipeline", name, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["least"] < 16 << 30
+    if name == "flux.1-dev":
+        assert main(["pipeline", name, "--memory", "12GiB", "--json", str(file)]) == 0
+        ways = json.loads(file.read_text())["ways"]
+        steps = {way: next(p["seconds"] for p in g["phases"] if p["name"] == "transformer") for way, g in ways.items()}
+        assert steps["chunkflow"] <= 1.02 * steps["plain"]

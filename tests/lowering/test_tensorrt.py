@@ -1,0 +1,131 @@
+"""Regions as TensorRT engines, on a stand-in of torch-tensorrt's interface.  No engine is built here."""
+
+from __future__ import annotations
+
+import ast
+import importlib.machinery
+import importlib.util
+import json
+import logging
+import sys
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import HERE, OPTIONS
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, programs
+from chunkflow_compile.lowering.tensorrt import SETTINGS, why_not_tensorrt
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+
+# Release -> names of the arguments of torch_tensorrt.dynamo.compile, read from its wheel.
+PUBLISHED: Mapping[str, list[str]] = json.loads((HERE / "lowering" / "torch_tensorrt_compile.json").read_text())
+GIVEN = {"exported_program", "arg_inputs", "device", *SETTINGS}
+
+
+@pytest.mark.parametrize("release", PUBLISHED)
+def test_the_arguments_exist(release: str) -> None:
+    assert set(PUBLISHED[release]) >= GIVEN
+
+
+def test_the_arguments_exist_in_the_installed_release() -> None:
+    spec = importlib.util.find_spec("torch_tensorrt")
+    if spec is None or spec.origin is None:
+        pytest.skip("torch-tensorrt is not installed")
+    body = ast.parse((Path(spec.origin).parent / "dynamo" / "_compiler.py").read_text()).body
+    found = next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == "compile")
+    assert {a.arg for a in (*found.args.args, *found.args.kwonlyargs)} >= GIVEN
+
+
+class Input:
+    def __init__(self, *, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype
+
+
+class Engines:
+    """What torch_tensorrt.dynamo.compile is asked for.  ``unsupported``: a word in the names of ops without a converter."""
+
+    def __init__(self, unsupported: str) -> None:
+        self.unsupported = unsupported
+        self.built: list[torch.fx.GraphModule] = []
+        self.runs = 0
+
+    def compile(
+        self, exported_program: Any, inputs: Any = None, *, arg_inputs: Any = None, device: Any = None, **settings: Any
+    ) -> Callable[..., Any]:
+        assert inputs is None and settings == SETTINGS and isinstance(device, torch.device)
+        module = exported_program.module()
+        given = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
+        assert [(tuple(v.shape), v.dtype) for v in given] == [(i.shape, i.dtype) for i in arg_inputs]
+        assert not exported_program.state_dict, "the weights are inputs"
+        ops = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
+        if missing := [op for op in ops if self.unsupported in op]:
+            raise AssertionError(f"Not all operations are supported: {missing[0]}\nmore lines")
+        self.built.append(module)
+
+        def engine(*args: torch.Tensor) -> Any:
+            self.runs += 1
+            assert all(a.is_contiguous() for a in args)
+            found = module(*args)
+            return [o.clone(memory_format=torch.contiguous_format) for o in found]
+
+        return engine
+
+
+@pytest.fixture
+def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Engines]:
+    def install(unsupported: str) -> Engines:
+        made = Engines(unsupported)
+        package = types.ModuleType("torch_tensorrt")
+        package.__spec__ = importlib.machinery.ModuleSpec("torch_tensorrt", None)
+        package.Input, package.dynamo = Input, types.SimpleNamespace(compile=made.compile)  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "torch_tensorrt", package)
+        monkeypatch.setattr("chunkflow_compile.backend.check_tensorrt", lambda device: None)  # there is no GPU
+        return made
+
+    return install
+
+
+def run(model: nn.Module, twin: nn.Module) -> None:
+    with torch.no_grad():
+        for seed in range(3):
+            inputs = small_inputs("wan", Size(), seed)
+            assert torch.allclose(model(**inputs)[0], twin(**inputs)[0], rtol=0, atol=1e-5)
+
+
+def test_what_is_not_supported_goes_to_inductor(
+    engines: Callable[[str], Engines], caplog: pytest.LogCaptureFixture
+) -> None:
+    found = engines("layer_norm")
+    model, twin = small_model("wan", Size()), small_model("wan", Size())
+    offload(model, "cpu", min_bytes=OPTIONS["min_bytes"])
+    model.compile(backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "tensorrt"})
+    with caplog.at_level(logging.WARNING):
+        run(model, twin)
+    (program,) = programs(model)
+    refused = [r.message for r in caplog.records if "goes to Inductor" in r.message]
+    assert found.built and refused and len(found.built) + len(refused) == len(program.program.regions)
+    assert "TensorRT says AssertionError: Not all operations are supported: aten" in refused[0]
+    assert found.runs >= 3 and program.plan.moved_bytes > 0
+
+
+def test_it_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("wan", Size())
+    before = model.state_dict()
+    model.compile(backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "tensorrt"})
+    with torch.no_grad(), pytest.raises(Exception, match="lowering='tensorrt' cannot be used on cpu") as raised:
+        model(**small_inputs("wan", Size(), 0))
+    assert isinstance(raised.value.__cause__ or raised.value, ChunkflowError) or "ChunkflowError" in str(raised.value)
+    assert all(torch.equal(p, before[name]) for name, p in model.state_dict().items())
+    if importlib.util.find_spec("torch_tensorrt") is None:
+        assert "is not installed: pip install" in (why_not_tensorrt() or "")
+    package = types.ModuleType("torch_tensorrt")
+    package.__spec__ = importlib.machinery.ModuleSpec("torch_tensorrt", None)
+    monkeypatch.setitem(sys.modules, "torch_tensorrt", package)
+    assert why_not_tensorrt(torch.device("cpu")) == "TensorRT needs a GPU"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert "cannot be imported" in (why_not_tensorrt() or "")
