@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -63,12 +64,12 @@ class CourseBench:
             self.weights |= {names[n]: bench.weights[n] for n in names}
             calls.append(Call(bench.cut, names, {}))
         self.course = write(calls, random_plan(join(calls), self.chosen, inside=True))
-        self.occupancies: dict[int, Occupancy] = {}
+        self.occupancies = weakref.WeakKeyDictionary[Arena, Occupancy]()
 
     def running(self, course: Course) -> CourseBench:
         """The bench for another course of the same calls, such as a mutated one."""
         other = copy.copy(self)
-        other.course, other.occupancies = course, {}
+        other.course, other.occupancies = course, weakref.WeakKeyDictionary()
         return other
 
     def turns(self, jumps: float, count: int) -> list[Turn]:
@@ -103,7 +104,7 @@ class CourseBench:
             n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in program.weight_inputs
         }
         marks = arrivals(course)
-        occupancy = self.occupancies.setdefault(id(arena), Occupancy(arena.streams, len(marks.marked)))
+        occupancy = self.occupancies.setdefault(arena, Occupancy(arena.streams, len(marks.marked)))
         hosts = {n: flat_bytes(self.weights[n]) for n in slots}
         binding = Binding(arena, values, slots, hosts, occupancy, marks)
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, course=course)

@@ -136,7 +136,7 @@ def _qwen_7b() -> nn.Module:
 def _flux_vae() -> nn.Module:
     from diffusers import AutoencoderKL
 
-    return AutoencoderKL(
+    vae: nn.Module = AutoencoderKL(
         block_out_channels=(128, 256, 512, 512),
         down_block_types=("DownEncoderBlock2D",) * 4,
         up_block_types=("UpDecoderBlock2D",) * 4,
@@ -146,25 +146,28 @@ def _flux_vae() -> nn.Module:
         use_quant_conv=False,
         use_post_quant_conv=False,
     )
+    return vae
 
 
 def _wan_vae() -> nn.Module:
     from diffusers import AutoencoderKLWan
 
-    return AutoencoderKLWan()
+    vae: nn.Module = AutoencoderKLWan()
+    return vae
 
 
 def _qwen_vae() -> nn.Module:
     from diffusers import AutoencoderKLQwenImage
 
-    return AutoencoderKLQwenImage()
+    vae: nn.Module = AutoencoderKLQwenImage()
+    return vae
 
 
 def _hunyuan_vae() -> nn.Module:
     from diffusers import AutoencoderKLHunyuanVideo
 
-    vae = AutoencoderKLHunyuanVideo()
-    vae.enable_tiling()  # as the model's own example does: whole frames take 50 GiB
+    vae: nn.Module = AutoencoderKLHunyuanVideo()
+    vae.enable_tiling()  # type: ignore[operator]  # as the model's own example does: whole frames take 50 GiB
     return vae
 
 
