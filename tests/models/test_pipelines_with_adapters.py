@@ -1,0 +1,126 @@
+"""A FLUX pipeline with a ControlNet, an image adapter, and a LoRA through the pipeline's own calls."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from chunkflow_compile import apply, programs, remove
+from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
+from chunkflow_compile.phases import budget_of
+
+pytest.importorskip("transformers")
+pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_grad")]
+TOLERANCE = 1e-4  # of Inductor
+
+
+def generated(pipe: Any, seed: int = 0, **more: Any) -> torch.Tensor:
+    call = {**SMALL_PIPELINES["flux"].call, **more}
+    found: torch.Tensor = pipe(**call, generator=torch.Generator().manual_seed(seed))[0]
+    return found
+
+
+def image_adapter(transformer: Any) -> dict[str, Any]:
+    """Random weights of an image adapter, as its file has them."""
+    config, width, rng = transformer.config, 64, torch.Generator().manual_seed(3)
+
+    def random(*shape: int) -> torch.Tensor:
+        return 0.5 * torch.randn(shape, generator=rng)
+
+    text = config.joint_attention_dim
+    attention: dict[str, torch.Tensor] = {}
+    for i in range(config.num_layers):
+        attention |= {f"{i}.to_k_ip.weight": random(width, text), f"{i}.to_v_ip.weight": random(width, text)}
+        attention |= {f"{i}.to_k_ip.bias": random(width), f"{i}.to_v_ip.bias": random(width)}
+    projection = {"proj.weight": random(4 * text, text), "proj.bias": random(4 * text)}
+    projection |= {"norm.weight": torch.ones(text), "norm.bias": torch.zeros(text)}
+    return {"image_proj": projection, "ip_adapter": attention}
+
+
+def test_an_image_adapter() -> None:
+    pipe, twin = small_pipeline("flux"), small_pipeline("flux")
+    apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
+    plain = generated(twin)
+    assert torch.allclose(generated(pipe), plain, rtol=0, atol=TOLERANCE)
+    for p in (pipe, twin):
+        p.transformer._load_ip_adapter_weights([image_adapter(p.transformer)])
+    embeds = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4))
+    images = {"ip_adapter_image_embeds": [embeds], "negative_ip_adapter_image_embeds": [torch.zeros_like(embeds)]}
+    want = generated(twin, **images)
+    assert not torch.allclose(want, plain, atol=10 * TOLERANCE)
+    assert torch.allclose(generated(pipe, **images), want, rtol=0, atol=TOLERANCE)
+    remove(pipe)
+    assert torch.equal(generated(pipe, **images), want)
+
+
+def test_a_lora_of_the_pipeline() -> None:
+    """load_lora_weights, set_adapters, fuse_lora, unfuse_lora, disable_lora, unload_lora_weights."""
+    pytest.importorskip("peft")
+    pipe, twin = small_pipeline("flux"), small_pipeline("flux")
+    apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
+    plain = generated(twin)
+    assert torch.allclose(generated(pipe), plain, rtol=0, atol=TOLERANCE)
+    rng = torch.Generator().manual_seed(5)
+    state = {}
+    for block in ("transformer_blocks.0", "single_transformer_blocks.1"):
+        for name in ("to_q", "to_k"):
+            state[f"transformer.{block}.attn.{name}.lora_A.weight"] = torch.randn(16, 64, generator=rng)
+            state[f"transformer.{block}.attn.{name}.lora_B.weight"] = 0.1 * torch.randn(64, 16, generator=rng)
+    seen = [plain]
+    for change in (
+        lambda p: p.load_lora_weights(dict(state), adapter_name="new"),
+        lambda p: p.set_adapters(["new"], [0.5]),
+        lambda p: p.fuse_lora(),
+        lambda p: p.unfuse_lora(),
+        lambda p: p.disable_lora(),
+        lambda p: p.enable_lora(),
+        lambda p: p.unload_lora_weights(),
+    ):
+        change(twin)
+        change(pipe)
+        seen.append(generated(twin))
+        assert torch.allclose(generated(pipe), seen[-1], rtol=0, atol=TOLERANCE), len(seen)
+    assert not torch.allclose(seen[1], plain, atol=10 * TOLERANCE) and not torch.allclose(
+        seen[2], seen[1], atol=TOLERANCE
+    )
+    assert torch.allclose(seen[-1], plain, rtol=0, atol=TOLERANCE)
+    remove(pipe)
+
+
+def test_a_controlnet() -> None:
+    from diffusers import FluxControlNetModel, FluxControlNetPipeline
+
+    pipes = []
+    for _ in range(2):
+        torch.manual_seed(6)
+        control = FluxControlNetModel(
+            patch_size=1,
+            in_channels=16,
+            num_layers=2,
+            num_single_layers=2,
+            attention_head_dim=16,
+            num_attention_heads=4,
+            joint_attention_dim=64,
+            pooled_projection_dim=64,
+            guidance_embeds=True,
+            axes_dims_rope=(4, 4, 8),
+        ).eval()
+        for parameter in control.parameters():  # its last layers begin as zeros
+            parameter.data = 0.05 * torch.randn(parameter.shape)
+        pipes.append(FluxControlNetPipeline(**small_pipeline("flux").components, controlnet=control))
+        pipes[-1].set_progress_bar_config(disable=True)
+    pipe, twin = pipes
+    call = {"control_image": torch.rand(1, 3, 32, 32), "controlnet_conditioning_scale": 1.0}
+    apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
+    for seed in range(2):
+        want = generated(twin, seed, **call)
+        assert torch.allclose(generated(pipe, seed, **call), want, rtol=0, atol=TOLERANCE)
+    weaker = generated(twin, 1, **{**call, "controlnet_conditioning_scale": 0.1})
+    assert not torch.allclose(weaker, want, atol=10 * TOLERANCE)
+    budget = budget_of(pipe)
+    assert budget is not None
+    (phase,) = [p for p in budget.phases if p.name == "controlnet"]
+    assert phase.calls == 6 and sum(p.plan.moved_bytes for p in programs(phase.root)) > 0
+    remove(pipe)
