@@ -116,11 +116,6 @@ class Phase:
         streamed = sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
         return streamed if self.goal is None else min(streamed, self.goal - self.kept)
 
-    @property
-    def floor(self) -> int:
-        """The least bytes on the device that its largest weight needs, beside those that stay."""
-        return max((leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight)), default=0)
-
     def figures(self) -> PhaseFigures:
         """What is known of it now."""
         route = next((r for r in courses(self.root) if r.keys), None)
@@ -200,33 +195,29 @@ class Budget:
         return wrapped
 
     def _run(self, phase: Phase, call: Callable[[], Any]) -> Any:
+        phase.calls += 1
         self._make_room(phase)
-        held = phase.arena.held
-        self._allocator.begin()
-        begun = time.perf_counter()
+        held, begun, ran_out = self._begin(phase), time.perf_counter(), False
         try:
-            try:
-                result = call()
-            except (torch.OutOfMemoryError, ChunkflowError) as error:
-                if not _out_of_memory(error) or _has_ranks():
-                    raise
-                _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
-                result = None
-                phase.retries += 1
-                retry = True
-            else:
-                retry = False
-            if retry:  # outside of the handler, whose traceback would keep the activations
-                self._give_back(phase)
-                held = 0
-                self._allocator.begin()
-                begun = time.perf_counter()
-                result = self._again(phase, call)
-        finally:
-            phase.calls += 1
+            result = call()
+        except (torch.OutOfMemoryError, ChunkflowError) as error:
+            if not _out_of_memory(error) or _has_ranks():
+                raise
+            ran_out = True
+        if ran_out:  # outside of the handler: the error's traceback would keep the activations
+            _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
+            phase.retries += 1
+            self._give_back(phase)
+            held, begun = self._begin(phase), time.perf_counter()
+            result = self._again(phase, call)
         phase.seconds = [*phase.seconds[-31:], time.perf_counter() - begun]
         self._note(phase, held)
         return result
+
+    def _begin(self, phase: Phase) -> int:
+        """Begin to measure a call; return the bytes of weights on the device."""
+        self._allocator.begin()
+        return phase.arena.held
 
     def _make_room(self, phase: Phase) -> None:
         """Free the arenas of other phases, least recently used first, until this one fits."""
@@ -271,7 +262,7 @@ class Budget:
             phase.beside = sum(p.kept for p in self.phases)
         else:
             others = sum(p.arena.held for p in self.phases if p is not phase)
-            beside = max(0, peak - min(held, after) - others)
+            beside = max(0, peak - after - others)
             steady = held == after
             if steady and not phase.steady:
                 phase.beside, phase.steady = beside, True
@@ -283,14 +274,17 @@ class Budget:
 
     def _set_goal(self, phase: Phase, goal: int) -> None:
         phase.goal = goal
-        if not programs(phase.root):
-            return
         try:
-            replan(phase.root, memory=max(0, goal))
+            if goal < phase.kept:
+                raise ChunkflowError("there is no room for any.")
+            if programs(phase.root):
+                replan(phase.root, memory=goal)
         except ChunkflowError as error:
+            phase.goal = None
             raise ChunkflowError(
-                f"{phase.name} ({type(phase.root).__name__}) needs {phase.beside} bytes beside its weights, so {goal} of the "
-                f"{self.total} bytes are left for them: {error}"
+                f"memory={self.total} bytes is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
+                f"{phase.beside - phase.kept} bytes beside its weights, activations mostly, so {max(0, goal)} are left for "
+                f"the weights: {error} Call remove(pipe), then apply with more memory, or the pipeline with smaller sizes."
             ) from error
 
 

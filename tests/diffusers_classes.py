@@ -1,12 +1,14 @@
 """Every transformer class of diffusers, with the tiny configurations of its own tests, against eager.
 
     git clone --depth 1 --branch v0.42.1 https://github.com/huggingface/diffusers
-    python tests/diffusers_classes.py diffusers [--only Wan] [--way parts|whole|kind] [--out classes.md]
+    python tests/diffusers_classes.py diffusers [--only Wan] [--way parts|whole|kind|repeated|group] [--out classes.md]
 
-Ways: ``parts``, without fullgraph; ``whole``, with it; ``kind``, chunkflow_compile.compile.  A class counts if it runs that
-way with the backend aot_eager.  Then three calls with ChunkFlow, eager lowering, must be bit-equal to eager, and weights
-must have moved (with the policy layerwise, if the fastest plan keeps a tiny model resident).  The exit code is 1 if one
-of them is not.  The tests of diffusers need torchvision and parameterized.
+Ways: ``parts``, without fullgraph; ``whole``, with it; ``kind``, chunkflow_compile.compile; ``repeated``, offload and
+diffusers' compile_repeated_blocks; ``group``, as parts, under diffusers' group offload, which then moves the weights.
+
+A class counts if it runs that way with the backend aot_eager.  Then three calls with ChunkFlow, eager lowering, must be
+bit-equal to eager, and weights must have moved (with the policy layerwise, if the fastest plan keeps a tiny model
+resident).  The exit code is 1 if one of them is not.  The tests of diffusers need torchvision and parameterized.
 """
 
 from __future__ import annotations
@@ -69,7 +71,15 @@ def called(model: Any, config: Any, seed: int) -> list[torch.Tensor]:
 def compiled(model: Any, way: str, backend: str, **options: Any) -> Any:
     if way == "kind" and backend == "chunkflow":
         return chunkflow_compile.compile(model, **OPTIONS, **options)
-    more = {"options": {**OPTIONS, **options}} if backend == "chunkflow" else {}
+    more: dict[str, Any] = {"options": {**OPTIONS, **options}} if backend == "chunkflow" else {}
+    if way == "repeated":
+        if backend == "chunkflow":
+            chunkflow_compile.offload(model, min_bytes=OPTIONS["min_bytes"])
+        model.compile_repeated_blocks(backend=backend, fullgraph=True, **more)
+        return model
+    if way == "group":
+        cpu = torch.device("cpu")
+        model.enable_group_offload(cpu, cpu, offload_type="block_level", num_blocks_per_group=1)
     return torch.compile(model, backend=backend, fullgraph=way == "whole", **more)
 
 
@@ -93,6 +103,8 @@ def check(config: Any, way: str) -> str:
         found = [called(ours, config, seed) for seed in range(3)]
         if not all(torch.equal(a, b) for f, e in zip(found, expected, strict=True) for a, b in zip(f, e, strict=True)):
             return "differs"
+        if way == "group":
+            return "equal (group offload moves the weights)"
         moved = sum(m.moved_bytes + m.primed_bytes for p in chunkflow_compile.programs(model) for m in p.measurements)
         if moved:
             return f"equal ({moved} bytes moved{', layerwise' if 'policy' in goal else ''})"
@@ -117,7 +129,7 @@ def run_one(checkout: Path, file: str, way: str) -> list[tuple[str, str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="a clone of diffusers")
-    parser.add_argument("--way", choices=("parts", "whole", "kind"), default="parts")
+    parser.add_argument("--way", choices=("parts", "whole", "kind", "repeated", "group"), default="parts")
     parser.add_argument("--only", default="", help="of the test files")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--out", type=Path)

@@ -46,9 +46,12 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
     )
 
 
-def room_for(model: str, nbytes: int, ranks: int, machine: Machine) -> Finding:
-    """Whether the host has room for the streamed weights of a model, which ``ranks`` of this machine share."""
+def room_for(model: str, nbytes: int, ranks: int, machine: Machine, drive: float) -> Finding:
+    """Whether the host has room for the streamed weights of a model, which ``ranks`` of this machine share.
+
+    ``drive``: bytes/s at which they are read, if they are not in the page cache."""
     copies = f", one copy for {ranks} ranks" if ranks > 1 else ""
+    copies += f"; from a drive of {drive / 1e9:.1f} GB/s in {nbytes / drive:.0f} s"
     found = f"{_gib(nbytes)} of host memory{copies}"
     if nbytes <= machine.available_bytes:
         return Finding(model, f"{found}; {_gib(machine.available_bytes - nbytes)} left")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkflow_compile import apply, courses, programs, remove
+from chunkflow_compile import ChunkflowError, apply, courses, programs, remove
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.phases import budget_of
 
@@ -17,6 +17,10 @@ MIB = 1 << 20
 
 def generated(name: str, pipe: Any, seed: int, **changed: Any) -> torch.Tensor:
     call = {**SMALL_PIPELINES[name].call, **changed}
+    if name == "wan-i2v":
+        from PIL import Image
+
+        call["image"] = Image.new("RGB", (32, 32), (120, 30, 200))
     found: torch.Tensor = pipe(**call, generator=torch.Generator().manual_seed(seed))[0]
     return found
 
@@ -30,7 +34,10 @@ def peak(pipe: Any, name: str, seed: int, **changed: Any) -> tuple[int, torch.Te
     return torch.cuda.max_memory_allocated(), got
 
 
-@pytest.mark.parametrize("name", ["wan2.2", pytest.param("hunyuanvideo", marks=pytest.mark.long)])
+MORE = ("wan", "wan-i2v", "hunyuanvideo", "qwen-image", "ltx")
+
+
+@pytest.mark.parametrize("name", ["wan2.2", *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_the_memory_of_each_phase(name: str) -> None:
     """With less memory than its weights take, a pipeline runs equal to plain, and never takes more."""
     twin = small_pipeline(name).to("cuda")
@@ -54,3 +61,15 @@ def test_the_memory_of_each_phase(name: str) -> None:
     remove(pipe)
     torch.cuda.synchronize()
     assert sum(p.arena.nbytes for p in budget.phases) == 0
+
+
+def test_a_budget_below_the_activations() -> None:
+    """Known after the first call of the component, which the error names."""
+    pipe = apply(small_pipeline("wan"), "cuda", memory=3 * MIB // 2, min_bytes=2048, lowering="eager")
+    with pytest.raises(
+        ChunkflowError, match=r"memory=1572864 bytes is too little for (vae|transformer) .* take \d+ bytes"
+    ):
+        generated("wan", pipe, 0)
+    remove(pipe)
+    pipe.to("cuda")
+    assert generated("wan", pipe, 0).isfinite().all()
