@@ -64,8 +64,8 @@ def apply(
     fresh = {n: m for n, m in models.items() if budget is None or budget.phase_of(m) is None}
     if known is not None and not fresh:
         raise ChunkflowError("This pipeline is applied already: call chunkflow_compile.remove(pipe) first.")
-    if "arena" in options:
-        raise ChunkflowError("apply gives each component an arena of its own, within one budget: leave out arena.")
+    if mine := sorted({"arena", "slowdown", "plan", "policy"} & options.keys()):
+        raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
     target = _device(device) if budget is None else budget.device
     if budget is not None and (memory is not None or (device is not None and _device(device) != target)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
@@ -88,6 +88,9 @@ def apply(
         for model in placed.values():
             _undo(model, made)
         raise
+    for phase in [p for p in made.phases if made.pipelines == 1 and known is not None]:
+        if all(phase.root is not model for model in models.values()):  # it was replaced
+            _undo(phase.root, made)
     if known is None:
         made.pipelines += 1
         pipe.__dict__[BUDGET] = made

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import diffusers
 import pytest
@@ -225,3 +229,32 @@ def test_a_pipeline_whose_transformer_runs_block_by_block() -> None:
     assert SIZE.layers in lengths or max(lengths) > SIZE.layers, lengths
     cold = [sum(p.measurements[-i].primed_bytes > 0 for p in programs(model.transformer)) for i in (1, 2)]
     assert cold == [0, 0], "from its second step on, the transformer runs warm"
+
+
+@pytest.mark.long
+def test_a_process_that_exits_while_a_course_is_planned(tmp_path: Path) -> None:
+    """It ends at once and without an abort: planning stops at its next pause."""
+    script = tmp_path / "exits.py"
+    script.write_text(
+        """
+import time
+import torch
+from chunkflow_compile import offload, programs
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+
+size = Size(layers=40)
+model = offload(small_model("wan", size), min_bytes=4096)
+for block in model.blocks:
+    block.compile(backend="chunkflow", options={"min_bytes": 4096, "chunk_bytes": 4096, "lowering": "eager"})
+with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=99):
+    for seed in range(2):
+        model(**small_inputs("wan", size, seed))
+job = programs(model)[0].arena.courses._job
+assert job is not None and job.thread.is_alive()
+print(time.monotonic())
+"""
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
+    ended = time.monotonic()
+    assert done.returncode == 0, done.stderr
+    assert ended - float(done.stdout) < 5

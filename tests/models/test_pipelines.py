@@ -204,6 +204,7 @@ def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:
 def test_a_component_swapped_after() -> None:
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
     apply(pipe, memory="1MiB", **EAGER)
+    before = pipe.transformer
     pipe.transformer = small_pipeline("wan", seed=1).transformer
     with pytest.raises(ChunkflowError, match=r"pipe\.transformer was replaced after apply: call .*apply\(pipe\) again"):
         generated("wan", pipe)
@@ -211,6 +212,7 @@ def test_a_component_swapped_after() -> None:
     twin.transformer = small_pipeline("wan", seed=1).transformer
     assert torch.equal(generated("wan", pipe), generated("wan", twin))
     assert any(isinstance(p, HostWeight) for p in pipe.transformer.parameters())
+    assert not any(isinstance(p, HostWeight) for p in before.parameters()), "nothing runs on it any more"
     remove(pipe)
 
 
@@ -230,6 +232,7 @@ def test_what_is_refused() -> None:
     refused(r"memory=1024 bytes is too little for pipe\.\w+: its largest weight has \d+ bytes", memory=1024)
     refused("Unknown option 'memmory'", memmory=1)
     refused("leave out arena", arena=chunkflow_compile.Arena("cpu"))
+    refused("leave out slowdown", slowdown=1.1)
     pipe.text_encoder.to("meta")
     with pytest.raises(
         ChunkflowError, match=r"pipe\.text_encoder \(UMT5EncoderModel\) has parameters on the meta device"

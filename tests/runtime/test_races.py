@@ -57,7 +57,7 @@ SHOWN = {
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@pytest.mark.parametrize("part", range(4))
+@pytest.mark.parametrize("part", [0, 1, *(pytest.param(i, marks=pytest.mark.long) for i in (2, 3))])
 def test_random_programs_give_the_model_s_numbers_on_every_schedule(
     part: int, record_property: Callable[[str, object], None]
 ) -> None:
