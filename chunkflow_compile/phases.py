@@ -98,7 +98,7 @@ class Phase:
         self.calls = 0
         self.retries = 0
         self.seconds: list[float] = []
-        self.enter: list[tuple[nn.Module, str]] = []  # what was replaced, to undo it
+        self.replaced: list[tuple[nn.Module, str]] = []  # attributes, to undo it
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -170,15 +170,15 @@ class Budget:
         if methods:
             for name in methods:
                 phase.root.__dict__[name] = self._wrapped(phase, getattr(phase.root, name))
-                phase.enter.append((phase.root, name))
+                phase.replaced.append((phase.root, name))
         else:
             inner = phase.root._compiled_call_impl or phase.root._call_impl
             phase.root._compiled_call_impl = self._wrapped(phase, inner)
-            phase.enter.append((phase.root, "_compiled_call_impl"))
+            phase.replaced.append((phase.root, "_compiled_call_impl"))
 
     def remove(self, phase: Phase) -> None:
         """Undo :meth:`add`."""
-        for module, name in phase.enter:
+        for module, name in phase.replaced:
             if name == "_compiled_call_impl":
                 module._compiled_call_impl = None
             else:
@@ -221,6 +221,8 @@ class Budget:
 
     def _make_room(self, phase: Phase) -> None:
         """Free the arenas of other phases, least recently used first, until this one fits."""
+        if self._last and self._last[-1] is phase:
+            return
         self._last = [*(other for other in self._last if other is not phase), phase]
         for other in self._last[:-1]:
             others = sum(p.arena.held for p in self.phases if p is not phase)
@@ -256,11 +258,8 @@ class Budget:
 
     def _note(self, phase: Phase, held: int) -> None:
         """Learn from a call what it needs beside the weights, and plan them for the rest of the budget."""
-        peak = self._allocator.peak()
-        after = phase.arena.held
-        if peak is None:
-            phase.beside = sum(p.kept for p in self.phases)
-        else:
+        peak, before, after = self._allocator.peak(), phase.beside, phase.arena.held
+        if peak is not None:
             others = sum(p.arena.held for p in self.phases if p is not phase)
             beside = max(0, peak - after - others)
             steady = held == after
@@ -268,6 +267,11 @@ class Budget:
                 phase.beside, phase.steady = beside, True
             elif steady or not phase.steady:
                 phase.beside = max(phase.beside, beside)
+        elif phase.goal is None:
+            phase.beside = sum(p.kept for p in self.phases)
+        if phase.goal is not None and phase.beside == before:
+            return
+        self._last = [other for other in self._last if other is not phase]  # others may have to give way again
         goal = self.usable - phase.beside + phase.kept  # its plan counts what it keeps, and so does ``beside``
         if phase.goal is None or abs(goal - phase.goal) > _WORTH_A_PLAN * self.total:
             self._set_goal(phase, goal)
