@@ -141,4 +141,4 @@ def test_a_new_resolution_gets_a_program_of_its_own(lowering: str, no_grad: None
     for height in (8, 12, 8, 16, 12):
         inputs = small_inputs("wan", Size(height=height), height)
         torch.testing.assert_close(run(**inputs)[0], eager(**inputs)[0], atol=2e-5, rtol=1e-4)
-    assert len(programs(model)) == 3
+    assert len(programs(model)) == 4  # 8 as it was compiled first, and 12, 8 and 16 of the graph with open sizes

@@ -201,7 +201,7 @@ def test_more_sizes_than_dynamo_compiles() -> None:
     """Those past the limit run eagerly, and right."""
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=MIN_BYTES)
-    model.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager"})
+    model.compile(backend="chunkflow", dynamic=False, options={**OPTIONS, "lowering": "eager"})
     for length in (5, 6, 7, 8, 5):
         inputs = small_inputs("wan", SIZE, length)
         text = inputs["encoder_hidden_states"]
