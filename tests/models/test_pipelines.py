@@ -73,6 +73,8 @@ def same_weights(pipe: Any, twin: Any) -> bool:
 )
 def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     """Several prompts, sizes and numbers of steps: equal to the plain pipeline, within the budget; removed bit for bit."""
+    if name == "wan-i2v":
+        pytest.importorskip("ftfy")  # which diffusers' pipeline needs
     pipe, twin = small_pipeline(name), small_pipeline(name)
     memory = "3MiB" if name in ("z-image", "sd3") else "1MiB"  # their largest weights have 1 and 2.3 MiB
     assert apply(pipe, memory=memory, **options) is pipe

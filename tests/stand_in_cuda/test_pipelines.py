@@ -40,6 +40,8 @@ MORE = ("wan", "wan-i2v", "hunyuanvideo", "qwen-image", "ltx")
 @pytest.mark.parametrize("name", ["wan2.2", *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_the_memory_of_each_phase(name: str) -> None:
     """With less memory than its weights take, a pipeline runs equal to plain, and never takes more."""
+    if name == "wan-i2v":
+        pytest.importorskip("ftfy")  # which diffusers' pipeline needs
     twin = small_pipeline(name).to("cuda")
     plain = [peak(twin, name, seed) for seed in range(3)]
     weights = sum(p.nbytes for m in twin.components.values() if isinstance(m, torch.nn.Module) for p in m.parameters())
