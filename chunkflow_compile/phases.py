@@ -13,7 +13,7 @@ import logging
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.distributed as dist
@@ -98,7 +98,7 @@ class Phase:
         self.calls = 0
         self.retries = 0
         self.seconds: list[float] = []
-        self.replaced: list[tuple[nn.Module, str]] = []  # attributes, to undo it
+        self.methods: tuple[str, ...] = ()  # that begin it; none if calls of the module do
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -132,6 +132,28 @@ class Phase:
             predicted_s=sum(predicted) if predicted else None,
             measured_s=median(self.seconds[1:] or self.seconds) if self.seconds else None,
             retries=self.retries,
+        )
+
+
+class _Entry:
+    """Stands for a method of a component, and makes its calls a phase."""
+
+    def __init__(self, budget: Budget, phase: Phase, name: str, call: Callable[..., Any]) -> None:
+        self._budget, self._phase, self._name, self._call = budget, phase, name, call
+        functools.update_wrapper(self, call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._budget.run(self._phase, functools.partial(self._call, *args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The method of the copy of the component."""
+        root = self._phase.root
+        return getattr(type(root), self._name).__get__(memo.get(id(root), root))
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise ChunkflowError(
+            f"{self._phase.name} belongs to a pipeline that was applied, and cannot be pickled: call remove(pipe) first, or "
+            "save it with save_pretrained."
         )
 
 
@@ -169,30 +191,28 @@ class Budget:
         self.phases.append(phase)
         if methods:
             for name in methods:
-                phase.root.__dict__[name] = self._wrapped(phase, getattr(phase.root, name))
-                phase.replaced.append((phase.root, name))
+                phase.root.__dict__[name] = _Entry(self, phase, name, getattr(phase.root, name))
         else:
-            inner = phase.root._compiled_call_impl or phase.root._call_impl
-            phase.root._compiled_call_impl = self._wrapped(phase, inner)
-            phase.replaced.append((phase.root, "_compiled_call_impl"))
+            call = phase.root._compiled_call_impl or phase.root._call_impl
+            phase.root._compiled_call_impl = _Entry(self, phase, "_call_impl", call)
+        phase.methods = methods
 
     def remove(self, phase: Phase) -> None:
         """Undo :meth:`add`."""
-        for module, name in phase.replaced:
-            if name == "_compiled_call_impl":
-                module._compiled_call_impl = None
-            else:
-                module.__dict__.pop(name, None)
+        phase.root._compiled_call_impl = None
+        for name in phase.methods:
+            phase.root.__dict__.pop(name, None)
         self.phases.remove(phase)
         self._last = [other for other in self._last if other is not phase]
 
-    def _wrapped(self, phase: Phase, call: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(call)
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with self.lock():
-                return self._run(phase, functools.partial(call, *args, **kwargs))
+    def run(self, phase: Phase, call: Callable[[], Any]) -> Any:
+        """Run a call of a phase, after the calls of other threads."""
+        with self.lock():
+            return self._run(phase, call)
 
-        return wrapped
+    def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
+        """Copy as None: the copy of a pipeline or a component is an ordinary one."""
+        return type(None), ()
 
     def _run(self, phase: Phase, call: Callable[[], Any]) -> Any:
         phase.calls += 1

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -163,6 +166,27 @@ def test_what_people_do_with_a_pipeline() -> None:
     assert torch.equal(generated("wan", pipe), want[0]), "its components are still applied"
     remove(pipe)
     assert same_weights(pipe, twin)
+
+
+def test_a_copy_of_a_pipeline(tmp_path: Path) -> None:
+    """It is an ordinary one; saved files are those of the plain pipeline; a pickle is refused with a sentence."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    apply(pipe, memory="1MiB", **EAGER)
+    want = generated("wan", twin)
+    assert torch.equal(generated("wan", pipe), want)
+    other = copy.deepcopy(pipe)
+    calls = [phase.calls for phase in budget_of(pipe).phases]
+    assert torch.equal(generated("wan", other), want) and budget_of(other) is None
+    assert [phase.calls for phase in budget_of(pipe).phases] == calls
+    with pytest.raises(ChunkflowError, match=r"vae belongs to a pipeline that was applied, .* remove\(pipe\) first"):
+        pickle.dumps(pipe.vae)
+    for name, p in (("ours", pipe), ("plain", twin)):
+        p.transformer.save_pretrained(tmp_path / name / "transformer")
+        p.vae.save_pretrained(tmp_path / name / "vae")
+    for path in (tmp_path / "plain").rglob("*.*"):
+        assert (tmp_path / "ours" / path.relative_to(tmp_path / "plain")).read_bytes() == path.read_bytes()
+    remove(pipe)
+    assert torch.equal(generated("wan", pipe), want)
 
 
 def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:

@@ -68,9 +68,7 @@ def test_the_memory_of_each_phase(name: str) -> None:
 def test_a_budget_below_the_activations() -> None:
     """Known after the first call of the component, which the error names."""
     pipe = apply(small_pipeline("wan"), "cuda", memory=3 * MIB // 2, min_bytes=2048, lowering="eager")
-    with pytest.raises(
-        ChunkflowError, match=r"memory=1572864 bytes is too little for \w+ .* take \d+ bytes"
-    ):
+    with pytest.raises(ChunkflowError, match=r"memory=1572864 bytes is too little for \w+ .* take \d+ bytes"):
         generated("wan", pipe, 0)
     remove(pipe)
     pipe.to("cuda")
