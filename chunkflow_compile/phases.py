@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import time
+import weakref
 from collections.abc import Callable
 from statistics import median
 from typing import Any, NoReturn, Protocol
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from chunkflow_compile.kinds import caching_hook
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.replanning import replan
@@ -98,7 +100,7 @@ class Phase:
         self.calls = 0
         self.retries = 0
         self.seconds: list[float] = []
-        self.methods: tuple[str, ...] = ()  # that begin it; none if calls of the module do
+        self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -169,9 +171,11 @@ class Budget:
         self.turn = ProcessLock()
         self.lock = ProcessLock()
         self.phases: list[Phase] = []
-        self.pipelines = 0
+        self.pipelines = weakref.WeakSet[Any]()
+        self.arguments: dict[str, Any] = {}  # of the first apply, for components that come later
         self._allocator: Allocator = CudaAllocator(device) if device.type == "cuda" else Uncounted()
         self._last: list[Phase] = []  # the newest last
+        self._settled = False  # whether the newest has its room
 
     @property
     def usable(self) -> int:
@@ -191,21 +195,25 @@ class Budget:
         self.phases.append(phase)
         if methods:
             for name in methods:
+                phase.methods[name] = phase.root.__dict__.get(name)
                 phase.root.__dict__[name] = _Entry(self, phase, name, getattr(phase.root, name))
         else:
             call = phase.root._compiled_call_impl or phase.root._call_impl
             phase.root._compiled_call_impl = _Entry(self, phase, "_call_impl", call)
-        phase.methods = methods
 
     def remove(self, phase: Phase) -> None:
         """Undo :meth:`add`."""
         phase.root._compiled_call_impl = None
-        for name in phase.methods:
-            phase.root.__dict__.pop(name, None)
+        for name, before in phase.methods.items():
+            if before is None:
+                phase.root.__dict__.pop(name, None)
+            else:
+                phase.root.__dict__[name] = before
         self.phases.remove(phase)
         self._last = [other for other in self._last if other is not phase]
+        self._settled = False
 
-    def run(self, phase: Phase, call: Callable[[], Any]) -> Any:
+    def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
         """Run a call of a phase, after the calls of other threads."""
         with self.lock():
             return self._run(phase, call)
@@ -214,7 +222,7 @@ class Budget:
         """Copy as None: the copy of a pipeline or a component is an ordinary one."""
         return type(None), ()
 
-    def _run(self, phase: Phase, call: Callable[[], Any]) -> Any:
+    def _run(self, phase: Phase, call: functools.partial[Any]) -> Any:
         phase.calls += 1
         self._make_room(phase)
         held, begun, ran_out = self._begin(phase), time.perf_counter(), False
@@ -223,6 +231,8 @@ class Budget:
         except (torch.OutOfMemoryError, ChunkflowError) as error:
             if not _out_of_memory(error) or _has_ranks():
                 raise
+            if _keeps_state(phase.root, call):
+                raise self._does_not_fit(phase, error) from error
             ran_out = True
         if ran_out:  # outside of the handler: the error's traceback would keep the activations
             _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
@@ -241,8 +251,9 @@ class Budget:
 
     def _make_room(self, phase: Phase) -> None:
         """Free the arenas of other phases, least recently used first, until this one fits."""
-        if self._last and self._last[-1] is phase:
+        if self._settled and self._last[-1] is phase:
             return
+        self._settled = True
         self._last = [*(other for other in self._last if other is not phase), phase]
         for other in self._last[:-1]:
             others = sum(p.arena.held for p in self.phases if p is not phase)
@@ -269,16 +280,22 @@ class Budget:
         except (torch.OutOfMemoryError, ChunkflowError) as error:
             if not _out_of_memory(error):
                 raise
-            self._allocator.trim()
-            raise ChunkflowError(
-                f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {self.total} bytes with its weights "
-                f"streamed: {str(error).splitlines()[0]} Give apply more memory, or call the pipeline with smaller sizes"
-                + (", or pipe.vae.enable_tiling()." if hasattr(phase.root, "enable_tiling") else ".")
-            ) from error
+            raise self._does_not_fit(phase, error) from error
+
+    def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
+        for other in self.phases:
+            other.arena.vacate()
+        self._allocator.trim()
+        tiling = ", or pipe.vae.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
+        return ChunkflowError(
+            f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {self.total} bytes with its weights "
+            f"streamed: {str(error).splitlines()[0]} Give apply more memory, or call the pipeline with smaller sizes{tiling}"
+        )
 
     def _note(self, phase: Phase, held: int) -> None:
         """Learn from a call what it needs beside the weights, and plan them for the rest of the budget."""
-        peak, before, after = self._allocator.peak(), phase.beside, phase.arena.held
+        peak, after = self._allocator.peak(), phase.arena.held
+        before, was_steady, was = phase.beside, phase.steady, phase.goal
         if peak is not None:
             others = sum(p.arena.held for p in self.phases if p is not phase)
             beside = max(0, peak - after - others)
@@ -291,10 +308,14 @@ class Budget:
             phase.beside = sum(p.kept for p in self.phases)
         if phase.goal is not None and phase.beside == before:
             return
-        self._last = [other for other in self._last if other is not phase]  # others may have to give way again
+        self._settled = False  # others may have to give way again
         goal = self.usable - phase.beside + phase.kept  # its plan counts what it keeps, and so does ``beside``
         if phase.goal is None or abs(goal - phase.goal) > _WORTH_A_PLAN * self.total:
-            self._set_goal(phase, goal)
+            try:
+                self._set_goal(phase, goal)
+            except ChunkflowError:  # a smaller call may fit
+                phase.beside, phase.steady, phase.goal = before, was_steady, was
+                raise
 
     def _set_goal(self, phase: Phase, goal: int) -> None:
         phase.goal = goal
@@ -304,7 +325,6 @@ class Budget:
             if programs(phase.root):
                 replan(phase.root, memory=goal)
         except ChunkflowError as error:
-            phase.goal = None
             raise ChunkflowError(
                 f"memory={self.total} bytes is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
                 f"{phase.beside - phase.kept} bytes beside its weights, activations mostly, so {max(0, goal)} are left for "
@@ -319,6 +339,14 @@ def _out_of_memory(error: BaseException) -> bool:
             return True
         seen = seen.__cause__
     return False
+
+
+def _keeps_state(root: nn.Module, call: functools.partial[Any]) -> bool:
+    """Whether a call changes more than it returns, such as a step cache: half of it must not run twice."""
+    given = (*call.args, *call.keywords.values())
+    return any(caching_hook(m) is not None for m in root.modules()) or any(
+        type(value).__name__.endswith("Cache") for value in given
+    )
 
 
 def _has_ranks() -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from chunkflow_compile.compiling import compile_by_kind, uncompile
 from chunkflow_compile.kinds import blocks_of
-from chunkflow_compile.options import parse_options
+from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phases import BUDGET, Budget, Phase, budget_of
 from chunkflow_compile.placing import offload, placement_of, placements_around, restore
@@ -53,8 +53,7 @@ def apply(
     Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
     group offload, on another device, without values or compiled already, or if ``memory`` cannot hold one weight of it.
     """
-    models = _models(pipe)
-    known = budget_of(pipe)
+    models, known = _models(pipe), budget_of(pipe)
     shared = {id(b): b for m in models.values() if (b := budget_of(m)) is not None}
     if len(shared) > 1:
         raise ChunkflowError(
@@ -69,51 +68,82 @@ def apply(
     target = _device(device) if budget is None else budget.device
     if budget is not None and (memory is not None or (device is not None and _device(device) != target)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
-    chosen = parse_options(options, mode)
+    given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic, **options}
+    given = {name: value for name, value in given.items() if value is not None}
     for name, model in fresh.items():
         _check(name, model, target)
     made = budget or Budget(target, _total(memory, target))
-    _check_floor(fresh, made, chosen.min_bytes)
-    given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
-    room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
-    placed: dict[str, nn.Module] = {}
-    try:
-        for name, model in fresh.items():
-            placed[name] = model
-            part = None if room is None else room * _bytes(model) // max(1, sum(map(_bytes, fresh.values())))
-            cast = dtype.get(name, dtype.get("default")) if isinstance(dtype, Mapping) else dtype
-            offload(model, target, min_bytes=chosen.min_bytes, dtype=cast, share=share, host_memory=part)
-            _compile(Phase(name, model, target), made, given, chosen.min_bytes, dynamic)
-    except BaseException:
-        for model in placed.values():
-            _undo(model, made)
-        raise
-    for phase in [p for p in made.phases if made.pipelines == 1 and known is not None]:
-        if all(phase.root is not model for model in models.values()):  # it was replaced
-            _undo(phase.root, made)
-    if known is None:
-        made.pipelines += 1
+    made.arguments = given = {**made.arguments, **given}
+    with made.turn(), made.lock():
+        _add(fresh, made, **given)
         pipe.__dict__[BUDGET] = made
-        pipe.__class__ = _in_turns(type(pipe))
+        if known is None:
+            pipe.__class__ = _in_turns(type(pipe))
+        made.pipelines.add(pipe)
+        _undo_unused(made)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(made.figures())
     return pipe
 
 
+def _add(
+    models: Mapping[str, nn.Module],
+    budget: Budget,
+    *,
+    dtype: Dtypes | None = None,
+    share: Any = None,
+    host_memory: int | str | None = None,
+    mode: str | None = None,
+    dynamic: bool | None = None,
+    **options: Any,
+) -> None:
+    """Place and compile components.  If that fails, they are ordinary again."""
+    chosen = parse_options(options, mode)
+    cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
+    _check_floor(models, cast, budget, chosen.min_bytes)
+    given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
+    room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    total = max(1, sum(map(_bytes, models.values())))
+    placed: list[nn.Module] = []
+    try:
+        for name, model in models.items():
+            placed.append(model)
+            part = None if room is None else room * _bytes(model) // total
+            offload(model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part)
+            _compile(Phase(name, model, budget.device), budget, given, chosen, dynamic)
+    except BaseException:
+        for model in placed:
+            _undo(model, budget)
+        raise
+
+
 def remove(pipe: Any) -> Any:
     """Undo :func:`apply`: ordinary components again, bit for bit, where they were before; return the pipeline.
 
-    Components that another pipeline shares stay as they are until that is removed too.
+    Waits for a generation under way.  Components that another pipeline shares stay as they are until that is removed too.
+    Raises ChunkflowError if a component finds no room where it was; the pipeline stays applied then.
     """
-    budget: Budget | None = pipe.__dict__.pop(BUDGET, None)
+    budget = budget_of(pipe)
     if budget is None:
         return pipe
-    pipe.__class__ = type(pipe).__mro__[1]
-    budget.pipelines -= 1
-    if not budget.pipelines:
-        for phase in [*budget.phases]:
-            _undo(phase.root, budget)
+    with budget.turn(), budget.lock():
+        budget.pipelines.discard(pipe)
+        try:
+            _undo_unused(budget)
+        except BaseException:
+            budget.pipelines.add(pipe)
+            raise
+        pipe.__dict__.pop(BUDGET, None)
+        pipe.__class__ = type(pipe).__mro__[1]
     return pipe
+
+
+def _undo_unused(budget: Budget) -> None:
+    """Make ordinary again what no applied pipeline has as a component."""
+    used = {id(model) for pipe in budget.pipelines for model in _models(pipe).values()}
+    for phase in [*budget.phases]:
+        if id(phase.root) not in used:
+            _undo(phase.root, budget)
 
 
 def _models(pipe: Any) -> dict[str, nn.Module]:
@@ -154,10 +184,19 @@ def _check(name: str, model: nn.Module, device: torch.device) -> None:
             )
 
 
-def _check_floor(models: Mapping[str, nn.Module], budget: Budget, min_bytes: int) -> None:
+def _check_floor(
+    models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
+) -> None:
     """Raise ChunkflowError if a component's largest weight has no room beside those that stay on the device."""
-    kept = sum(leaf.nbytes for m in models.values() for leaf in leaves_of(m) if leaf.nbytes < min_bytes)
-    largest = {n: max((leaf.nbytes for leaf in leaves_of(m)), default=0) for n, m in models.items()}
+    sizes = {
+        name: [
+            leaf.numel() * (to.itemsize if (to := cast[name]) and leaf.is_floating_point() else leaf.element_size())
+            for leaf in leaves_of(model)
+        ]
+        for name, model in models.items()
+    }
+    kept = sum(n for found in sizes.values() for n in found if n < min_bytes) + sum(p.kept for p in budget.phases)
+    largest = {name: max(found, default=0) for name, found in sizes.items()}
     name = max(largest, key=lambda n: largest[n], default="")
     if largest and kept + largest[name] > budget.usable:
         raise ChunkflowError(
@@ -167,21 +206,23 @@ def _check_floor(models: Mapping[str, nn.Module], budget: Budget, min_bytes: int
         )
 
 
-def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], min_bytes: int, dynamic: bool | None) -> None:
+def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: Options, dynamic: bool | None) -> None:
     """Compile a placed component and make its calls a phase."""
-    model = phase.root
+    model, placement = phase.root, placement_of(phase.root)
+    assert placement is not None
     given = {**options, "arena": phase.arena}
     model.__dict__[BUDGET] = budget
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
-        placement = placement_of(model)
-        assert placement is not None
         placement.store.warned = True  # what is not compiled is meant to run eagerly
-        if blocks_of(decoder) and not _keeps_frames(decoder):
-            compile_by_kind(decoder, placement, given, min_bytes, dynamic)
+        # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
+        if blocks_of(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
+            compile_by_kind(decoder, placement, given, chosen.min_bytes, dynamic)
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
-    else:
-        compile_by_kind(model, placement_of(model), given, min_bytes, dynamic)
-        budget.add(phase, ())
+        return
+    if not blocks_of(model):  # compiled whole, and its first plan may keep as much as it is given
+        given["memory"] = max(0, budget.usable - sum(p.kept for p in budget.phases))
+    compile_by_kind(model, placement, given, chosen.min_bytes, dynamic)
+    budget.add(phase, ())
 
 
 def _keeps_frames(decoder: nn.Module) -> bool:
@@ -191,12 +232,12 @@ def _keeps_frames(decoder: nn.Module) -> bool:
 
 
 def _undo(model: nn.Module, budget: Budget) -> None:
-    """Make a component an ordinary one again."""
+    """Make a component an ordinary one again.  Raises ChunkflowError if it finds no room; it is as before then."""
+    restore(model)
     if (phase := budget.phase_of(model)) is not None:
         budget.remove(phase)
     model.__dict__.pop(BUDGET, None)
     uncompile(model)
-    restore(model)
 
 
 def _device(device: torch.device | str | None) -> torch.device:
