@@ -58,13 +58,10 @@ def same_weights(pipe: Any, twin: Any) -> bool:
     )
 
 
-SHORT = ("wan2.2", "flux")
-
-
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        *(pytest.param(n, EAGER, marks=() if n in SHORT else pytest.mark.long, id=n) for n in SMALL_PIPELINES),
+        *(pytest.param(n, EAGER, marks=() if n == "wan2.2" else pytest.mark.long, id=n) for n in SMALL_PIPELINES),
         *(
             pytest.param(n, INDUCTOR, marks=pytest.mark.long, id=f"{n}-inductor")
             for n in ("flux", "z-image", "sd3", "ltx")
