@@ -19,6 +19,7 @@ from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
+from chunkflow_compile.weights.modules import hooks_of
 
 _log = logging.getLogger(__name__)
 
@@ -86,18 +87,13 @@ def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_byte
 def refuse_decisions_of_a_rank(root: nn.Module | None, graph: GraphModule) -> None:
     """Raise ChunkflowError for a step cache of diffusers that skips blocks by what one rank computes, if ranks exchange
     activations in these blocks: one rank could skip an exchange that another waits for."""
-    names = {name for m in (() if root is None else root.modules()) for name in _hooks(m)}
+    names = {name for m in (() if root is None else root.modules()) for name in hooks_of(m)}
     if _DECIDES_BY_VALUES & names and any(_exchanges(node) for node in graph.graph.nodes):
         raise ChunkflowError(
             "FirstBlockCache compares activations, of which each rank has its own part, so the ranks may decide otherwise "
             "and one would wait for the other without end. Use a cache that decides by the step, such as "
             "PyramidAttentionBroadcastConfig or TaylorSeerCacheConfig, or call disable_cache()."
         )
-
-
-def _hooks(module: nn.Module) -> Iterable[str]:
-    """The names of diffusers' hooks on a module."""
-    return getattr(module.__dict__.get("_diffusers_hook"), "hooks", ())
 
 
 def _exchanges(node: Node) -> bool:

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, NoReturn, Protocol
 
@@ -27,13 +27,12 @@ from chunkflow_compile.replanning import replan
 from chunkflow_compile.report.phases import PhaseFigures, PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.locks import ProcessLock
+from chunkflow_compile.simulate.generation import usable
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 
 _log = logging.getLogger(__name__)
 
-# Share of a budget that the plans leave to what the caching allocator cannot reuse.
-RESERVED_SHARE = 0.05
 # A plan is made again if its part of the budget has changed by this share of the budget: less is worth no cold start.
 _WORTH_A_PLAN = 0.02
 # Attribute of a pipeline and of its components: their Budget.
@@ -113,21 +112,19 @@ class Phase:
         return sum(leaf.nbytes for leaf in self.weights if not isinstance(leaf, HostWeight))
 
     @property
-    def wanted(self) -> int:
-        """Bytes of weights that a call may bring to the device, beside those that stay there."""
-        streamed = sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
-        return streamed if self.goal is None else min(streamed, self.goal - self.kept)
+    def streamed(self) -> int:
+        """Bytes of its weights that calls bring to the device."""
+        return sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
 
     def figures(self) -> PhaseFigures:
         """What is known of it now."""
-        route = next((r for r in courses(self.root) if r.keys), None)
-        plans = [route.course.plan] if route is not None else [p.plan for p in programs(self.root)]
+        plans = [r.course.plan for r in courses(self.root)[:1]] or [p.plan for p in programs(self.root)]
         predicted = [plan.predicted.step_s for plan in plans if plan.predicted is not None]
         return PhaseFigures(
             name=self.name,
             model=type(self.root).__name__,
             weights=sum(leaf.nbytes for leaf in self.weights),
-            streamed=sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight)),
+            streamed=self.streamed,
             on_device=self.kept + self.arena.held,
             beside=self.beside or None,
             calls=self.calls,
@@ -180,7 +177,7 @@ class Budget:
     @property
     def usable(self) -> int:
         """Bytes of the budget that plans may count on."""
-        return self.total - int(RESERVED_SHARE * self.total)
+        return usable(self.total)
 
     def figures(self) -> PipelineFigures:
         """What is known of the phases now, in the order of the components."""
@@ -216,38 +213,44 @@ class Budget:
     def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
         """Run a call of a phase, after the calls of other threads."""
         with self.lock():
+            phase.calls += 1
+            self._make_room(phase)
             return self._run(phase, call)
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
         """Copy as None: the copy of a pipeline or a component is an ordinary one."""
         return type(None), ()
 
-    def _run(self, phase: Phase, call: functools.partial[Any]) -> Any:
-        phase.calls += 1
-        self._make_room(phase)
-        held, begun, ran_out = self._begin(phase), time.perf_counter(), False
+    def _run(self, phase: Phase, call: functools.partial[Any], again: bool = False) -> Any:
+        """Run and measure a call.  ``again``: it ran out of memory before, and weights gave way."""
+        self._allocator.begin()
+        held, begun = phase.arena.held, time.perf_counter()
         try:
             result = call()
         except (torch.OutOfMemoryError, ChunkflowError) as error:
             if not _out_of_memory(error) or _has_ranks():
                 raise
-            if _keeps_state(phase.root, call):
+            if again or _keeps_state(phase.root, call):
                 raise self._does_not_fit(phase, error) from error
-            ran_out = True
-        if ran_out:  # outside of the handler: the error's traceback would keep the activations
-            _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
-            phase.retries += 1
-            self._give_back(phase)
-            held, begun = self._begin(phase), time.perf_counter()
-            result = self._again(phase, call)
-        phase.seconds = [*phase.seconds[-31:], time.perf_counter() - begun]
-        self._note(phase, held)
-        return result
+        else:
+            phase.seconds = [*phase.seconds[-31:], time.perf_counter() - begun]
+            self._note(phase, held)
+            return result
+        # outside of the handler: the error's traceback would keep the activations
+        _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
+        phase.retries += 1
+        self._give_back(phase)
+        return self._run(phase, call, again=True)
 
-    def _begin(self, phase: Phase) -> int:
-        """Begin to measure a call; return the bytes of weights on the device."""
-        self._allocator.begin()
-        return phase.arena.held
+    def _held_beside(self, phase: Phase) -> int:
+        """Bytes that the arenas of the other phases hold."""
+        return sum(other.arena.held for other in self.phases if other is not phase)
+
+    def _vacate(self, phases: Iterable[Phase]) -> None:
+        """Free the arenas of ``phases``, and give their memory back to the device."""
+        for phase in phases:
+            phase.arena.vacate()
+        self._allocator.trim()
 
     def _make_room(self, phase: Phase) -> None:
         """Free the arenas of other phases, least recently used first, until this one fits."""
@@ -255,37 +258,26 @@ class Budget:
             return
         self._settled = True
         self._last = [*(other for other in self._last if other is not phase), phase]
+        room = -1  # what the other arenas may hold; until there is a goal, all of them give way
+        if phase.goal is not None:
+            room = self.usable - phase.beside - min(phase.streamed, phase.goal - phase.kept)
         for other in self._last[:-1]:
-            others = sum(p.arena.held for p in self.phases if p is not phase)
-            if phase.goal is not None and phase.wanted + phase.beside + others <= self.usable:
+            if self._held_beside(phase) <= room:
                 return
             if other.arena.held:
-                other.arena.vacate()
-                self._allocator.trim()
+                self._vacate([other])
 
     def _give_back(self, phase: Phase) -> None:
         """Free all weights on the device, and halve what the next plan of the phase may take."""
-        for other in self.phases:
-            other.arena.vacate()
-        self._allocator.trim()
+        self._vacate(self.phases)
         planned = [p.plan.device_bytes for p in programs(phase.root)]
         planned += [r.course.plan.device_bytes for r in courses(phase.root)]
         if planned:
             with contextlib.suppress(ChunkflowError):  # below the least; then only the other phases give way
                 self._set_goal(phase, max(planned) // 2)
 
-    def _again(self, phase: Phase, call: Callable[[], Any]) -> Any:
-        try:
-            return call()
-        except (torch.OutOfMemoryError, ChunkflowError) as error:
-            if not _out_of_memory(error):
-                raise
-            raise self._does_not_fit(phase, error) from error
-
     def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
-        for other in self.phases:
-            other.arena.vacate()
-        self._allocator.trim()
+        self._vacate(self.phases)
         tiling = ", or pipe.vae.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
         return ChunkflowError(
             f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {self.total} bytes with its weights "
@@ -297,8 +289,7 @@ class Budget:
         peak, after = self._allocator.peak(), phase.arena.held
         before, was_steady, was = phase.beside, phase.steady, phase.goal
         if peak is not None:
-            others = sum(p.arena.held for p in self.phases if p is not phase)
-            beside = max(0, peak - after - others)
+            beside = max(0, peak - after - self._held_beside(phase))
             steady = held == after
             if steady and not phase.steady:
                 phase.beside, phase.steady = beside, True

@@ -18,8 +18,11 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phases import BUDGET, Budget, Phase, budget_of
 from chunkflow_compile.placing import offload, placement_of, placements_around, restore
 from chunkflow_compile.runtime.device import check_device
+from chunkflow_compile.simulate.generation import budget_for
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.leaves import leaves_of
+from chunkflow_compile.weights.limits import host_memory as machine_memory
+from chunkflow_compile.weights.modules import hooks_of
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
@@ -170,8 +173,7 @@ def _check(name: str, model: nn.Module, device: torch.device) -> None:
                 f"{what} is under a hook of accelerate, which moves its weights too: load the pipeline without device_map, "
                 "or call pipe.remove_all_hooks() and pipe.reset_device_map() instead of enable_model_cpu_offload()."
             )
-        hooks = getattr(inner.__dict__.get("_diffusers_hook"), "hooks", {})
-        if any("group_offloading" in hook for hook in hooks):
+        if any("group_offloading" in name for name in hooks_of(inner)):
             raise ChunkflowError(
                 f"{what} is under diffusers' group offloading, which moves its weights too: leave it out."
             )
@@ -202,7 +204,7 @@ def _check_floor(
         raise ChunkflowError(
             f"memory={budget.total} bytes is too little for pipe.{name}: its largest weight has {largest[name]} bytes, small "
             f"weights of all components take {kept}, and its activations come on top. Give at least "
-            f"memory={int((kept + largest[name]) * budget.total / max(1, budget.usable)) + 1}."
+            f"memory={budget_for(kept + largest[name])}."
         )
 
 
@@ -254,9 +256,7 @@ def _total(memory: int | str | None, device: torch.device) -> int:
         return parse_bytes(memory, "memory")
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device))
-    from chunkflow_compile.weights.limits import host_memory
-
-    return host_memory().free
+    return machine_memory().free
 
 
 def _bytes(model: nn.Module) -> int:

@@ -1,4 +1,4 @@
-"""The exceptions of the package.  Each message names the thing, the cause and the fix."""
+"""The exceptions of the package, and the first line of any.  Each message names the thing, the cause and the fix."""
 
 
 class ChunkflowError(RuntimeError):
@@ -7,3 +7,9 @@ class ChunkflowError(RuntimeError):
 
 class FindingError(ChunkflowError):
     """A check found a fault in the program; the call itself was valid."""
+
+
+def first_line(error: BaseException) -> str:
+    """The type of an error, and the first line of its message."""
+    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+    return f"{type(error).__name__}: {said}"

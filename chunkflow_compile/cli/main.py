@@ -22,9 +22,9 @@ from chunkflow_compile.cli import (
     timeline,
     why,
 )
-from chunkflow_compile.passes.errors import ChunkflowError, FindingError
+from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
 
-from .output import first_line, save_traceback
+from .output import save_traceback
 
 COMMANDS = (demo, bench, plan, pipeline, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
 

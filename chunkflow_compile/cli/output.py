@@ -57,12 +57,6 @@ def write_json(arguments: argparse.Namespace, body: str) -> None:
             raise ChunkflowError(f"{arguments.json} cannot be written: {error.strerror}.") from error
 
 
-def first_line(error: BaseException) -> str:
-    """The type of an error, and the first line of its message."""
-    said = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
-    return f"{type(error).__name__}: {said}"
-
-
 def save_traceback() -> str:
     """Write the traceback of the error being handled to a new file; return its path."""
     with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:

@@ -19,7 +19,6 @@ from chunkflow_compile.models.published import PUBLISHED, Encoder, Published, pu
 from chunkflow_compile.models.weightless import trace_without_weights
 from chunkflow_compile.options import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.report.generation import draw_generation, generation_tables
@@ -72,10 +71,9 @@ def run(arguments: argparse.Namespace) -> int:
     components = list(_components(found, sizes, steps, hardware, progress))
     with progress.phase("planning"):
         least = max(needed(c, hardware, DEFAULT_CHUNK_BYTES) for c in components)
-        memory = least if arguments.memory is None else parse_bytes(_number(arguments.memory), "--memory")
+        memory = least if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
         ways = generations(components, hardware, DEFAULT_CHUNK_BYTES, memory)
-    what = f"{sizes.frames} frames of " if sizes.frames > 1 else ""
-    title = f"{found.name}, {what}{sizes.height}x{sizes.width}, {steps} steps, on {hardware.name}"
+    title = f"{found.name}, {sizes}, {steps} steps, on {hardware.name}"
     say(arguments, f"{title}, within {size(memory)}; the least that fits is {size(least)}\n")
     say(arguments, generation_tables(ways, found.transformer.forwards))
     if arguments.picture:
@@ -95,7 +93,7 @@ def _components(
             yield _encoder(encoder)
     transformer = found.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
-        traced = transformer.trace(1, sizes)
+        problem = make_cut(transformer.trace(1, sizes)).problem
         cost = eager_cost(lambda: _called(*transformer.build(sizes, torch.device("cpu"))), torch.bfloat16)
     for expert in range(found.experts):  # each takes its share of the steps
         mine = steps // found.experts + (expert < steps % found.experts)
@@ -104,7 +102,7 @@ def _components(
             weights=cost.weights,
             activations=cost.activations,
             calls=mine * transformer.forwards,
-            problem=make_cut(traced).problem,
+            problem=problem,
         )
     with progress.phase("decoding"):
         cost = eager_cost(found.decode(sizes), torch.bfloat16)
@@ -114,24 +112,18 @@ def _components(
 
 
 def _encoder(encoder: Encoder) -> Component:
-    def traced() -> Traced:
-        return trace_without_weights(
-            lambda: (encoder.build().eval(), encoder.inputs()), 1, DEFAULT_MIN_BYTES, torch.bfloat16
-        )
-
     cost = eager_cost(lambda: _called(encoder.build(), encoder.inputs()), torch.bfloat16)
+    traced = trace_without_weights(
+        lambda: (encoder.build().eval(), encoder.inputs()), 1, DEFAULT_MIN_BYTES, torch.bfloat16
+    )
     return Component(
         name=encoder.name,
         weights=cost.weights,
         activations=cost.activations,
         calls=encoder.calls,
-        problem=make_cut(traced()).problem,
+        problem=make_cut(traced).problem,
     )
 
 
 def _called(model: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, Callable[[nn.Module], Any]]:
     return model, lambda m: m(**inputs)
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdigit() else text

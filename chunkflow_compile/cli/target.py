@@ -16,7 +16,7 @@ from chunkflow_compile.models.presets import PRESETS, preset
 from chunkflow_compile.models.quantised import Quantisation
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Options
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.regions import DEFAULT_GROUP_BYTES, Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
@@ -27,7 +27,7 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import with_drive
 
-from .output import Progress, first_line, save_traceback
+from .output import Progress, save_traceback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +163,9 @@ def options_of(arguments: argparse.Namespace) -> Options:
         slowdown=arguments.slowdown,
         hardware=arguments.hardware,
         yields=arguments.yields,
-        chunk_bytes=parse_bytes(_number(arguments.chunk_bytes), "--chunk-bytes"),
-        min_bytes=parse_bytes(_number(arguments.min_bytes), "--min-bytes"),
-        group_bytes=parse_bytes(_number(arguments.group_bytes), "--group-bytes"),
+        chunk_bytes=parse_bytes(arguments.chunk_bytes, "--chunk-bytes"),
+        min_bytes=parse_bytes(arguments.min_bytes, "--min-bytes"),
+        group_bytes=parse_bytes(arguments.group_bytes, "--group-bytes"),
         disable=tuple(getattr(arguments, "disable_pass", None) or ()),
     )
 
@@ -202,10 +202,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     found.shape(sizes)
     with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
         traced = _trace(arguments, lambda: found.trace(arguments.ulysses, sizes, options.min_bytes, quantize))
-    what = f"{sizes.frames} frames of " if sizes.frames > 1 else ""
-    title = (
-        f"{found.name}{f' in {quantize}' if quantize else ''}, {what}{sizes.height}x{sizes.width}, batch {sizes.batch}"
-    )
+    title = f"{found.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
     return _target(title, traced, arguments, options, found.forwards)
 
 
@@ -251,12 +248,8 @@ def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: 
         forwards=arguments.forwards or forwards,
         settings=settings,
         regional=getattr(arguments, "regional", False),
-        host_memory=None if host_memory is None else parse_bytes(_number(host_memory), "--host-memory"),
+        host_memory=None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
     )
-
-
-def _number(text: str) -> int | str:
-    return int(text) if text.isdigit() else text
 
 
 def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 
-from .tensorrt import through_tensorrt
+from .tensorrt import Region, through_tensorrt
 from .warm_up import warmed_up
 
 _log = logging.getLogger(__name__)
 
 Lowering = Literal["inductor", "eager", "tensorrt"]
-Region = Callable[..., Sequence[Any]]
-
 
 # standalone_compile would tune kernels while it compiles, on random tensors of full size: memory that a card may not have
 # before the model is placed.  They are tuned in the first step instead, which it would do once more in any case.
@@ -44,8 +43,7 @@ def lower_regions(
                 lowered[name] = through_tensorrt(region.module)
                 continue
             except Exception as error:  # noqa: BLE001  (any op or type that TensorRT does not support)
-                reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
-                _log.warning("%s goes to Inductor: TensorRT says %s: %s", name, type(error).__name__, reason)
+                _log.warning("%s goes to Inductor: TensorRT says %s", name, first_line(error))
         lowered[name] = _through_inductor(region.module, inductor)
     return lowered
 

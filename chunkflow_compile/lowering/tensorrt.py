@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.sizes import symbols_of
 
 Region = Callable[..., Sequence[Any]]
@@ -34,9 +34,7 @@ def why_not_tensorrt(device: torch.device | None = None) -> str | None:
     try:
         import_module("torch_tensorrt.dynamo")
     except Exception as error:  # noqa: BLE001  (what a missing library raises depends on the release)
-        return (
-            f"torch-tensorrt cannot be imported: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
-        )
+        return f"torch-tensorrt cannot be imported: {first_line(error)}"
     return None
 
 
@@ -54,8 +52,8 @@ def through_tensorrt(module: GraphModule) -> Region:
     if any(not isinstance(v, torch.Tensor) or symbols_of(v) for v in (*inputs, *wanted)):
         raise NotImplementedError("sizes that are open; give dynamic=False")
     interface: Any = import_module("torch_tensorrt")
-    with FakeTensorMode() as mode:
-        exported = torch.export.export(module, tuple(_as_new(v, mode) for v in inputs))
+    with FakeTensorMode():
+        exported = torch.export.export(module, tuple(_like(v, v.stride()) for v in inputs))
     engine = interface.dynamo.compile(
         exported,
         arg_inputs=[interface.Input(shape=tuple(v.shape), dtype=v.dtype) for v in inputs],
@@ -65,23 +63,17 @@ def through_tensorrt(module: GraphModule) -> Region:
     return _in_layout(engine, [v.stride() for v in wanted])
 
 
-def _as_new(value: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
-    """A tensor of the same layout in another fake mode."""
-    made: FakeTensor = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)  # type: ignore[assignment]
-    return made
-
-
 def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> Region:
     """An engine's outputs are contiguous; the regions after it were lowered for the strides of the trace."""
 
     def call(*args: torch.Tensor) -> Sequence[torch.Tensor]:
         found = engine(*(a.contiguous() for a in args))
         outputs = [found] if isinstance(found, torch.Tensor) else [*found]
-        return [o if o.stride() == s else _restrided(o, s) for o, s in zip(outputs, strides, strict=True)]
+        return [o if o.stride() == s else _like(o, s).copy_(o) for o, s in zip(outputs, strides, strict=True)]
 
     return call
 
 
-def _restrided(value: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    made = torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)
-    return made.copy_(value)
+def _like(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """A new tensor of the same shape with this stride, fake inside a fake mode."""
+    return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)

@@ -33,6 +33,10 @@ class Sizes:
     batch: int = 1
     text: int = 512
 
+    def __str__(self) -> str:
+        """The pixels of a sample, such as 81 frames of 720x1280."""
+        return f"{f'{self.frames} frames of ' if self.frames > 1 else ''}{self.height}x{self.width}"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:

@@ -20,11 +20,15 @@ _MARKS = ("<pad>", "</s>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|
 
 @dataclass(frozen=True)
 class SmallPipeline:
-    """A pipeline of diffusers.  ``components``: makes them.  ``call``: arguments of one small generation."""
+    """A pipeline of diffusers.  ``components``: makes them.  ``call``: arguments of one small generation.
+
+    ``image``: whether a generation takes an image too.
+    """
 
     class_name: str
     components: Callable[[], Components]
     call: Mapping[str, Any]
+    image: bool = False
 
     def build(self, seed: int = 0) -> Any:
         """A pipeline with random weights in evaluation mode; the same seed gives the same weights."""
@@ -38,6 +42,16 @@ class SmallPipeline:
                 component.eval()
         pipe.set_progress_bar_config(disable=True)
         return pipe
+
+    def generate(self, pipe: Any, seed: int = 0, **changed: Any) -> torch.Tensor:
+        """What ``pipe`` generates from the small call, with some arguments changed."""
+        call = {**self.call, **changed}
+        if self.image:
+            from PIL import Image
+
+            call["image"] = Image.new("RGB", (32, 32), (120, 30, 200))
+        found = pipe(**call, generator=torch.Generator().manual_seed(seed))[0]
+        return found if isinstance(found, torch.Tensor) else torch.as_tensor(found[0])
 
 
 def small_pipeline(name: str, seed: int = 0) -> Any:
@@ -71,6 +85,12 @@ def _scheduler(**config: Any) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     return FlowMatchEulerDiscreteScheduler(**config)
+
+
+def _parts(transformer: Any, vae: Any, text_encoder: Any, tokens: int = 512, **more: Any) -> Components:
+    """The components of a pipeline.  ``tokens``: most in a prompt.  ``more``: others, or one in place of these."""
+    found = {"transformer": transformer, "vae": vae, "scheduler": _scheduler(), "text_encoder": text_encoder}
+    return {**found, "tokenizer": _tokenizer(tokens), **more}
 
 
 def _t5(width: int = _TEXT) -> Any:
@@ -165,24 +185,23 @@ def _llama() -> Any:
     )
 
 
-def _image_vae(channels: int, **config: Any) -> Any:
+# Of AutoencoderKL and AutoencoderKLFlux2.
+_IMAGE_VAE: Mapping[str, Any] = {
+    "sample_size": 32,
+    "latent_channels": 4,
+    "block_out_channels": (32, 32),
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "norm_num_groups": 8,
+    "use_quant_conv": False,
+    "use_post_quant_conv": False,
+}
+
+
+def _image_vae() -> Any:
     from diffusers import AutoencoderKL
 
-    return AutoencoderKL(
-        **{
-            "sample_size": 32,
-            "latent_channels": channels,
-            "block_out_channels": (32, 32),
-            "down_block_types": ("DownEncoderBlock2D",) * 2,
-            "up_block_types": ("UpDecoderBlock2D",) * 2,
-            "norm_num_groups": 8,
-            "use_quant_conv": False,
-            "use_post_quant_conv": False,
-            "shift_factor": 0.1,
-            "scaling_factor": 1.5,
-        }
-        | config
-    )
+    return AutoencoderKL(**_IMAGE_VAE, shift_factor=0.1, scaling_factor=1.5)
 
 
 def _wan_vae() -> Any:
@@ -212,14 +231,7 @@ def _wan_transformer(channels: int = 16, **config: Any) -> Any:
 
 
 def _wan() -> Components:
-    return {
-        "transformer": _wan_transformer(),
-        "transformer_2": None,
-        "vae": _wan_vae(),
-        "scheduler": _scheduler(shift=7.0),
-        "text_encoder": _umt5(),
-        "tokenizer": _tokenizer(),
-    }
+    return _parts(_wan_transformer(), _wan_vae(), _umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None)
 
 
 def _wan_two_experts() -> Components:
@@ -261,15 +273,7 @@ def _flux() -> Components:
         guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
     )
-    return {
-        "transformer": transformer,
-        "vae": _image_vae(4),
-        "scheduler": _scheduler(),
-        "text_encoder": _clip(),
-        "tokenizer": _tokenizer(77),
-        "text_encoder_2": _t5(),
-        "tokenizer_2": _tokenizer(),
-    }
+    return _parts(transformer, _image_vae(), _clip(), 77, text_encoder_2=_t5(), tokenizer_2=_tokenizer())
 
 
 def _flux2() -> Components:
@@ -287,23 +291,7 @@ def _flux2() -> Components:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    vae = AutoencoderKLFlux2(
-        sample_size=32,
-        block_out_channels=(32, 32),
-        down_block_types=("DownEncoderBlock2D",) * 2,
-        up_block_types=("UpDecoderBlock2D",) * 2,
-        latent_channels=4,
-        norm_num_groups=8,
-        use_quant_conv=False,
-        use_post_quant_conv=False,
-    )
-    return {
-        "transformer": transformer,
-        "vae": vae,
-        "scheduler": _scheduler(),
-        "text_encoder": _qwen3(),
-        "tokenizer": _tokenizer(),
-    }
+    return _parts(transformer, AutoencoderKLFlux2(**_IMAGE_VAE), _qwen3())
 
 
 def _qwen_image() -> Components:
@@ -328,13 +316,7 @@ def _qwen_image() -> Components:
         latents_mean=[0.0] * 4,
         latents_std=[1.0] * 4,
     )
-    return {
-        "transformer": transformer,
-        "vae": vae,
-        "scheduler": _scheduler(),
-        "text_encoder": _qwen_vl(),
-        "tokenizer": _tokenizer(2048),
-    }
+    return _parts(transformer, vae, _qwen_vl(), 2048)
 
 
 class _TextAndImages:
@@ -385,15 +367,9 @@ def _hunyuan_video() -> Components:
         layers_per_block=1,
         norm_num_groups=4,
     )
-    return {
-        "transformer": transformer,
-        "vae": vae,
-        "scheduler": _scheduler(shift=7.0),
-        "text_encoder": _llama(),
-        "tokenizer": _tokenizer(),
-        "text_encoder_2": _clip(),
-        "tokenizer_2": _tokenizer(77),
-    }
+    return _parts(
+        transformer, vae, _llama(), scheduler=_scheduler(shift=7.0), text_encoder_2=_clip(), tokenizer_2=_tokenizer(77)
+    )
 
 
 def _ltx() -> Components:
@@ -417,13 +393,7 @@ def _ltx() -> Components:
         spatio_temporal_scaling=(True, True, False, False),
         decoder_spatio_temporal_scaling=(True, True, False, False),
     )
-    return {
-        "transformer": transformer,
-        "vae": vae,
-        "scheduler": _scheduler(),
-        "text_encoder": _t5(),
-        "tokenizer": _tokenizer(),
-    }
+    return _parts(transformer, vae, _t5())
 
 
 def _z_image() -> Components:
@@ -442,13 +412,7 @@ def _z_image() -> Components:
         axes_dims=[8, 4, 4],
         axes_lens=[256, 32, 32],
     )
-    return {
-        "transformer": transformer,
-        "vae": _image_vae(4),
-        "scheduler": _scheduler(),
-        "text_encoder": _qwen3(),
-        "tokenizer": _tokenizer(),
-    }
+    return _parts(transformer, _image_vae(), _qwen3())
 
 
 def _sd3() -> Components:
@@ -466,17 +430,16 @@ def _sd3() -> Components:
         pooled_projection_dim=2 * _TEXT,
         out_channels=4,
     )
-    return {
-        "transformer": transformer,
-        "vae": _image_vae(4),
-        "scheduler": _scheduler(),
-        "text_encoder": _clip(projected=True),
-        "tokenizer": _tokenizer(77),
-        "text_encoder_2": _clip(projected=True),
-        "tokenizer_2": _tokenizer(77),
-        "text_encoder_3": _t5(2 * _TEXT),
-        "tokenizer_3": _tokenizer(),
-    }
+    return _parts(
+        transformer,
+        _image_vae(),
+        _clip(projected=True),
+        77,
+        text_encoder_2=_clip(projected=True),
+        tokenizer_2=_tokenizer(77),
+        text_encoder_3=_t5(2 * _TEXT),
+        tokenizer_3=_tokenizer(),
+    )
 
 
 _STEPS = {"num_inference_steps": 3, "output_type": "pt"}
@@ -486,14 +449,17 @@ _VIDEO = {**_IMAGE, "num_frames": 5, "negative_prompt": "rain"}
 SMALL_PIPELINES: Mapping[str, SmallPipeline] = {
     "wan": SmallPipeline("WanPipeline", _wan, {**_VIDEO, "guidance_scale": 4.0}),
     "wan2.2": SmallPipeline("WanPipeline", _wan_two_experts, {**_VIDEO, "guidance_scale": 4.0}),
-    "wan-i2v": SmallPipeline("WanImageToVideoPipeline", _wan_from_image, {**_VIDEO, "guidance_scale": 4.0}),
+    "wan-i2v": SmallPipeline("WanImageToVideoPipeline", _wan_from_image, {**_VIDEO, "guidance_scale": 4.0}, image=True),
     "flux": SmallPipeline("FluxPipeline", _flux, _IMAGE),
     "flux2": SmallPipeline(
         "Flux2KleinPipeline", _flux2, {**_IMAGE, "guidance_scale": 4.0, "text_encoder_out_layers": (1, 2)}
     ),
     "qwen-image": SmallPipeline("QwenImagePipeline", _qwen_image, {**_IMAGE, "negative_prompt": "rain"}),
     "qwen-image-edit": SmallPipeline(
-        "QwenImageEditPipeline", _qwen_image_edit, {**_IMAGE, "negative_prompt": "rain", "true_cfg_scale": 4.0}
+        "QwenImageEditPipeline",
+        _qwen_image_edit,
+        {**_IMAGE, "negative_prompt": "rain", "true_cfg_scale": 4.0},
+        image=True,
     ),
     "hunyuanvideo": SmallPipeline(
         "HunyuanVideoPipeline",

@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from chunkflow_compile.weights.modules import hooks_of
+
 
 def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
     """Split the sequence of a diffusers transformer over ``degree`` ranks; return ``model``.
@@ -31,7 +33,7 @@ def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
     finally:
         model.__dict__.pop("_resolve_parallel_config", None)
     for module in model.modules():
-        for hook in getattr(getattr(module, "_diffusers_hook", None), "hooks", {}).values():
+        for hook in hooks_of(module).values():
             _settle(getattr(hook, "module_forward_metadata", None))
     return model
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
@@ -11,7 +12,7 @@ from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 
-# As in phases.py: left to what the caching allocator cannot reuse.
+# Share of a budget that plans leave to what the caching allocator cannot reuse.
 RESERVED_SHARE = 0.05
 
 
@@ -35,33 +36,27 @@ def generations(
     and planned within ``memory`` bytes.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.h2d_bandwidth * hardware.eta_pref
+    resident = {c.name: _placed(c, hardware, chunk_bytes, policy="resident")[1] for c in components}
 
     def plain(c: Component) -> PhaseMemory:
-        return _phase(c, total, _resident(c, hardware, chunk_bytes))
+        return _phase(c, total, resident[c.name])
 
     def one_model(c: Component) -> PhaseMemory:
-        return replace(_phase(c, c.weights, _resident(c, hardware, chunk_bytes)), loading_s=c.weights / rate)
+        return _phase(c, c.weights, resident[c.name], loading_s=c.weights / rate)
 
     def blocks(c: Component) -> PhaseMemory:
-        if c.problem is None:
-            return replace(_phase(c, c.weights, c.seconds), loading_s=c.weights / rate)
-        plan = place(c.problem, hardware, policy="layerwise", chunk_bytes=chunk_bytes)
-        assert plan.predicted is not None
-        return _phase(c, plan.device_bytes, plan.predicted.step_s)
+        weights, seconds = _placed(c, hardware, chunk_bytes, policy="layerwise")
+        return _phase(c, weights, seconds, loading_s=c.weights / rate if c.problem is None else 0.0)
 
     def planned(c: Component) -> PhaseMemory:
         room = usable(memory) - c.activations
-        if c.problem is None:
-            if c.weights > room:
-                raise ChunkflowError(_too_little(c, memory, needed(c, hardware, chunk_bytes)))
-            return replace(_phase(c, c.weights, c.seconds), loading_s=c.weights / rate)
+        if c.problem is None and c.weights > room:
+            raise _too_little(c, hardware, chunk_bytes, memory)
         try:
-            plan = place(c.problem, hardware, chunk_bytes=chunk_bytes, memory=max(0, room))
+            weights, seconds = _placed(c, hardware, chunk_bytes, memory=max(0, room))
         except ChunkflowError as error:
-            raise ChunkflowError(_too_little(c, memory, needed(c, hardware, chunk_bytes))) from error
-        assert plan.predicted is not None
-        first = min(plan.device_bytes, c.weights) / rate  # a phase begins cold
-        return replace(_phase(c, plan.device_bytes, plan.predicted.step_s), loading_s=first)
+            raise _too_little(c, hardware, chunk_bytes, memory) from error
+        return _phase(c, weights, seconds, loading_s=min(weights, c.weights) / rate)  # a phase begins cold
 
     ways: Mapping[str, Callable[[Component], PhaseMemory]] = {
         "plain": plain,
@@ -80,33 +75,41 @@ def usable(memory: int) -> int:
     return memory - int(RESERVED_SHARE * memory)
 
 
+def budget_for(nbytes: int) -> int:
+    """A budget of which plans may count on ``nbytes``."""
+    return int(nbytes / (1 - RESERVED_SHARE)) + 1
+
+
 def needed(component: Component, hardware: Hardware, chunk_bytes: int) -> int:
     """The least budget in which a component runs, bytes."""
     problem = component.problem
     weights = component.weights if problem is None else least_memory(problem, hardware, chunk_bytes)
-    return int((weights + component.activations) / (1 - RESERVED_SHARE)) + 1
+    return budget_for(weights + component.activations)
 
 
-def _too_little(component: Component, memory: int, least: int) -> str:
-    return (
+def _too_little(component: Component, hardware: Hardware, chunk_bytes: int, memory: int) -> ChunkflowError:
+    least = needed(component, hardware, chunk_bytes)
+    return ChunkflowError(
         f"memory={memory} bytes is too little for {component.name}: its activations take up to {component.activations} "
         f"bytes, and with the least of its weights it needs {least}. Give --memory {-(-least // 2**20)}MiB or more."
     )
 
 
-def _phase(component: Component, weights: int, seconds: float) -> PhaseMemory:
+def _placed(component: Component, hardware: Hardware, chunk_bytes: int, **goal: Any) -> tuple[int, float]:
+    """Bytes of weights on the device under a plan for ``goal``, and seconds of a call.  What runs eagerly has no plan."""
+    if component.problem is None:
+        return component.weights, component.seconds
+    plan = place(component.problem, hardware, chunk_bytes=chunk_bytes, **goal)
+    assert plan.predicted is not None
+    return plan.device_bytes, plan.predicted.step_s
+
+
+def _phase(component: Component, weights: int, seconds: float, loading_s: float = 0.0) -> PhaseMemory:
     return PhaseMemory(
         name=component.name,
         weights=weights,
         activations=component.activations,
         calls=component.calls,
         seconds=seconds,
+        loading_s=loading_s,
     )
-
-
-def _resident(component: Component, hardware: Hardware, chunk_bytes: int) -> float:
-    if component.problem is None:
-        return component.seconds
-    plan = place(component.problem, hardware, policy="resident", chunk_bytes=chunk_bytes)
-    assert plan.predicted is not None
-    return plan.predicted.step_s

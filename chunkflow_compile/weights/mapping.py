@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import mmap
 import os
 import weakref
@@ -24,6 +25,7 @@ class Descriptor:
         weakref.finalize(self, os.close, number).atexit = False
 
 
+@functools.cache
 def libc() -> Any:
     """The C library, with the calls that Python's mmap has not."""
     libc = ctypes.CDLL(None, use_errno=True)

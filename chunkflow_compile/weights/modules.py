@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,6 +56,12 @@ class ModelIndex:
     def covers(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether all of ``parameters`` belong to the model."""
         return all(id(p) in self.names for p in parameters)
+
+
+def hooks_of(module: nn.Module) -> Mapping[str, Any]:
+    """The hooks of diffusers on a module, by name."""
+    found: Mapping[str, Any] = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+    return found
 
 
 def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:

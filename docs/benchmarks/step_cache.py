@@ -16,7 +16,6 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-import diffusers
 import torch
 from tabulate import tabulate
 
@@ -26,6 +25,7 @@ from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
 from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.report.record import seconds, size
 
@@ -64,52 +64,19 @@ class Clock:
         return 1000 if self.step < 2 else 500  # the first two steps skip nothing
 
 
-# Name -> the configuration of the cache, and whether a step has the inputs of the step before.
-Kind = tuple[str, Callable[[Clock], Any], Callable[[int], bool]]
+# Title, name of the cache, and whether a step has the inputs of the step before.
+Kind = tuple[str, str, Callable[[int], bool]]
 
 
 def kinds() -> list[Kind]:
     """Each cache with a pattern of steps.  FirstBlockCache hits where the inputs are those of the step before."""
     numbers = random.Random(0)
     same = [step > 0 and numbers.random() < 0.5 for step in range(STEPS)]
-    skipping = {"spatial_attention_block_skip_range": 2, "spatial_attention_timestep_skip_range": (-1, 900)}
+    first, *others = STEP_CACHES
     return [
-        ("FirstBlockCache, in turns", lambda clock: diffusers.FirstBlockCacheConfig(0.2), lambda step: step % 2 == 1),
-        ("FirstBlockCache, at random", lambda clock: diffusers.FirstBlockCacheConfig(0.2), lambda step: same[step]),
-        (
-            "MagCache",
-            lambda clock: diffusers.MagCacheConfig(
-                mag_ratios=torch.linspace(1.0, 0.9, STEPS),
-                num_inference_steps=STEPS,
-                retention_ratio=0.1,
-                threshold=0.5,
-            ),
-            lambda step: False,
-        ),
-        (
-            "PyramidAttentionBroadcast",
-            lambda clock: diffusers.PyramidAttentionBroadcastConfig(
-                **skipping, current_timestep_callback=clock.timestep
-            ),
-            lambda step: False,
-        ),
-        (
-            "FasterCache",
-            lambda clock: diffusers.FasterCacheConfig(
-                **skipping,
-                attention_weight_callback=lambda _: 0.5,
-                is_guidance_distilled=True,
-                current_timestep_callback=clock.timestep,
-            ),
-            lambda step: False,
-        ),
-        (
-            "TaylorSeerCache",
-            lambda clock: diffusers.TaylorSeerCacheConfig(
-                cache_interval=3, disable_cache_before_step=2, cache_identifiers=[r".*\.attn1"]
-            ),
-            lambda step: False,
-        ),
+        (f"{first}, in turns", first, lambda step: step % 2 == 1),
+        (f"{first}, at random", first, lambda step: same[step]),
+        *((name, name, lambda step: False) for name in others),
     ]
 
 
@@ -125,10 +92,10 @@ class Cached:
     """A model with a cache, compiled by kind."""
 
     def __init__(self, kind: Kind, options: dict[str, Any]) -> None:
-        _, config, self.same = kind
+        _, cache, self.same = kind
         self.clock = Clock()
         self.model = small_model("wan", SIZE)
-        self.model.enable_cache(config(self.clock))  # type: ignore[operator]
+        self.model.enable_cache(step_cache(cache, self.clock.timestep, STEPS))  # type: ignore[operator]
         chunkflow_compile.compile(self.model, **options)
 
     def generation(self) -> list[Measured]:

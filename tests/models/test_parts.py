@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import diffusers
@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import chunkflow_compile
 from chunkflow_compile import courses, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
 from chunkflow_compile.placing import placement_of
 
 SIZE = Size(layers=3, singles=2)
@@ -104,51 +105,23 @@ def test_a_model_with_graph_breaks(place: bool, caplog: pytest.LogCaptureFixture
     assert torch.equal(run(x), twin(x))
 
 
-def _mag_ratios() -> torch.Tensor:
-    return torch.linspace(1.0, 0.9, 20)
-
-
-# Called with a function that returns the timestep.
-CACHES: dict[str, Callable[[Callable[[], int]], Any]] = {
-    "first block": lambda timestep: diffusers.FirstBlockCacheConfig(threshold=0.2),
-    "pyramid attention broadcast": lambda timestep: diffusers.PyramidAttentionBroadcastConfig(
-        spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(-1, 900),
-        current_timestep_callback=timestep,
-    ),
-    "mag": lambda timestep: diffusers.MagCacheConfig(
-        mag_ratios=_mag_ratios(), num_inference_steps=20, retention_ratio=0.1, threshold=0.5
-    ),
-    "faster": lambda timestep: diffusers.FasterCacheConfig(
-        spatial_attention_block_skip_range=2,
-        spatial_attention_timestep_skip_range=(-1, 900),
-        attention_weight_callback=lambda _: 0.5,
-        is_guidance_distilled=True,
-        current_timestep_callback=timestep,
-    ),
-    "taylor seer": lambda timestep: diffusers.TaylorSeerCacheConfig(
-        cache_interval=3, disable_cache_before_step=2, cache_identifiers=[r".*\.attn1?"]
-    ),
-}
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("by_kind", [False, True])
-@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("cache", STEP_CACHES)
 @pytest.mark.parametrize("family", ["wan", "flux"])
-def test_a_step_cache(family: str, kind: str, by_kind: bool) -> None:
+def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
     """Hits and misses in turns: the inputs change little, and every third time a lot.  By kind, no block runs eagerly."""
     model, twin = pair(family)
-    timestep = 1000
+    timestep, steps = 1000, 20
     for m in (model, twin):
-        m.enable_cache(CACHES[kind](lambda: timestep))  # type: ignore[operator]
+        m.enable_cache(step_cache(cache, lambda: timestep, steps))  # type: ignore[operator]
     if by_kind:
         chunkflow_compile.compile(model, **EAGER)
     else:
         offload(model, min_bytes=MIN_BYTES)
         model.compile(backend="chunkflow", options=EAGER)
     base, flops, fetched = small_inputs(family, SIZE, 0), list[int](), list[int]()
-    for step in range(20):
+    for step in range(steps):
         timestep = 500 if step > 1 else 1000  # the first two steps skip nothing
         changed = base["hidden_states"] + 0.01 * step + (step // 3)
         outputs, before = [], {id(p): len(p.measurements) for p in programs(model)}
@@ -170,7 +143,7 @@ def test_a_step_cache(family: str, kind: str, by_kind: bool) -> None:
                 assert sum(m.moved_bytes + m.primed_bytes for _, m in new) <= ran + new[0][0].arena.nbytes
             new[0][0].arena.courses.settle()
     moved = [m.moved_bytes for p in programs(model) for m in p.measurements]
-    eager = kind == "mag" and not by_kind  # diffusers keeps its hooks, and the blocks inside, out of compilation
+    eager = cache == "MagCache" and not by_kind  # diffusers keeps its hooks, and the blocks inside, out of compilation
     assert sum(moved) >= large_bytes(twin) or eager
     assert min(flops) < 0.9 * max(flops), "no step hit the cache"
     if by_kind:

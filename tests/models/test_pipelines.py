@@ -26,6 +26,7 @@ pytest.importorskip("transformers")
 MIN_BYTES = 2048
 EAGER = {"min_bytes": MIN_BYTES, "lowering": "eager", "device": "cpu"}
 INDUCTOR = {"min_bytes": MIN_BYTES, "device": "cpu"}
+WAN, FLUX = SMALL_PIPELINES["wan"], SMALL_PIPELINES["flux"]
 TOLERANCE = 1e-4  # of Inductor, for images between 0 and 1; measured 2e-6
 
 
@@ -33,17 +34,6 @@ TOLERANCE = 1e-4  # of Inductor, for images between 0 and 1; measured 2e-6
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
     yield
-
-
-def generated(name: str, pipe: Any, seed: int = 0, **changed: Any) -> torch.Tensor:
-    call = {**SMALL_PIPELINES[name].call, **changed}
-    if name in ("wan-i2v", "qwen-image-edit"):
-        from PIL import Image
-
-        call["image"] = Image.new("RGB", (32, 32), (120, 30, 200))
-    with torch.no_grad():
-        found = pipe(**call, generator=torch.Generator().manual_seed(seed))[0]
-    return found if isinstance(found, torch.Tensor) else torch.as_tensor(found[0])
 
 
 def models(pipe: Any) -> dict[str, nn.Module]:
@@ -72,7 +62,8 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
     """Several prompts, sizes and numbers of steps: equal to the plain pipeline, within the budget; removed bit for bit."""
     if name == "wan-i2v":
         pytest.importorskip("ftfy")  # which diffusers' pipeline needs
-    pipe, twin = small_pipeline(name), small_pipeline(name)
+    small = SMALL_PIPELINES[name]
+    pipe, twin = small.build(), small.build()
     memory = "3MiB" if name in ("z-image", "sd3") else "1MiB"  # their largest weights have 1 and 2.3 MiB
     assert apply(pipe, memory=memory, **options) is pipe
     printed = capsys.readouterr().out
@@ -84,7 +75,7 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
     seen = []
     calls: list[dict[str, Any]] = [{}, {"prompt": "two cats"}, {"num_inference_steps": 2}]
     for seed, changed in enumerate([{}] if name == "qwen-image-edit" else calls):
-        want, got = generated(name, twin, seed, **changed), generated(name, pipe, seed, **changed)
+        want, got = small.generate(twin, seed, **changed), small.generate(pipe, seed, **changed)
         assert torch.allclose(got, want, rtol=0, atol=TOLERANCE) if options is INDUCTOR else torch.equal(got, want)
         assert sum(p.arena.held for p in budget.phases) + sum(p.kept for p in budget.phases) <= budget.total
         seen.append(want)
@@ -100,7 +91,7 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
     assert same_weights(pipe, twin)
     assert not any(isinstance(t, HostWeight) for m in models(pipe).values() for t in m.parameters())
     if name != "qwen-image-edit":
-        assert torch.equal(generated(name, pipe), seen[0])
+        assert torch.equal(small.generate(pipe), seen[0])
 
 
 @pytest.mark.long
@@ -123,20 +114,20 @@ def test_what_people_do_with_a_pipeline() -> None:
         {"height": 48},
         {"prompt": "a much longer prompt of more words"},
     ):
-        want = generated("wan", twin, **changed)
-        assert torch.equal(generated("wan", pipe, callback_on_step_end=tell, **changed), want), changed
+        want = WAN.generate(twin, **changed)
+        assert torch.equal(WAN.generate(pipe, callback_on_step_end=tell, **changed), want), changed
     assert told == [0, 1, 2] * 4
 
     config = peft.LoraConfig(r=8, lora_alpha=8, target_modules=["to_q", "to_k"], init_lora_weights=False)
     for p in (pipe, twin):
         torch.manual_seed(1)
         p.transformer.add_adapter(config, adapter_name="new")
-    plain = generated("wan", twin)
-    assert torch.equal(generated("wan", pipe), plain)
+    plain = WAN.generate(twin)
+    assert torch.equal(WAN.generate(pipe), plain)
     for p in (pipe, twin):
         p.set_adapters(["new"], [0.5])
-    assert not torch.equal(want := generated("wan", twin), plain)
-    assert torch.equal(generated("wan", pipe), want)
+    assert not torch.equal(want := WAN.generate(twin), plain)
+    assert torch.equal(WAN.generate(pipe), want)
     for p in (pipe, twin):
         p.unload_lora_weights()
 
@@ -144,11 +135,11 @@ def test_what_people_do_with_a_pipeline() -> None:
     other.set_progress_bar_config(disable=True)
     apply(other)
     assert budget_of(other) is budget_of(pipe)
-    want = [generated("wan", twin, seed) for seed in range(4)]
+    want = [WAN.generate(twin, seed) for seed in range(4)]
     got: dict[int, torch.Tensor] = {}
 
     def serve(seed: int) -> None:
-        got[seed] = generated("wan", (pipe, other)[seed % 2], seed)
+        got[seed] = WAN.generate((pipe, other)[seed % 2], seed)
 
     threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -157,7 +148,7 @@ def test_what_people_do_with_a_pipeline() -> None:
         thread.join()
     assert all(torch.equal(got[seed], want[seed]) for seed in range(4)), "one generation at a time"
     remove(other)
-    assert torch.equal(generated("wan", pipe), want[0]), "its components are still applied"
+    assert torch.equal(WAN.generate(pipe), want[0]), "its components are still applied"
     remove(pipe)
     assert same_weights(pipe, twin)
 
@@ -166,11 +157,11 @@ def test_a_copy_of_a_pipeline(tmp_path: Path) -> None:
     """It is an ordinary one; saved files are those of the plain pipeline; a pickle is refused with a sentence."""
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
     apply(pipe, memory="1MiB", **EAGER)
-    want = generated("wan", twin)
-    assert torch.equal(generated("wan", pipe), want)
+    want = WAN.generate(twin)
+    assert torch.equal(WAN.generate(pipe), want)
     other = copy.deepcopy(pipe)
     calls = [phase.calls for phase in budget_of(pipe).phases]
-    assert torch.equal(generated("wan", other), want) and budget_of(other) is None
+    assert torch.equal(WAN.generate(other), want) and budget_of(other) is None
     assert [phase.calls for phase in budget_of(pipe).phases] == calls
     with pytest.raises(ChunkflowError, match=r"vae belongs to a pipeline that was applied, .* remove\(pipe\) first"):
         pickle.dumps(pipe.vae)
@@ -180,7 +171,7 @@ def test_a_copy_of_a_pipeline(tmp_path: Path) -> None:
     for path in (tmp_path / "plain").rglob("*.*"):
         assert (tmp_path / "ours" / path.relative_to(tmp_path / "plain")).read_bytes() == path.read_bytes()
     remove(pipe)
-    assert torch.equal(generated("wan", pipe), want)
+    assert torch.equal(WAN.generate(pipe), want)
 
 
 def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:
@@ -190,7 +181,7 @@ def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:
     budget = budget_of(pipe)
     assert budget is not None
     for seed in range(2):
-        assert torch.equal(generated("wan", pipe, seed), generated("wan", twin, seed))
+        assert torch.equal(WAN.generate(pipe, seed), WAN.generate(twin, seed))
     assert any(phase.arena.nbytes for phase in budget.phases)
     left = {"transformer": 1, "vae": 1}
     calls = {"transformer": 0, "vae": 0}
@@ -205,7 +196,7 @@ def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:
         pipe.transformer.condition_embedder.register_forward_pre_hook(functools.partial(fail, "transformer")),
         pipe.vae.decoder.mid_block.register_forward_pre_hook(functools.partial(fail, "vae")),
     ]
-    assert torch.equal(generated("wan", pipe, 5), generated("wan", twin, 5))
+    assert torch.equal(WAN.generate(pipe, 5), WAN.generate(twin, 5))
     assert left == {"transformer": 0, "vae": 0} and sum(phase.retries for phase in budget.phases) == 2
     assert "vae ran out of memory: weights give way" in caplog.text and "ran out of memory 1 times" in str(
         explain(pipe)
@@ -214,10 +205,10 @@ def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:
     with pytest.raises(
         ChunkflowError, match=r"vae \(AutoencoderKLWan\) does not fit .*: no room in vae .*enable_tiling"
     ):
-        generated("wan", pipe, 6)
+        WAN.generate(pipe, 6)
     for hook in hooks:
         hook.remove()
-    assert torch.equal(generated("wan", pipe, 7), generated("wan", twin, 7))
+    assert torch.equal(WAN.generate(pipe, 7), WAN.generate(twin, 7))
     remove(pipe)
     assert same_weights(pipe, twin)
 
@@ -230,7 +221,7 @@ def test_a_step_cache_does_not_run_twice() -> None:
     for p in (pipe, twin):
         p.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e-6))
     apply(pipe, memory="1GiB", **EAGER)
-    assert torch.equal(generated("wan", pipe), want := generated("wan", twin))
+    assert torch.equal(WAN.generate(pipe), want := WAN.generate(twin))
     fails = [True]
 
     def fail(*_: Any) -> None:
@@ -240,10 +231,10 @@ def test_a_step_cache_does_not_run_twice() -> None:
 
     hook = pipe.transformer.norm_out.register_forward_pre_hook(fail)
     with pytest.raises(ChunkflowError, match=r"transformer \(WanTransformer3DModel\) does not fit"):
-        generated("wan", pipe)
+        WAN.generate(pipe)
     hook.remove()
     pipe.transformer._reset_stateful_cache()
-    assert torch.equal(generated("wan", pipe), want)
+    assert torch.equal(WAN.generate(pipe), want)
 
 
 class Counting:
@@ -274,7 +265,7 @@ def test_components_give_way_in_the_first_generation() -> None:
             lambda *_: most.append(sum(p.arena.held + p.kept for p in budget.phases)), always_call=True
         )
     for seed in range(2):
-        assert torch.equal(generated("flux", pipe, seed), generated("flux", twin, seed))
+        assert torch.equal(FLUX.generate(pipe, seed), FLUX.generate(twin, seed))
     assert len(most) == 10 and max(most) <= budget.usable
     remove(pipe)
 
@@ -286,13 +277,13 @@ def test_a_call_that_is_too_large_and_smaller_ones_after_it() -> None:
     assert budget is not None
     counting = budget._allocator = Counting()
     counting.budget = budget
-    assert torch.equal(generated("wan", pipe), want := generated("wan", twin))
+    assert torch.equal(WAN.generate(pipe), want := WAN.generate(twin))
     counting.activations = 1 << 20
     with pytest.raises(ChunkflowError, match=r"memory=1048576 bytes is too little for text_encoder .* smaller sizes"):
-        generated("wan", pipe)
+        WAN.generate(pipe)
     counting.activations = 1000
     for _ in range(2):
-        assert torch.equal(generated("wan", pipe), want)
+        assert torch.equal(WAN.generate(pipe), want)
     remove(pipe)
 
 
@@ -323,10 +314,10 @@ def test_a_component_swapped_after() -> None:
     before = pipe.transformer
     pipe.transformer = small_pipeline("wan", seed=1).transformer
     with pytest.raises(ChunkflowError, match=r"pipe\.transformer was replaced after apply: call .*apply\(pipe\) again"):
-        generated("wan", pipe)
+        WAN.generate(pipe)
     apply(pipe)  # with the arguments of the first time
     twin.transformer = small_pipeline("wan", seed=1).transformer
-    assert torch.equal(generated("wan", pipe), generated("wan", twin))
+    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))
     assert any(isinstance(p, HostWeight) for p in pipe.transformer.parameters())
     assert not any(isinstance(p, HostWeight) for p in before.parameters()), "nothing runs on it any more"
     remove(pipe)
@@ -384,4 +375,4 @@ def test_a_failure_gives_everything_back() -> None:
     with pytest.raises(ChunkflowError, match="casts to float32, float16 or bfloat16"):
         apply(pipe, dtype={"transformer": torch.int8}, **EAGER)
     assert same_weights(pipe, twin) and type(pipe) is type(twin) and budget_of(pipe) is None
-    assert torch.equal(generated("wan", pipe), generated("wan", twin))
+    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))

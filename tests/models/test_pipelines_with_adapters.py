@@ -13,13 +13,8 @@ from chunkflow_compile.phases import budget_of
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_grad")]
+FLUX = SMALL_PIPELINES["flux"]
 TOLERANCE = 1e-4  # of Inductor
-
-
-def generated(pipe: Any, seed: int = 0, **more: Any) -> torch.Tensor:
-    call = {**SMALL_PIPELINES["flux"].call, **more}
-    found: torch.Tensor = pipe(**call, generator=torch.Generator().manual_seed(seed))[0]
-    return found
 
 
 def image_adapter(transformer: Any) -> dict[str, Any]:
@@ -42,17 +37,17 @@ def image_adapter(transformer: Any) -> dict[str, Any]:
 def test_an_image_adapter() -> None:
     pipe, twin = small_pipeline("flux"), small_pipeline("flux")
     apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
-    plain = generated(twin)
-    assert torch.allclose(generated(pipe), plain, rtol=0, atol=TOLERANCE)
+    plain = FLUX.generate(twin)
+    assert torch.allclose(FLUX.generate(pipe), plain, rtol=0, atol=TOLERANCE)
     for p in (pipe, twin):
         p.transformer._load_ip_adapter_weights([image_adapter(p.transformer)])
     embeds = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4))
     images = {"ip_adapter_image_embeds": [embeds], "negative_ip_adapter_image_embeds": [torch.zeros_like(embeds)]}
-    want = generated(twin, **images)
+    want = FLUX.generate(twin, **images)
     assert not torch.allclose(want, plain, atol=10 * TOLERANCE)
-    assert torch.allclose(generated(pipe, **images), want, rtol=0, atol=TOLERANCE)
+    assert torch.allclose(FLUX.generate(pipe, **images), want, rtol=0, atol=TOLERANCE)
     remove(pipe)
-    assert torch.equal(generated(pipe, **images), want)
+    assert torch.equal(FLUX.generate(pipe, **images), want)
 
 
 def test_a_lora_of_the_pipeline() -> None:
@@ -60,8 +55,8 @@ def test_a_lora_of_the_pipeline() -> None:
     pytest.importorskip("peft")
     pipe, twin = small_pipeline("flux"), small_pipeline("flux")
     apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
-    plain = generated(twin)
-    assert torch.allclose(generated(pipe), plain, rtol=0, atol=TOLERANCE)
+    plain = FLUX.generate(twin)
+    assert torch.allclose(FLUX.generate(pipe), plain, rtol=0, atol=TOLERANCE)
     rng = torch.Generator().manual_seed(5)
     state = {}
     for block in ("transformer_blocks.0", "single_transformer_blocks.1"):
@@ -80,8 +75,8 @@ def test_a_lora_of_the_pipeline() -> None:
     ):
         change(twin)
         change(pipe)
-        seen.append(generated(twin))
-        assert torch.allclose(generated(pipe), seen[-1], rtol=0, atol=TOLERANCE), len(seen)
+        seen.append(FLUX.generate(twin))
+        assert torch.allclose(FLUX.generate(pipe), seen[-1], rtol=0, atol=TOLERANCE), len(seen)
     assert not torch.allclose(seen[1], plain, atol=10 * TOLERANCE) and not torch.allclose(
         seen[2], seen[1], atol=TOLERANCE
     )
@@ -115,9 +110,9 @@ def test_a_controlnet() -> None:
     call = {"control_image": torch.rand(1, 3, 32, 32), "controlnet_conditioning_scale": 1.0}
     apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
     for seed in range(2):
-        want = generated(twin, seed, **call)
-        assert torch.allclose(generated(pipe, seed, **call), want, rtol=0, atol=TOLERANCE)
-    weaker = generated(twin, 1, **{**call, "controlnet_conditioning_scale": 0.1})
+        want = FLUX.generate(twin, seed, **call)
+        assert torch.allclose(FLUX.generate(pipe, seed, **call), want, rtol=0, atol=TOLERANCE)
+    weaker = FLUX.generate(twin, 1, **{**call, "controlnet_conditioning_scale": 0.1})
     assert not torch.allclose(weaker, want, atol=10 * TOLERANCE)
     budget = budget_of(pipe)
     assert budget is not None

@@ -13,23 +13,14 @@ from chunkflow_compile.phases import budget_of
 
 pytest.importorskip("transformers")
 MIB = 1 << 20
-
-
-def generated(name: str, pipe: Any, seed: int, **changed: Any) -> torch.Tensor:
-    call = {**SMALL_PIPELINES[name].call, **changed}
-    if name == "wan-i2v":
-        from PIL import Image
-
-        call["image"] = Image.new("RGB", (32, 32), (120, 30, 200))
-    found: torch.Tensor = pipe(**call, generator=torch.Generator().manual_seed(seed))[0]
-    return found
+WAN = SMALL_PIPELINES["wan"]
 
 
 def peak(pipe: Any, name: str, seed: int, **changed: Any) -> tuple[int, torch.Tensor]:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    got = generated(name, pipe, seed, **changed)
+    got = SMALL_PIPELINES[name].generate(pipe, seed, **changed)
     torch.cuda.synchronize()
     return torch.cuda.max_memory_allocated(), got
 
@@ -69,7 +60,7 @@ def test_a_budget_below_the_activations() -> None:
     """Known after the first call of the component, which the error names."""
     pipe = apply(small_pipeline("wan"), "cuda", memory=3 * MIB // 2, min_bytes=2048, lowering="eager")
     with pytest.raises(ChunkflowError, match=r"memory=1572864 bytes is too little for \w+ .* take \d+ bytes"):
-        generated("wan", pipe, 0)
+        WAN.generate(pipe, 0)
     remove(pipe)
     pipe.to("cuda")
-    assert generated("wan", pipe, 0).isfinite().all()
+    assert WAN.generate(pipe, 0).isfinite().all()

@@ -1,0 +1,41 @@
+"""The step caches of diffusers, configured to skip work in a short generation, for tests and benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+STEP_CACHES = ("FirstBlockCache", "MagCache", "PyramidAttentionBroadcast", "FasterCache", "TaylorSeerCache")
+
+
+def step_cache(name: str, timestep: Callable[[], int], steps: int) -> Any:
+    """The configuration of a cache.  ``timestep``: returns that of the current step.  ``steps``: of a generation.
+
+    The caches that skip attention do so at timesteps below 900.
+    """
+    import diffusers
+
+    skipping = {
+        "spatial_attention_block_skip_range": 2,
+        "spatial_attention_timestep_skip_range": (-1, 900),
+        "current_timestep_callback": timestep,
+    }
+    arguments: Mapping[str, Mapping[str, Any]] = {
+        "FirstBlockCache": {"threshold": 0.2},
+        "MagCache": {
+            "mag_ratios": torch.linspace(1.0, 0.9, steps),
+            "num_inference_steps": steps,
+            "retention_ratio": 0.1,
+            "threshold": 0.5,
+        },
+        "PyramidAttentionBroadcast": skipping,
+        "FasterCache": {**skipping, "attention_weight_callback": lambda _: 0.5, "is_guidance_distilled": True},
+        "TaylorSeerCache": {
+            "cache_interval": 3,
+            "disable_cache_before_step": 2,
+            "cache_identifiers": [r".*\.attn1?"],
+        },
+    }
+    return getattr(diffusers, f"{name}Config")(**arguments[name])
