@@ -7,14 +7,17 @@ for 15 s on a slow core, and it does not hold the GIL.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 import logging
+import os
 import threading
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
-from torch._inductor import cpu_vec_isa
+from torch._inductor import config, cpu_vec_isa
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
 _log = logging.getLogger(__name__)
@@ -40,7 +43,9 @@ def warmed_up() -> None:
 
 @functools.cache
 def _started() -> threading.Thread:
-    thread = threading.Thread(target=_run, name="chunkflow-warm-up", daemon=True)
+    thread = threading.Thread(
+        target=contextvars.copy_context().run, args=(_run,), name="chunkflow-warm-up", daemon=True
+    )
     thread.start()
     return thread
 
@@ -48,7 +53,8 @@ def _started() -> threading.Thread:
 def _run() -> None:
     with contextlib.suppress(Exception):  # a failure recurs, and is reported, when Inductor needs the result
         find_vector_instructions()
-    threading.Thread(target=_precompile, name="chunkflow-precompile", daemon=True).start()
+    context = contextvars.copy_context()
+    threading.Thread(target=context.run, args=(_precompile,), name="chunkflow-precompile", daemon=True).start()
 
 
 def _precompile() -> None:
@@ -59,10 +65,13 @@ def _precompile() -> None:
 def find_vector_instructions() -> None:
     """Let Inductor find the vector instructions, again if a probe ran into its time limit."""
     for _ in range(_ATTEMPTS):
-        start = time.perf_counter()
-        candidates = _of_this_cpu()
-        with ThreadPoolExecutor() as pool:
-            complete = all(pool.map(bool, candidates))  # Inductor keeps the result of each
+        start, candidates = time.perf_counter(), _of_this_cpu()
+        first = candidates[:1] if _strongest_is_taken() else []
+        if any(first):
+            with config.patch({"cpp.vec_isa_ok": True}):  # the weaker ones are parts of it, and are not taken
+                cpu_vec_isa.valid_vec_isa_list()
+            return
+        complete = _probed(candidates[len(first) :]) and not first
         if complete or time.perf_counter() - start < _PROBE_S:
             return
         _forget()
@@ -72,6 +81,18 @@ def find_vector_instructions() -> None:
         _ATTEMPTS,
         cpu_vec_isa.pick_vec_isa(),
     )
+
+
+def _probed(candidates: Sequence[cpu_vec_isa.VecISA]) -> bool:
+    """Probe all of them at once; Inductor keeps the results.  Return whether all are found."""
+    contexts = [contextvars.copy_context() for _ in candidates]  # Inductor's configuration may be part of a context
+    with ThreadPoolExecutor() as pool:
+        return all(list(pool.map(lambda context, isa: context.run(bool, isa), contexts, candidates)))
+
+
+def _strongest_is_taken() -> bool:
+    """Whether Inductor takes the first candidate that a probe finds, as nobody has chosen another."""
+    return config.cpp.simdlen is None and config.cpp.vec_isa_ok is None and "ATEN_CPU_CAPABILITY" not in os.environ
 
 
 def _of_this_cpu() -> list[cpu_vec_isa.VecISA]:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 import torch
-from torch._inductor import cpu_vec_isa
+from torch._inductor import config, cpu_vec_isa
 
 from chunkflow_compile.lowering import warm_up as warming
 
@@ -29,6 +29,7 @@ def test_a_probe_that_ran_into_its_limit_is_repeated(
     failures: int, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     probe = Probe(failures)
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     monkeypatch.setattr(warming, "_PROBE_S", 0)
     monkeypatch.setattr(warming, "_of_this_cpu", lambda: [probe])
     with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
@@ -42,6 +43,26 @@ def test_a_probe_that_fails_at_once_is_not_repeated(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(warming, "_of_this_cpu", lambda: [probe])
     warming.find_vector_instructions()
     assert probe.failures == 8
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_weaker_instructions_are_probed_only_where_they_are_needed(
+    works: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    strong, weak, listed = Probe(0 if works else 9), Probe(9), list[bool | None]()
+    monkeypatch.setattr(warming, "_of_this_cpu", lambda: [strong, weak])
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: listed.append(config.cpp.vec_isa_ok))
+    warming.find_vector_instructions()
+    assert listed == ([True] if works else [])
+    assert weak.failures == (9 if works else 8)
+
+
+def test_all_are_probed_where_another_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    probes = [Probe(0), Probe(0)]
+    monkeypatch.setattr(warming, "_of_this_cpu", lambda: probes)
+    with config.patch({"cpp.simdlen": 256}):
+        warming.find_vector_instructions()
+    assert [probe.failures for probe in probes] == [-1, -1]
 
 
 def test_lowering_waits_for_the_search() -> None:
