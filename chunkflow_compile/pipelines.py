@@ -173,7 +173,7 @@ def _check(name: str, model: nn.Module, device: torch.device) -> None:
                 f"{what} is under a hook of accelerate, which moves its weights too: load the pipeline without device_map, "
                 "or call pipe.remove_all_hooks() and pipe.reset_device_map() instead of enable_model_cpu_offload()."
             )
-        if any("group_offloading" in name for name in hooks_of(inner)):
+        if any("group_offloading" in hook for hook in hooks_of(inner)):
             raise ChunkflowError(
                 f"{what} is under diffusers' group offloading, which moves its weights too: leave it out."
             )

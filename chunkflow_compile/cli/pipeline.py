@@ -22,8 +22,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.report.generation import draw_generation, generation_tables
+from chunkflow_compile.report.perfetto import generation_events
 from chunkflow_compile.report.record import check_writable, size
-from chunkflow_compile.simulate.generation import Component, generations, needed
+from chunkflow_compile.simulate.generation import Component, generations, least_budget
 from chunkflow_compile.units import parse_bytes
 
 from .output import Progress, add_json, check_json, say, write_json
@@ -51,6 +52,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for name, text in (("frames", "frames of video"), ("height", "pixels"), ("width", "pixels")):
         parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default: as published)")
     parser.add_argument("--picture", metavar="PNG", help="draw the memory over the generation")
+    parser.add_argument(
+        "--timeline", metavar="JSON", help="write the phases, with two calls of each, as a trace for ui.perfetto.dev"
+    )
     add_json(parser, "the phases of each way")
     parser.set_defaults(run=run)
     return parser
@@ -58,8 +62,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    if arguments.picture:
-        check_writable(Path(arguments.picture))
+    for file in filter(None, (arguments.picture, arguments.timeline)):
+        check_writable(Path(file))
     found, hardware = published(arguments.pipeline), load_profile(arguments.hardware)
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width") if getattr(arguments, n) is not None}
     sizes = replace(found.transformer.sizes, **given)
@@ -70,7 +74,7 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress(len(found.encoders) + 3)
     components = list(_components(found, sizes, steps, hardware, progress))
     with progress.phase("planning"):
-        least = max(needed(c, hardware, DEFAULT_CHUNK_BYTES) for c in components)
+        least = least_budget(components, hardware, DEFAULT_CHUNK_BYTES)
         memory = least if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
         ways = generations(components, hardware, DEFAULT_CHUNK_BYTES, memory)
     title = f"{found.name}, {sizes}, {steps} steps, on {hardware.name}"
@@ -79,7 +83,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.picture:
         draw_generation(ways, memory, title, Path(arguments.picture))
         say(arguments, f"\npicture: {arguments.picture}")
-    body = {"pipeline": title, "memory": memory, "least": least, "ways": {w: asdict(g) for w, g in ways.items()}}
+    if arguments.timeline:
+        ours = ways["chunkflow"]
+        Path(arguments.timeline).write_text(generation_events(ours.phases, ours.plans, title))
+        say(arguments, f"\ntimeline: {arguments.timeline}")
+    phases = {way: {"phases": [asdict(p) for p in g.phases]} for way, g in ways.items()}
+    body = {"pipeline": title, "memory": memory, "least": least, "ways": phases}
     write_json(arguments, json.dumps(body, indent=1) + "\n")
     return 0
 
@@ -100,6 +109,7 @@ def _components(
         yield Component(
             name="transformer" + (f"_{expert + 1}" if expert else ""),
             weights=cost.weights,
+            small=cost.small,
             activations=cost.activations,
             calls=mine * transformer.forwards,
             problem=problem,
@@ -107,7 +117,12 @@ def _components(
     with progress.phase("decoding"):
         cost = eager_cost(found.decode(sizes), torch.bfloat16)
     yield Component(
-        name="vae", weights=cost.weights, activations=cost.activations, calls=1, seconds=cost.seconds(hardware)
+        name="vae",
+        weights=cost.weights,
+        small=cost.small,
+        activations=cost.activations,
+        calls=1,
+        seconds=cost.seconds(hardware),
     )
 
 
@@ -119,6 +134,7 @@ def _encoder(encoder: Encoder) -> Component:
     return Component(
         name=encoder.name,
         weights=cost.weights,
+        small=cost.small,
         activations=cost.activations,
         calls=encoder.calls,
         problem=make_cut(traced).problem,

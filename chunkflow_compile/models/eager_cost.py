@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.hardware import Hardware
 
 from .weightless import default_dtype
@@ -21,11 +22,13 @@ from .weightless import default_dtype
 
 @dataclass(frozen=True, kw_only=True)
 class EagerCost:
-    """Of one call.  ``weights``: bytes of the model.  ``activations``: most bytes alive at once beside them, inputs included;
+    """Of one call.  ``weights``: bytes of the model; ``small``: of its weights below the default ``min_bytes``, which stay on
+    the device.  ``activations``: most bytes alive at once beside them, inputs included;
     a compiled call, which fuses ops, takes less, and workspaces of kernels are not counted.  ``flops``; ``traffic``: bytes
     that ops read and write."""
 
     weights: int
+    small: int
     activations: int
     flops: int
     traffic: int
@@ -46,6 +49,7 @@ def eager_cost(build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]
             call(model)
     return EagerCost(
         weights=sum(weights.values()),
+        small=sum(nbytes for nbytes in weights.values() if nbytes < DEFAULT_MIN_BYTES),
         activations=live.most,
         flops=counter.get_total_flops(),
         traffic=live.traffic,

@@ -8,6 +8,8 @@ from pathlib import Path
 
 from tabulate import tabulate
 
+from chunkflow_compile.passes.plan import Plan
+
 from .pictures import new_axes, save
 from .record import seconds, size
 
@@ -33,10 +35,10 @@ class PhaseMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """The phases of a generation in one way to run it."""
+    """The phases of a generation in one way to run it.  ``plans``: of those of its phases that have one."""
 
-    way: str
     phases: tuple[PhaseMemory, ...]
+    plans: Mapping[str, Plan]
 
     @property
     def peak(self) -> int:

@@ -1,47 +1,83 @@
-"""A step as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
+"""A step, or a generation, as Chrome trace events, which Perfetto (ui.perfetto.dev) and chrome://tracing open."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from .lanes import Lanes, around
+from chunkflow_compile.passes.plan import Plan
+
+from .generation import PhaseMemory
+from .lanes import Lanes, around, lanes_of
+from .record import size
 
 # Two steps, so that copies that one step starts for the next are shown whole.
 STEPS = 2
 _PROCESS = 0
-_THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4}
+_THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4, "phase": 5}
 
 
 def trace_events(lanes: Lanes, title: str) -> str:
     """JSON in the Trace Event Format: a thread per lane, complete events in microseconds, arena bytes as a counter."""
-    events = [_name("process_name", 0, title), *(_name("thread_name", _THREADS[n], n) for n in (*lanes.shown, "stall"))]
-    events += sorted(_events(lanes), key=lambda e: (e["ts"], -e.get("dur", 0.0)))
-    return json.dumps({"displayTimeUnit": "ms", "traceEvents": events}, indent=0) + "\n"
+    return _written(title, (*lanes.shown, "stall"), _events(lanes, STEPS))
 
 
-def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
-    whole = STEPS * round(lanes.step_s * 1e9) / 1e9
-    for step in range(STEPS):
-        offset = step * round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
+def generation_events(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan], title: str) -> str:
+    """The same of a generation: its phases on a thread, with bytes on the device as a counter; on the others, the first two
+    calls of each phase that has a plan.  ``plans``: by phase, with predictions."""
+    return _written(title, ("phase", *_THREADS.keys() - {"phase"}), _generation(phases, plans))
+
+
+def _written(title: str, threads: Iterable[str], events: Iterable[dict[str, Any]]) -> str:
+    named = sorted((_THREADS[name], name) for name in threads)
+    found = [_name("process_name", 0, title), *(_name("thread_name", number, name) for number, name in named)]
+    found += sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0.0)))
+    return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=0) + "\n"
+
+
+def _generation(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan]) -> Iterator[dict[str, Any]]:
+    at = 0.0
+    for phase in phases:
+        begin, end = at + phase.loading_s, at + phase.loading_s + phase.calls * phase.seconds
+        said = {"weights": size(phase.weights), "activations": size(phase.activations)}
+        if phase.loading_s:
+            yield _event("phase", f"{phase.name} loads", at, begin, said)
+        yield _event("phase", phase.name, begin, end, {**said, "calls": phase.calls})
+        yield _counter("on the device", phase.bytes, at)
+        if phase.name in plans:
+            yield from _events(lanes_of(plans[phase.name]), min(STEPS, phase.calls), begin)
+            yield _counter("arena", 0, end)
+        at = end
+    yield _counter("on the device", 0, at)
+
+
+def _events(lanes: Lanes, calls: int, at: float = 0.0) -> Iterator[dict[str, Any]]:
+    """The first ``calls`` calls, from ``at`` seconds on."""
+    call_s = round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
+    last = at + calls * call_s
+    for call in range(calls):
+        offset = at + call * call_s
         for bar in lanes.bars:
-            start, end = max(0.0, bar.start + offset), min(whole, bar.end + offset)
+            start, end = max(at, bar.start + offset), min(last, bar.end + offset)
             if end > start:
-                said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": step}
+                said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": call}
                 yield _event(bar.lane, bar.name, start, end, said)
         for stall in lanes.stalls:
-            said = {"weights": ", ".join(stall.weights), "why": stall.why, "call": step}
+            said = {"weights": ", ".join(stall.weights), "why": stall.why, "call": call}
             yield _event("stall", f"{stall.before} waits", stall.start + offset, stall.end + offset, said)
         for time, level in lanes.occupancy():
-            values = {"bytes": level}
-            yield {"ph": "C", "name": "arena", "pid": _PROCESS, "ts": _us(time + offset), "args": values}
-    # Copies that the last step shown starts for the one after it, cut at the end of the trace.
+            yield _counter("arena", level, time + offset)
+    # Copies that the last call shown starts for the one after it, cut at the end of the calls.
     for bar in lanes.bars:
         if bar.start < 0:
             begin, end = next(around(bar.start, bar.end, lanes.step_s))
-            said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": STEPS}
-            yield _event(bar.lane, bar.name, begin + whole - lanes.step_s, end + whole - lanes.step_s, said)
+            said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": calls}
+            yield _event(bar.lane, bar.name, begin + last - lanes.step_s, end + last - lanes.step_s, said)
+
+
+def _counter(name: str, nbytes: int, at: float) -> dict[str, Any]:
+    return {"ph": "C", "name": name, "pid": _PROCESS, "ts": _us(at), "args": {"bytes": nbytes}}
 
 
 def _event(lane: str, name: str, start: float, end: float, args: dict[str, Any]) -> dict[str, Any]:

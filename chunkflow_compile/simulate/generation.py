@@ -9,8 +9,11 @@ from typing import Any
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.place import least_memory, place
+from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
+
+_Made = tuple[PhaseMemory, Plan | None]
 
 # Share of a budget that plans leave to what the caching allocator cannot reuse.
 RESERVED_SHARE = 0.05
@@ -18,11 +21,13 @@ RESERVED_SHARE = 0.05
 
 @dataclass(frozen=True, kw_only=True)
 class Component:
-    """A component of a pipeline.  ``weights``, ``activations``: bytes.  ``problem``: of its compiled call; None for one that
+    """A component of a pipeline.  ``weights``, ``activations``: bytes.  ``small``: those of its weights that stay on the
+    device while other components run.  ``problem``: of its compiled call; None for one that
     runs eagerly, whose calls take ``seconds``.  ``calls``: in a generation, one after another."""
 
     name: str
     weights: int
+    small: int
     activations: int
     calls: int
     problem: Problem | None = None
@@ -36,37 +41,42 @@ def generations(
     and planned within ``memory`` bytes.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.h2d_bandwidth * hardware.eta_pref
-    resident = {c.name: _placed(c, hardware, chunk_bytes, policy="resident")[1] for c in components}
+    resident = {c.name: _placed(c, hardware, chunk_bytes, policy="resident") for c in components}
 
-    def plain(c: Component) -> PhaseMemory:
-        return _phase(c, total, resident[c.name])
+    def plain(c: Component) -> _Made:
+        return _made(c, resident[c.name], weights=total)
 
-    def one_model(c: Component) -> PhaseMemory:
-        return _phase(c, c.weights, resident[c.name], loading_s=c.weights / rate)
+    def one_model(c: Component) -> _Made:
+        return _made(c, resident[c.name], weights=c.weights, loading_s=c.weights / rate)
 
-    def blocks(c: Component) -> PhaseMemory:
-        weights, seconds = _placed(c, hardware, chunk_bytes, policy="layerwise")
-        return _phase(c, weights, seconds, loading_s=c.weights / rate if c.problem is None else 0.0)
+    def blocks(c: Component) -> _Made:
+        plan = _placed(c, hardware, chunk_bytes, policy="layerwise")
+        return _made(c, plan, loading_s=c.weights / rate if plan is None else 0.0)
 
-    def planned(c: Component) -> PhaseMemory:
-        room = usable(memory) - c.activations
+    def planned(c: Component) -> _Made:
+        beside = _small_beside(c, components)
+        room = usable(memory) - c.activations - beside
         if c.problem is None and c.weights > room:
-            raise _too_little(c, hardware, chunk_bytes, memory)
+            raise _too_little(c, beside, hardware, chunk_bytes, memory)
         try:
-            weights, seconds = _placed(c, hardware, chunk_bytes, memory=max(0, room))
+            plan = _placed(c, hardware, chunk_bytes, memory=max(0, room))
         except ChunkflowError as error:
-            raise _too_little(c, hardware, chunk_bytes, memory) from error
-        return _phase(c, weights, seconds, loading_s=min(weights, c.weights) / rate)  # a phase begins cold
+            raise _too_little(c, beside, hardware, chunk_bytes, memory) from error
+        held = c.weights if plan is None else plan.device_bytes
+        return _made(c, plan, weights=held + beside, loading_s=min(held, c.weights) / rate)  # a phase begins cold
 
-    ways: Mapping[str, Callable[[Component], PhaseMemory]] = {
+    ways: Mapping[str, Callable[[Component], _Made]] = {
         "plain": plain,
         "one model at a time": one_model,
         "two blocks at a time": blocks,
         "chunkflow": planned,
     }
+    found = {way: [make(component) for component in components] for way, make in ways.items()}
     return {
-        way: Generation(way=way, phases=tuple(make(component) for component in components))
-        for way, make in ways.items()
+        way: Generation(
+            phases=tuple(phase for phase, _ in made), plans={p.name: plan for p, plan in made if plan is not None}
+        )
+        for way, made in found.items()
     }
 
 
@@ -80,36 +90,49 @@ def budget_for(nbytes: int) -> int:
     return int(nbytes / (1 - RESERVED_SHARE)) + 1
 
 
-def needed(component: Component, hardware: Hardware, chunk_bytes: int) -> int:
-    """The least budget in which a component runs, bytes."""
+def least_budget(components: Sequence[Component], hardware: Hardware, chunk_bytes: int) -> int:
+    """The least budget in which all components run, bytes."""
+    return max(_needed(c, _small_beside(c, components), hardware, chunk_bytes) for c in components)
+
+
+def _small_beside(component: Component, components: Sequence[Component]) -> int:
+    """Bytes of the small weights of the other components."""
+    return sum(other.small for other in components if other is not component)
+
+
+def _needed(component: Component, beside: int, hardware: Hardware, chunk_bytes: int) -> int:
     problem = component.problem
     weights = component.weights if problem is None else least_memory(problem, hardware, chunk_bytes)
-    return budget_for(weights + component.activations)
+    return budget_for(weights + beside + component.activations)
 
 
-def _too_little(component: Component, hardware: Hardware, chunk_bytes: int, memory: int) -> ChunkflowError:
-    least = needed(component, hardware, chunk_bytes)
+def _too_little(component: Component, beside: int, hardware: Hardware, chunk_bytes: int, memory: int) -> ChunkflowError:
+    least = _needed(component, beside, hardware, chunk_bytes)
     return ChunkflowError(
         f"memory={memory} bytes is too little for {component.name}: its activations take up to {component.activations} "
         f"bytes, and with the least of its weights it needs {least}. Give --memory {-(-least // 2**20)}MiB or more."
     )
 
 
-def _placed(component: Component, hardware: Hardware, chunk_bytes: int, **goal: Any) -> tuple[int, float]:
-    """Bytes of weights on the device under a plan for ``goal``, and seconds of a call.  What runs eagerly has no plan."""
+def _placed(component: Component, hardware: Hardware, chunk_bytes: int, **goal: Any) -> Plan | None:
+    """A plan for ``goal``; None for what runs eagerly."""
     if component.problem is None:
-        return component.weights, component.seconds
-    plan = place(component.problem, hardware, chunk_bytes=chunk_bytes, **goal)
-    assert plan.predicted is not None
-    return plan.device_bytes, plan.predicted.step_s
+        return None
+    return place(component.problem, hardware, chunk_bytes=chunk_bytes, **goal)
 
 
-def _phase(component: Component, weights: int, seconds: float, loading_s: float = 0.0) -> PhaseMemory:
-    return PhaseMemory(
+def _made(component: Component, plan: Plan | None, *, weights: int | None = None, loading_s: float = 0.0) -> _Made:
+    """A phase and its plan.  ``weights``: bytes on the device, if they are not those of the plan."""
+    held, seconds = component.weights, component.seconds
+    if plan is not None:
+        assert plan.predicted is not None
+        held, seconds = plan.device_bytes, plan.predicted.step_s
+    phase = PhaseMemory(
         name=component.name,
-        weights=weights,
+        weights=held if weights is None else weights,
         activations=component.activations,
         calls=component.calls,
         seconds=seconds,
         loading_s=loading_s,
     )
+    return phase, plan

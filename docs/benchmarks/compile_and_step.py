@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -100,9 +100,12 @@ def in_a_process(arm: str, blocks: int, cache: str) -> list[float]:
     return [float(x) for x in output.split()[-3:]]
 
 
-def measure_compile(runs: Sequence[tuple[str, int]], repeats: int) -> dict[tuple[str, int], list[list[float]]]:
-    """Of each arm and number of blocks: the results of compile_once with empty caches, then with full ones."""
-    order = [run for run in runs for _ in range(repeats)]
+def measure_compile(runs: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], list[list[float]]]:
+    """Of each arm and number of blocks: the results of compile_once with empty caches, then with full ones.
+
+    ``runs``: how many times each is run.
+    """
+    order = [run for run, times in runs.items() for _ in range(times)]
     random.Random(0).shuffle(order)
     seconds: dict[tuple[str, int], list[list[float]]] = {run: [] for run in runs}
     for arm, blocks in tqdm(order, desc="compile"):
@@ -207,8 +210,11 @@ def main() -> None:
         print(*compile_once(arguments.once, arguments.blocks))
         return
     blocks = arguments.blocks
-    found = measure_compile([*((arm, blocks) for arm in ARMS), *((BY_KIND, n) for n in COUNTS)], arguments.repeats)
+    repeats = arguments.repeats
+    runs = {(arm, blocks): repeats for arm in ARMS} | {(BY_KIND, n): repeats for n in COUNTS}
+    found = measure_compile(runs | {(BASE, COUNTS[-1]): 1})  # once: it takes minutes
     few, many = (statistics.median(run[0] for run in found[BY_KIND, n]) for n in COUNTS)
+    plain = found[BASE, COUNTS[-1]][0][0]
     sizes = {
         "256 wide, 256 tokens, 12 blocks": Size(layers=12, heads=4, head_dim=64, frames=4, height=16, width=16),
         "512 wide, 1,024 tokens, 12 blocks": Size(layers=12, heads=8, head_dim=64, frames=4, height=32, width=32),
@@ -223,7 +229,8 @@ def main() -> None:
     )
     text += compile_table(found, blocks) + "\n\n"
     text += f"By kind, {COUNTS[0]} blocks take {few:.1f} s and {COUNTS[1]} blocks {many:.1f} s: "
-    text += f"{(many - few) / (COUNTS[1] - COUNTS[0]):.3f} s for each more.\n"
+    text += f"{(many - few) / (COUNTS[1] - COUNTS[0]):.3f} s for each more. "
+    text += f"torch.compile took {plain:.1f} s for {COUNTS[1]} blocks,\n{plain / many:.1f} times as long.\n"
     text += f"\n## Ten resolutions in turns, {blocks} narrow blocks, by kind\n\n"
     text += size_table(measure_sizes(Size(layers=blocks))) + "\n"
     for label, size in sizes.items():

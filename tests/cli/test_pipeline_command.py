@@ -86,8 +86,8 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 @pytest.mark.usefixtures("small")
 def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file, picture = tmp_path / "small.json", tmp_path / "small.png"
-    code, out, _ = run(capsys, "--json", str(file), "--picture", str(picture))
+    file, picture, timeline = tmp_path / "small.json", tmp_path / "small.png", tmp_path / "trace.json"
+    code, out, _ = run(capsys, "--json", str(file), "--picture", str(picture), "--timeline", str(timeline))
     found: dict[str, Any] = json.loads(file.read_text())
     assert code == 0 and "small, 5 frames of 64x64, 5 steps" in out and picture.stat().st_size > 5000
     ways, memory = found["ways"], found["memory"]
@@ -100,10 +100,25 @@ def test_a_generation(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     most = {way: max(p["weights"] + p["activations"] for p in g.values()) for way, g in phases.items()}
     assert most["chunkflow"] <= memory == found["least"]
     assert most["chunkflow"] <= most["one model at a time"] < most["plain"]
+    check_timeline(json.loads(timeline.read_text())["traceEvents"], [*phases["chunkflow"].values()])
     code, out, _ = run(capsys, "--memory", "1GiB", "--json", "-")
     assert code == 0 and json.loads(out)["memory"] == 1 << 30
     resident = {p["name"]: p["seconds"] for p in json.loads(out)["ways"]["chunkflow"]["phases"]}
     assert all(resident[name] <= p["seconds"] for name, p in phases["chunkflow"].items())
+
+
+def check_timeline(events: list[dict[str, Any]], phases: list[dict[str, Any]]) -> None:
+    """Phases one after another, the bytes of each, and the copies of two of its calls inside it."""
+    slices = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "phase"}
+    begins, ends = ([slices[p["name"]][i] for p in phases] for i in (0, 1))
+    assert all(end <= begin for end, begin in zip(ends, begins[1:], strict=False))
+    counted = [e["args"]["bytes"] for e in events if e["ph"] == "C" and e["name"] == "on the device"]
+    assert counted == [*(p["weights"] + p["activations"] for p in phases), 0]
+    copies = [e for e in events if e.get("cat") == "copy"]
+    inside = [[e for e in copies if begin <= e["ts"] <= end] for begin, end in zip(begins, ends, strict=True)]
+    assert sum(map(len, inside)) == len(copies), "copies outside of the phases"
+    assert all(inside[:-1]) and not inside[-1], "the decoder runs eagerly"
+    assert {e["args"]["call"] for e in inside[1]} >= {0, 1}
 
 
 @pytest.mark.usefixtures("small")
