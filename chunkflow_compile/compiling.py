@@ -77,6 +77,8 @@ def compile_by_kind(
     blocks = blocks_of(model)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
+        if placement is not None:
+            placement.progress = CompileProgress(weakref.ref(model), 1)
         _compile(model, options, dynamic)
         return
     parts = parts_of(model, blocks.values(), min_bytes)

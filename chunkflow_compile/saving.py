@@ -14,6 +14,7 @@ import logging
 import platform
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,18 @@ _log = logging.getLogger(__name__)
 _MANIFEST = "manifest.json"
 _PLAN = "plan_"
 _FORMAT = 2
+# What zipfile and json raise on bytes that were changed.
+_DAMAGED = (
+    OSError,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    RuntimeError,
+    EOFError,
+    zipfile.BadZipFile,
+    zlib.error,
+)
 
 
 def save(model: nn.Module, path: str | Path) -> int:
@@ -83,9 +96,11 @@ def load(path: str | Path) -> int:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(archive.read(_MANIFEST))
             told = {**manifest["regions"], **manifest["plans"]}
+            if outside := [name for name in told if Path(name).name != name]:
+                raise ValueError(f"{outside[0]!r} is no name of a region")
             blobs = {name: archive.read(name) for name in told}
         damaged = [n for n, blob in blobs.items() if hashlib.sha256(blob).hexdigest() != told[n]]
-    except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+    except _DAMAGED as error:
         return _ignored(path, f"it cannot be read ({error})")
     if damaged:
         return _ignored(path, f"{damaged[0]} is not what was saved")

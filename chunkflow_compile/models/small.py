@@ -17,7 +17,8 @@ TEXT_WIDTH = 32
 @dataclass(frozen=True)
 class Size:
     """Sizes of a small model.  ``layers``: blocks of the first kind; ``singles``: of the second, if the class has two.
-    Width is ``heads * head_dim``.  ``frames``, ``height`` and ``width`` are latent sizes; ``text``: text tokens."""
+    Width is ``heads * head_dim``.  ``frames``, ``height`` and ``width`` are latent sizes; ``text``: text tokens; ``batch``:
+    samples in a call."""
 
     layers: int = 2
     singles: int = 2
@@ -27,6 +28,7 @@ class Size:
     height: int = 8
     width: int = 8
     text: int = 8
+    batch: int = 1
 
     @property
     def rope(self) -> tuple[int, int, int]:
@@ -109,6 +111,6 @@ def small_model(name: str, size: Size, seed: int = 0) -> nn.Module:
 
 def small_inputs(name: str, size: Size, seed: int) -> dict[str, Any]:
     """Random inputs of one denoising step of ``small_model(name, size)``; the timestep depends on the seed too."""
-    shape = Shape(frames=size.frames, height=size.height, width=size.width, text=size.text)
+    shape = Shape(batch=size.batch, frames=size.frames, height=size.height, width=size.width, text=size.text)
     inputs = FAMILIES[name].inputs(SMALL_MODELS[name](size), shape, torch.Generator().manual_seed(seed))
     return {**inputs, "timestep": inputs["timestep"] / (1 + seed % 50)}

@@ -16,7 +16,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 
 from .device import DeviceKind
 
-# Resolutions and text lengths that take turns in one process; beyond it, the plan of the one not used for longest goes.
+# Resolutions and text lengths that take turns in one process; beyond it, the oldest plan goes.
 KEPT_SIZES = 16
 
 Sizes = tuple[int, ...]

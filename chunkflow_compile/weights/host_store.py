@@ -92,10 +92,16 @@ class Home:
             found = ref()
             if found is not None and version == self.version:
                 return found
+        self.check()
         version = self.version  # before the copy: newer values need another
         made = stagings.brought(self.host, self.store.device, copy=True)
         self._resident = version, weakref.ref(made)
         return made
+
+    def check(self) -> None:
+        """Raise ChunkflowError if the values are in a file on the drive that has changed."""
+        if (drive := self.drive) is not None:
+            drive.file.check()
 
     def pin(self, device: HostReader, room: Room | None) -> None:
         """Pin the host memory for the device's copies, once; if that fails, the store warns.  ``room``: None for any."""
@@ -213,7 +219,7 @@ class HostStore:
         weight.label, weight.home = names[0], home
         weight.cell.order = id(self)
         weight.cell.writing = partial(_writing, weakref.ref(home), weakref.ref(weight.cell))
-        weight.cell.read = partial(_count, weakref.ref(self), names[0])
+        weight.cell.read = partial(_count, weakref.ref(home))
         self._homes.append(weakref.ref(home))
         self._total += home.nbytes
         return home
@@ -337,6 +343,8 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu":
             _end_sharing(home, weight.cell)  # an ordinary tensor may be written at any time
+        if home is not None and device.type != "cpu":
+            home.check()
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=home is not None and home.scratch)
@@ -371,9 +379,11 @@ def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterat
         yield
 
 
-def _count(ref: weakref.ref[HostStore], name: str, nbytes: int) -> None:
-    if (store := ref()) is not None:
-        store.count(name, nbytes)
+def _count(ref: weakref.ref[Home], nbytes: int) -> None:
+    """Note that an op reads a weight."""
+    if (home := ref()) is not None:
+        home.check()
+        home.store.count(home.name, nbytes)
 
 
 def home_of(tensor: object) -> Home | None:

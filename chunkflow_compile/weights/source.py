@@ -78,14 +78,19 @@ class DriveFile:
             ) from error
         if done < len(view):
             raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
-        if self._modified is not None and os.fstat(self.descriptor.number).st_mtime_ns != self._modified:
-            raise ChunkflowError(changed(self.name))
+        self.check()
         if (wrong := self.sums.wrong(offset, view)) is not None:
             raise ChunkflowError(
                 f"{self.name} does not have at byte {wrong} what was written there. Check the drive, and load the model "
                 "again."
             )
         self.read_bytes += done
+
+    def check(self) -> None:
+        """Raise ChunkflowError if a file that must not change has changed.  To touch a mapping of one that was cut would kill
+        the process."""
+        if self._modified is not None and os.fstat(self.descriptor.number).st_mtime_ns != self._modified:
+            raise ChunkflowError(changed(self.name))
 
 
 class DriveBytes:

@@ -186,19 +186,36 @@ def test_a_mode_of_torch_compile() -> None:
     assert programs(model)[0].plan.moved_bytes > 0
 
 
+def test_a_mode_and_options_go_to_inductor_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    lower, patches = torch._inductor.standalone_compile, list[dict[str, Any]]()
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        patches.append(options["options"]["config_patches"])
+        return lower(*arguments, **options)
+
+    monkeypatch.setattr(torch._inductor, "standalone_compile", noted)
+    given = {**OPTIONS, "inductor": {"max_fusion_size": 8}}
+    chunkflow_compile.compile(Stack(2).eval(), mode="max-autotune-no-cudagraphs", **given)(torch.randn(4, 8))
+    assert patches and all(p["max_autotune"] and p["max_fusion_size"] == 8 for p in patches)
+
+
 class Terminal(io.StringIO):
+    def __init__(self, terminal: bool = True) -> None:
+        super().__init__()
+        self._terminal = terminal
+
     def isatty(self) -> bool:
-        return True
+        return self._terminal
 
 
 def test_progress_from_the_first_compilation_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    def run(shown: Terminal) -> None:
-        model = chunkflow_compile.compile(Stack(3).eval(), **OPTIONS)
+    def run(shown: Terminal, model: nn.Module | None = None) -> None:
+        chunkflow_compile.compile(model := (model or Stack(3)).eval(), **OPTIONS)
         monkeypatch.setattr(sys, "stderr", shown)
         for _ in range(2):
             model(torch.randn(4, 8))
 
-    shown, hidden = Terminal(), Terminal()
+    shown, hidden, file, whole = Terminal(), Terminal(), Terminal(terminal=False), Terminal()
     run(shown)
     for said in ("tracing", "planning", "lowering region 1 of"):
         assert f"chunkflow: {said}" in shown.getvalue()
@@ -207,6 +224,10 @@ def test_progress_from_the_first_compilation_to_the_last(monkeypatch: pytest.Mon
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
     assert shown.getvalue() == before, "other compilations are not shown"
     torch._dynamo.reset()
+    run(file)
+    assert "chunkflow:" not in file.getvalue()
+    run(whole, nn.Sequential(nn.Linear(8, 8)))
+    assert "chunkflow: lowering region 1 of 1 (part 1 of 1)" in whole.getvalue()
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
     run(hidden)
     assert "chunkflow:" not in hidden.getvalue()

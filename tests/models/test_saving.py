@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 import zipfile
@@ -179,6 +180,33 @@ def test_a_file_that_does_not_fit_is_ignored(
     assert f"{copy} is ignored: " in record.getMessage()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_a_changed_byte_does_no_harm(seed: int, file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copy, raw, places = tmp_path / "copy.zip", file.read_bytes(), random.Random(seed)
+    ignored = 0
+    with fresh_cache(), caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
+        for _ in range(25):
+            place = places.randrange(len(raw))
+            copy.write_bytes(raw[:place] + bytes([raw[place] ^ (1 << places.randrange(8))]) + raw[place + 1 :])
+            caplog.clear()
+            found = chunkflow_compile.load(copy)
+            assert (found, len(caplog.records)) in ((3, 0), (0, 1)), f"byte {place}"
+            ignored += found == 0
+    assert ignored > 12
+
+
+def test_names_that_lead_out_of_the_folder(file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    copy = tmp_path / "copy.zip"
+    with zipfile.ZipFile(file) as archive, zipfile.ZipFile(copy, "w") as made:
+        blob, manifest = archive.read("region_0"), json.loads(archive.read("manifest.json"))
+        manifest["regions"] = {"../outside": manifest["regions"]["region_0"]}
+        made.writestr("../outside", blob)
+        made.writestr("manifest.json", json.dumps({**manifest, "plans": {}}))
+    with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
+        assert chunkflow_compile.load(copy) == 0
+    assert "'../outside' is no name of a region" in caplog.text
+
+
 def test_a_model_that_was_not_called_has_nothing_to_save(tmp_path: Path) -> None:
     with pytest.raises(ChunkflowError, match="call the compiled model once"):
         chunkflow_compile.save(Stack(), tmp_path / "regions.zip")
@@ -191,6 +219,7 @@ sys.path[:0] = sys.argv[1:]
 import torch
 from conftest import HERE, OPTIONS
 from helpers import Stack
+from torch._dynamo.utils import counters
 
 torch.manual_seed(0)
 model, x = Stack(), torch.randn(4, 8)
@@ -198,6 +227,7 @@ with torch.no_grad():
     expected = model(x)
     found = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)(x)
 torch.testing.assert_close(found, expected)
+print(counters["aot_autograd"]["autograd_cache_hit"], counters["aot_autograd"]["autograd_cache_miss"])
 """
 
 
@@ -208,4 +238,5 @@ def test_two_processes_fill_one_cache(tmp_path: Path) -> None:
     command = [sys.executable, "-c", FILLS, str(HERE), str(HERE.parent)]
     started = [subprocess.Popen(command, env=environment) for _ in range(2)]
     assert [process.wait(400) for process in started] == [0, 0]
-    subprocess.run(command, env=environment, check=True, timeout=400)
+    third = subprocess.run(command, env=environment, check=True, timeout=400, stdout=subprocess.PIPE, text=True)
+    assert third.stdout.split()[-2:] == ["3", "0"], "every region is found in the cache"

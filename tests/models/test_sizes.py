@@ -64,6 +64,20 @@ def test_ten_resolutions_are_two_compilations_of_the_whole_model() -> None:
     assert len({id(p.program.module) for p in found}) == 2, "one for the first size, one for all others"
 
 
+@pytest.mark.parametrize("by_kind", [False, True])
+def test_batches_and_resolutions_are_two_compilations(by_kind: bool) -> None:
+    """Of each kind; from a batch of two on, because torch compiles a size of one for itself."""
+    model = small_model("wan", SIZE)
+    if by_kind:
+        compiled: Any = chunkflow_compile.compile(model, **EAGER)
+    else:
+        compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
+    sizes = [replace(at, batch=batch) for at, batch in zip(at_resolutions(4), (2, 3, 5, 2), strict=True)]
+    counts = turns(compiled, small_model("wan", SIZE), sizes)
+    assert len(set(counts)) == 2 and counts[1] == counts[-1]
+    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
+
+
 def test_ten_resolutions_are_two_compilations_of_each_kind() -> None:
     model = chunkflow_compile.compile(small_model("wan", SIZE), **EAGER)
     compiled = turns(model, small_model("wan", SIZE), at_resolutions())

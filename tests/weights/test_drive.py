@@ -172,6 +172,16 @@ def test_a_checkpoint_that_changes_under_a_placed_model(saved: Path) -> None:
         run(**small_inputs("wan", SIZE, 1))
 
 
+def test_a_checkpoint_that_is_cut_under_a_placed_model(saved: Path) -> None:
+    """An op that touched the mapping would kill the process."""
+    model = loaded(saved)
+    offload(model, min_bytes=LEAST, host_memory=0)
+    (file,) = saved.glob("*.safetensors")
+    os.truncate(file, 4096)
+    with pytest.raises(ChunkflowError, match="was changed while its weights were read: load the model again"):
+        model(**small_inputs("wan", SIZE, 0))
+
+
 def test_a_scratch_file_that_loses_what_was_written(tmp_path: Path) -> None:
     drive, weight = Drive(tmp_path), torch.randn(3, 50_000)
     first, found = drive.keep(weight), drive.keep(weight + 1)[1]
