@@ -24,6 +24,7 @@ from chunkflow_compile.frames import (
     bytes_outside,
     device_of,
     fix_sizes,
+    guard_hooks,
     is_part,
     lower_without_weights,
     note_estimates,
@@ -100,6 +101,8 @@ def chunkflow(
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
     parameters = describe_parameters(example_inputs, index, min_bytes)
     part = is_part(found.values(), index.root, min_bytes)
+    if part:
+        guard_hooks()
     placement = None if index.root is None else placement_of(index.root)
     progress = None if placement is None else placement.progress
     told = str if progress is None else progress.say

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._dynamo import config
+from torch._dynamo.callback import callback_handler
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
@@ -35,6 +38,24 @@ def lower_without_weights(
         return graph.forward
     warmed_up()
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
+
+
+def guard_hooks() -> None:
+    """Let the compilation under way guard the hooks of modules.
+
+    Dynamo leaves them out, for speed, and so would run the code of one block on another block that has hooks.
+    """
+    if not config.skip_nnmodule_hook_guards:  # Dynamo may call the backend twice in one compilation
+        return
+    guarded = contextlib.ExitStack()
+    guarded.enter_context(config.patch(skip_nnmodule_hook_guards=False))
+
+    def ends(_: object) -> None:
+        guarded.close()
+        # a new list: the callbacks are called from the old one now, and each must have its turn
+        callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c is not ends]
+
+    callback_handler.register_end_callback(ends)
 
 
 def note_graph_break(graph: GraphModule) -> None:

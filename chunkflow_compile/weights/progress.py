@@ -70,4 +70,5 @@ class CompileProgress:
             self._bar.close()
             self._bar = None
             callback_handler.remove_start_callback(self._begins)
-            callback_handler.remove_end_callback(self._ends)
+            # a new list: the callbacks are called from the old one now, and each must have its turn
+            callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != self._ends]

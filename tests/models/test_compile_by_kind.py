@@ -74,6 +74,19 @@ def test_a_changed_attribute_is_noticed() -> None:
     assert graphs() == before + 1
 
 
+@pytest.mark.parametrize("before", [False, True])
+def test_a_hook_is_noticed(before: bool) -> None:
+    """Of one block, of a module in it, and of another part; whether it is there before the first call or comes later."""
+    model, twin = pair()
+    if not before:
+        check(model, twin)
+    for m in (model, twin):
+        for hooked in (m.blocks[1], m.blocks[1].attn1, m.proj_out):
+            hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
+    check(model, twin, steps=2)
+    assert torch._dynamo.config.skip_nnmodule_hook_guards, "the user's setting is back"
+
+
 @pytest.mark.long
 def test_a_changed_attention_processor_is_noticed() -> None:
     from diffusers.models.transformers.transformer_wan import WanAttnProcessor
