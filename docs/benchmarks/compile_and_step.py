@@ -20,11 +20,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from tabulate import tabulate
@@ -34,6 +37,7 @@ from tqdm import tqdm
 
 import chunkflow_compile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.passes import pipeline
 
 # Weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
@@ -78,8 +82,21 @@ def compile_once(arm: str, blocks: int) -> tuple[float, float, float]:
         held, before, start = peak_gib(), cpu_seconds(), time.perf_counter()
         output = ARMS[arm](model)(**inputs)[0]
         taken = time.perf_counter() - start, cpu_seconds() - before, peak_gib() - held
-    torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
+        if any(block._compiled_call_impl is not None for block in model.blocks):
+            check_blocks(model, small_model("wan", size), inputs)
     return taken
+
+
+def check_blocks(model: Any, twin: Any, inputs: dict[str, Any]) -> None:
+    """Compare each compiled block of a model with that of its plain twin, on the same inputs."""
+
+    def check(number: int, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
+        torch.testing.assert_close(model.blocks[number](*given, **named), output, atol=1e-4, rtol=1e-3)
+
+    for number, block in enumerate(twin.blocks):
+        block.register_forward_hook(partial(check, number), with_kwargs=True)
+    twin(**inputs)
 
 
 def cpu_seconds() -> float:
@@ -134,10 +151,11 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
     return seconds
 
 
-def measure_sizes(size: Size) -> list[tuple[str, float, float, int, bool]]:
-    """Ten resolutions in two turns, by kind: resolution, seconds of its first and second call, compilations so far, and
-    whether its outputs are those of a model compiled for that size alone."""
+def measure_sizes(size: Size) -> list[tuple[str, float, float, float, int, bool]]:
+    """Ten resolutions in two turns, by kind: resolution, seconds of its first call, of planning in it, and of its second
+    call, compilations so far, and whether its outputs are those of a model compiled for that size alone."""
     found: dict[str, list[float]] = {}
+    planned: dict[str, float] = {}
     compiled, right = {}, {}
     model = by_kind(small_model("wan", size))
     with torch.no_grad():
@@ -146,8 +164,10 @@ def measure_sizes(size: Size) -> list[tuple[str, float, float, int, bool]]:
                 at = replace(size, height=height, width=width)
                 inputs = small_inputs("wan", at, number)
                 start = time.perf_counter()
-                output = model(**inputs)[0]
+                with planning() as took:
+                    output = model(**inputs)[0]
                 label = f"{height} x {width}"
+                planned.setdefault(label, sum(took))
                 found.setdefault(label, []).append(time.perf_counter() - start)
                 compiled.setdefault(label, counters["stats"]["unique_graphs"])
                 right.setdefault(label, (inputs, output))
@@ -155,12 +175,37 @@ def measure_sizes(size: Size) -> list[tuple[str, float, float, int, bool]]:
             torch._dynamo.reset()
             expected = chunkflow_compile.compile(small_model("wan", size), dynamic=False, **RESIDENT)(**inputs)[0]
             right[label] = torch.allclose(output, expected, atol=1e-4, rtol=1e-3)
-    return [(label, *seconds, compiled[label], right[label]) for label, seconds in found.items()]
+    return [(label, a, planned[label], b, compiled[label], right[label]) for label, (a, b) in found.items()]
 
 
-def size_table(rows: list[tuple[str, float, float, int, bool]]) -> str:
-    cells = [(at, f"{a:.2f} s", f"{b:.3f} s", n, "yes" if right else "NO") for at, a, b, n, right in rows]
-    headers = ("latent", "first call", "second call", "graphs compiled so far", "as compiled for this size alone")
+@contextmanager
+def planning() -> Iterator[list[float]]:
+    """The seconds of each plan made inside."""
+    plan, took = pipeline.make_plan, list[float]()
+
+    def timed(*arguments: Any, **options: Any) -> Any:
+        start = time.perf_counter()
+        try:
+            return plan(*arguments, **options)
+        finally:
+            took.append(time.perf_counter() - start)
+
+    with mock.patch.object(pipeline, "make_plan", timed):
+        yield took
+
+
+def size_table(rows: list[tuple[str, float, float, float, int, bool]]) -> str:
+    cells = [
+        (at, f"{a:.2f} s", f"{p:.3f} s", f"{b:.3f} s", n, "yes" if right else "NO") for at, a, p, b, n, right in rows
+    ]
+    headers = (
+        "latent",
+        "first call",
+        "of it planning",
+        "second call",
+        "graphs compiled so far",
+        "as compiled for this size alone",
+    )
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -203,41 +248,57 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--only", choices=("compile", "sizes", "steps"), help="one section of the page")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--once", choices=sorted(ARMS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.once:
         print(*compile_once(arguments.once, arguments.blocks))
         return
-    blocks = arguments.blocks
-    repeats = arguments.repeats
-    runs = {(arm, blocks): repeats for arm in ARMS} | {(BY_KIND, n): repeats for n in COUNTS}
-    found = measure_compile(runs | {(BASE, COUNTS[-1]): 1})  # once: it takes minutes
-    few, many = (statistics.median(run[0] for run in found[BY_KIND, n]) for n in COUNTS)
-    plain = found[BASE, COUNTS[-1]][0][0]
-    sizes = {
-        "256 wide, 256 tokens, 12 blocks": Size(layers=12, heads=4, head_dim=64, frames=4, height=16, width=16),
-        "512 wide, 1,024 tokens, 12 blocks": Size(layers=12, heads=8, head_dim=64, frames=4, height=32, width=32),
+    made = {
+        "compile": partial(compile_section, arguments.blocks, arguments.repeats),
+        "sizes": partial(sizes_section, arguments.blocks),
+        "steps": partial(steps_section, arguments.steps),
     }
     text = "# Compile time, and resident step time, against plain torch.compile\n\n"
     text += f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores ({platform.machine()}), no GPU. "
     text += "Wan-style models from diffusers, random weights, float32, one process. Written by\n`make bench`.\n\n"
-    text += f"## From the call to the first output, {blocks} narrow blocks\n\n"
-    text += (
-        "Empty caches, then a second process with the caches of the first. CPU seconds include those of children. "
-        "Host memory: what the first\nprocess needed at most above what it had before.\n\n"
-    )
-    text += compile_table(found, blocks) + "\n\n"
-    text += f"By kind, {COUNTS[0]} blocks take {few:.1f} s and {COUNTS[1]} blocks {many:.1f} s: "
-    text += f"{(many - few) / (COUNTS[1] - COUNTS[0]):.3f} s for each more. "
-    text += f"torch.compile took {plain:.1f} s for {COUNTS[1]} blocks,\n{plain / many:.1f} times as long.\n"
-    text += f"\n## Ten resolutions in turns, {blocks} narrow blocks, by kind\n\n"
-    text += size_table(measure_sizes(Size(layers=blocks))) + "\n"
-    for label, size in sizes.items():
-        text += f"\n## A step, {label}, all weights resident\n\n{step_table(measure_steps(size, arguments.steps))}\n"
+    text += "\n\n".join(section() for name, section in made.items() if arguments.only in (None, name)) + "\n"
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
+
+
+def compile_section(blocks: int, repeats: int) -> str:
+    runs = {(arm, blocks): repeats for arm in ARMS} | {(BY_KIND, n): repeats for n in COUNTS}
+    found = measure_compile(runs | {(BASE, COUNTS[-1]): 1})  # once: it takes minutes
+    few, many = (statistics.median(run[0] for run in found[BY_KIND, n]) for n in COUNTS)
+    plain = found[BASE, COUNTS[-1]][0][0]
+    return (
+        f"## From the call to the first output, {blocks} narrow blocks\n\n"
+        "Empty caches, then a second process with the caches of the first. CPU seconds include those of children. "
+        "Host memory: what the first\nprocess needed at most above what it had before.\n\n"
+        f"{compile_table(found, blocks)}\n\n"
+        f"By kind, {COUNTS[0]} blocks take {few:.1f} s and {COUNTS[1]} blocks {many:.1f} s: "
+        f"{(many - few) / (COUNTS[1] - COUNTS[0]):.3f} s for each more. "
+        f"torch.compile took {plain:.1f} s for {COUNTS[1]} blocks,\n{plain / many:.1f} times as long."
+    )
+
+
+def sizes_section(blocks: int) -> str:
+    table = size_table(measure_sizes(Size(layers=blocks)))
+    return f"## Ten resolutions in turns, {blocks} narrow blocks, by kind\n\n{table}"
+
+
+def steps_section(steps: int) -> str:
+    sizes = {
+        "256 wide, 256 tokens, 12 blocks": Size(layers=12, heads=4, head_dim=64, frames=4, height=16, width=16),
+        "512 wide, 1,024 tokens, 12 blocks": Size(layers=12, heads=8, head_dim=64, frames=4, height=32, width=32),
+    }
+    return "\n\n".join(
+        f"## A step, {label}, all weights resident\n\n{step_table(measure_steps(size, steps))}"
+        for label, size in sizes.items()
+    )
 
 
 if __name__ == "__main__":

@@ -78,6 +78,27 @@ def test_another_model_and_another_count_of_blocks_find_them_too(file: Path) -> 
         assert hits > 0
 
 
+def test_regions_of_open_sizes_are_found_by_other_sizes(tmp_path: Path) -> None:
+    def called(layers: int, *rows: int) -> Stack:
+        torch._dynamo.reset()
+        counters.clear()
+        model, twin = Stack(layers=layers), Stack(layers=layers)
+        twin.load_state_dict(model.state_dict())
+        compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+        for n in rows:
+            x = torch.randn(n, 8)
+            torch.testing.assert_close(compiled(x), twin(x))
+        return model
+
+    with fresh_cache():
+        saved = chunkflow_compile.save(called(2, 4, 6), tmp_path / "regions.zip")
+    with fresh_cache():
+        assert chunkflow_compile.load(tmp_path / "regions.zip") == saved
+        called(3, 4, 9, 5)
+        found = counters["aot_autograd"]
+        assert found["autograd_cache_hit"] == 6 and not found["autograd_cache_miss"], "three regions of each compilation"
+
+
 def refuse_to_plan(*_: Any, **__: Any) -> NoReturn:
     raise AssertionError("a plan was made again")
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import graphs
+from torch import nn
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from chunkflow_compile import offload, programs, restore
@@ -89,4 +91,38 @@ def test_a_family_through_inductor(
         f"{family}: {regions} regions, {lowered} compiled, {len(kernels.runs)} kernels of Triton, {len(kernels.tuned)} of "
         f"them tuned, {launches[-1]} launches a step",
     )
+    restore(model)
+
+
+class Scaled(nn.Module):
+    """One product by a weight, one byte an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(64, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+@pytest.mark.parametrize("rows", [(3, 5, 2**25 + 3), (3, 2**25 + 3)])
+def test_beyond_two_to_the_31_elements_indices_are_longer(
+    rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the caches have the region of small sizes: with 32 bits, elements beyond the limit would be those of another
+    place.  The memory is not touched."""
+    run, lengths = CachingAutotuner.run, list[str]()
+
+    def watched(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths.append(self.triton_meta["signature"]["xnumel"])
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(CachingAutotuner, "run", watched)
+    model = Scaled()
+    offload(model, "cuda", min_bytes=1)
+    compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "min_bytes": 1})
+    for n in rows:
+        compiled(torch.empty(n, 64, dtype=torch.int8, device="cuda"))
+    assert lengths == ["i32"] * (len(rows) - 1) + ["i64"]
+    assert graphs() == len(rows)
     restore(model)
