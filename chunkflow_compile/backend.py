@@ -8,6 +8,7 @@ succeeded.
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
@@ -61,6 +62,8 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
 from chunkflow_compile.weights.modules import ModelIndex, blocks_around
 
+_log = logging.getLogger(__name__)
+
 
 def chunkflow(
     graph: GraphModule,
@@ -88,14 +91,7 @@ def chunkflow(
     fix_sizes(example_inputs, found.values())
     device = check_device(device_of(found, example_inputs, graph))
     chosen = chosen.on(device)
-    check_kind(device, chosen.device_kind(), chosen.policy)
-    if chosen.arena is not None and chosen.arena.device != device:
-        raise ChunkflowError(
-            f"The weights are on {device}, but the arena passed as an option is on "
-            f"{chosen.arena.device}: create it with chunkflow_compile.Arena({str(device)!r})."
-        )
-    if chosen.lowering == "tensorrt":
-        check_tensorrt(device)
+    _check_options(chosen, device)
     if chosen.lowering != "eager":
         warm_up(device)
     seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
@@ -116,7 +112,8 @@ def chunkflow(
         told("planning")
         tables = move_tables(aten, device)
         traced = describe_graph(aten, parameters, index.blocks)
-        note_estimates(traced)
+        notes = list[str]()
+        note_estimates(traced, notes.append)
         make = partial(run_passes, traced, settings, chosen.dump)
         stage, folder = make()
         program = stage.program
@@ -126,7 +123,8 @@ def chunkflow(
             program=program,
             cut=stage.cut,
             settings=settings,
-            regions=lower_regions(program, chosen.lowering, chosen.inductor, told),
+            regions=lower_regions(program, chosen.lowering, chosen.inductor, told, notes.append),
+            notes=_logged(notes),
             make=make,
             replan_after=chosen.replan_after,
             folder=folder,
@@ -149,6 +147,24 @@ def chunkflow(
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
         _move(index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if home_of(w) is None])
     return compiled
+
+
+def _check_options(chosen: Options, device: torch.device) -> None:
+    """Raise ChunkflowError if the options do not go with the device of the weights."""
+    check_kind(device, chosen.device_kind(), chosen.policy)
+    if chosen.arena is not None and chosen.arena.device != device:
+        raise ChunkflowError(
+            f"The weights are on {device}, but the arena passed as an option is on "
+            f"{chosen.arena.device}: create it with chunkflow_compile.Arena({str(device)!r})."
+        )
+    if chosen.lowering == "tensorrt":
+        check_tensorrt(device)
+
+
+def _logged(notes: Sequence[str]) -> tuple[str, ...]:
+    for note in notes:
+        _log.warning(note)
+    return tuple(notes)
 
 
 def _likes(root: nn.Module | None, chosen: Options) -> tuple[tuple[Problem, Plan], ...]:

@@ -33,6 +33,7 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     if route is not None:
         plan = route.course.plan
         explanation = explain_plan(plan, measured(plan, route.measurements))
-        return replace(explanation, calls=tuple(calls_of(route.course)), jumps=route.jumps)
+        notes = dict.fromkeys(note for session in found for note in session.code.notes)
+        return replace(explanation, calls=tuple(calls_of(route.course)), jumps=route.jumps, notes=tuple(notes))
     newest = found[-1]
-    return explain_plan(newest.plan, measured(newest.plan, newest.measurements))
+    return replace(explain_plan(newest.plan, measured(newest.plan, newest.measurements)), notes=newest.code.notes)

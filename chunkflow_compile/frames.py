@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -71,10 +71,10 @@ def note_graph_break(graph: GraphModule) -> None:
         )
 
 
-def note_estimates(traced: Traced) -> None:
-    """Log the sizes that depend on data, and what the plan takes them for."""
+def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
+    """Note the sizes that depend on data, and what the plan takes them for."""
     if found := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
-        _log.warning("sizes that depend on data: the plan takes %s, so its FLOPs, bytes and times are estimates", found)
+        note(f"sizes that depend on data: the plan takes {found}, so its FLOPs, bytes and times are estimates")
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:

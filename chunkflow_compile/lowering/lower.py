@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -15,8 +14,6 @@ from chunkflow_compile.passes.program.rewrite import Program
 from .tensorrt import Region, through_tensorrt
 from .warm_up import warmed_up
 
-_log = logging.getLogger(__name__)
-
 Lowering = Literal["inductor", "eager", "tensorrt"]
 
 # standalone_compile would tune kernels while it compiles, on random tensors of full size: memory that a card may not have
@@ -25,12 +22,17 @@ _TUNING = {"triton.autotune_at_compile_time": False}
 
 
 def lower_regions(
-    program: Program, lowering: Lowering, inductor: Mapping[str, Any], told: Callable[[str], object] = str
+    program: Program,
+    lowering: Lowering,
+    inductor: Mapping[str, Any],
+    told: Callable[[str], object] = str,
+    note: Callable[[str], object] = str,
 ) -> dict[str, Region]:
     """Submodule name -> callable that takes the region's inputs and returns its outputs as a sequence.
 
-    ``inductor``: the user's Inductor configuration, for every region.  ``told``: called with what is being done.  Must be
-    called inside a torch.compile backend: the metadata of the regions belong to its fake mode.
+    ``inductor``: the user's Inductor configuration, for every region.  ``told``: called with what is being done.  ``note``:
+    called with what the user asked for and does not get.  Must be called inside a torch.compile backend: the metadata of
+    the regions belong to its fake mode.
     """
     if lowering == "eager":
         return {name: region.module.forward for name, region in program.regions.items()}
@@ -43,7 +45,7 @@ def lower_regions(
                 lowered[name] = through_tensorrt(region.module)
                 continue
             except Exception as error:  # noqa: BLE001  (any op or type that TensorRT does not support)
-                _log.warning("%s goes to Inductor: TensorRT says %s", name, first_line(error))
+                note(f"{name} goes to Inductor: TensorRT says {first_line(error)}")
         lowered[name] = _through_inductor(region.module, inductor)
     return lowered
 

@@ -74,7 +74,7 @@ class WorstStall:
 class Explanation:
     """A plan beside its measurement.  ``str()`` gives the report.
 
-    ``calls``, ``jumps``: of a course, if the plan is of one.
+    ``calls``, ``jumps``: of a course, if the plan is of one.  ``notes``: on what was compiled.
     """
 
     plan: str
@@ -89,6 +89,7 @@ class Explanation:
     advice: str
     calls: tuple[CallFigures, ...] = ()
     jumps: int = 0
+    notes: tuple[str, ...] = ()
 
     @property
     def waited_s(self) -> float:
@@ -107,6 +108,7 @@ class Explanation:
         parts = [warm, _figures(self.figures), fill(f"limited by {self.limit}", _TEXT)]
         if self.advice:
             parts.append(fill(self.advice, _TEXT))
+        parts += [fill(note, _TEXT) for note in self.notes]
         if self.cold > 1:  # the first always is
             parts.append(
                 fill(

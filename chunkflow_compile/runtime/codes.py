@@ -33,7 +33,7 @@ class Code:
     ``verified``: whether the program was verified, and is to be verified together with others in its arena.
     ``goal``: what it was planned for, None if it was planned again.
     ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
-    ``advice``: returns a sentence on what would fit if the arena does not.
+    ``notes``: for the user, on what was compiled.  ``advice``: returns a sentence on what would fit if the arena does not.
     """
 
     program: Program
@@ -48,6 +48,7 @@ class Code:
     verified: bool = True
     pin_bytes: int | None = None
     goal: object = None
+    notes: tuple[str, ...] = ()
     advice: Callable[..., str] = str
 
     def remade(self, **settings: Any) -> Code:

@@ -18,7 +18,7 @@ import torch
 from conftest import HERE, OPTIONS
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, programs
+from chunkflow_compile import ChunkflowError, explain, offload, programs
 from chunkflow_compile.lowering.tensorrt import SETTINGS, why_not_tensorrt
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 
@@ -111,6 +111,8 @@ def test_what_is_not_supported_goes_to_inductor(
     assert found.built and refused and len(found.built) + len(refused) == len(program.program.regions)
     assert "TensorRT says AssertionError: Not all operations are supported: aten" in refused[0]
     assert found.runs >= 3 and program.plan.moved_bytes > 0
+    assert explain(model).notes == tuple(refused)
+    assert "goes to Inductor: TensorRT says" in " ".join(str(explain(model)).split())
 
 
 def test_it_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

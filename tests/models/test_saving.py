@@ -96,7 +96,9 @@ def test_regions_of_open_sizes_are_found_by_other_sizes(tmp_path: Path) -> None:
         assert chunkflow_compile.load(tmp_path / "regions.zip") == saved
         called(3, 4, 9, 5)
         found = counters["aot_autograd"]
-        assert found["autograd_cache_hit"] == 6 and not found["autograd_cache_miss"], "three regions of each compilation"
+        assert found["autograd_cache_hit"] == 6 and not found["autograd_cache_miss"], (
+            "three regions of each compilation"
+        )
 
 
 def refuse_to_plan(*_: Any, **__: Any) -> NoReturn:

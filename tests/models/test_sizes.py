@@ -16,7 +16,7 @@ from helpers import Stack, graphs
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile import programs
+from chunkflow_compile import explain, programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.runtime.codes import KEPT_SIZES
@@ -251,6 +251,7 @@ def test_sizes_that_depend_on_data(name: str, lowering: str, caplog: pytest.LogC
         for seed in range(1, 4):
             check(whole, twin, draw(seed), 0.0 if lowering == "eager" else 1e-5)
     assert "sizes that depend on data" in caplog.text
+    assert "its FLOPs, bytes and times are estimates" in " ".join(str(explain(model)).split())
     (program,) = programs(model)
     assert program.plan.moved_bytes > 0 and graphs() == 1
     assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements[1:])
