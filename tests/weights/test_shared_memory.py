@@ -23,8 +23,10 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.limits import HostMemory
+from chunkflow_compile.weights.mapping import whole_pages
 
 SIZE = Size(layers=2)
 LEAST = 1024
@@ -52,10 +54,11 @@ def large(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.nbytes >= LEAST}
 
 
-def steps(run: Any, twin: nn.Module, seed: int = 0) -> None:
+def steps(run: Any, twin: nn.Module, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
     with torch.no_grad():
         for step in range(3):
-            inputs = small_inputs("wan", SIZE, seed + step)
+            found = small_inputs("wan", SIZE, seed + step).items()
+            inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in found}
             assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
 
 
@@ -191,11 +194,35 @@ def test_ranks_that_place_other_models(on_ranks: Callable[..., None]) -> None:
     on_ranks(other_models)
 
 
+def everywhere(value: int) -> list[int]:
+    """The values of all ranks."""
+    found = [0] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each weight that this process reads from a checkpoint to place it."""
+    plain, sizes = CheckpointReader.read, list[int]()
+
+    def read(self: CheckpointReader, part: FilePart, *args: Any) -> None:
+        plain(self, part, *args)
+        sizes.append(part.nbytes)
+
+    monkeypatch.setattr(CheckpointReader, "read", read)
+    return sizes
+
+
 def from_one_file(rank: int, folder: str, dtype: torch.dtype | None) -> None:
     model = diffusers.WanTransformer3DModel.from_pretrained(folder)
     twin = diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
-    names = large(model)
-    offload(model, min_bytes=LEAST, share=True, dtype=dtype)
+    names, copy = large(model), sum(p.nbytes for p in model.parameters() if p.nbytes >= LEAST)
+    most = max(p.nbytes for p in model.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = count_reads(patch)
+        offload(model, min_bytes=LEAST, share=True, dtype=dtype)
+    read = everywhere(sum(sizes))
+    assert sum(read) == copy and abs(read[0] - read[1]) <= 2 * most, "one copy, and each rank reads half of it"
     assert shared(model) == names
     for name, p in twin.named_parameters():
         assert torch.equal(model.get_parameter(name), p), name
@@ -208,6 +235,51 @@ def test_each_rank_reads_a_share_of_the_file(
 ) -> None:
     small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
     on_ranks(from_one_file, str(tmp_path / "wan"), dtype)
+
+
+def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
+    """Half of the weights are shared in host memory, and half are on the drive."""
+    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
+    twin = diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
+    cast = None if dtype == torch.float32 else dtype
+    offload(model, min_bytes=LEAST, share=True, host_memory=budget, dtype=cast)
+    homes = {name: home for name, p in model.named_parameters() if (home := home_of(p)) is not None}
+    drive, memory = {name for name, home in homes.items() if home.drive is not None}, shared(model)
+    assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(homes)
+    # buffers are shared too, and each begins at a page
+    one, other = homes[min(memory)], homes[min(drive)]
+    assert one.cell.shared is not None and other.scratch == (cast is not None)
+    placed = [home for home in one.store.homes if home.drive is None]
+    assert sum(home.nbytes for home in placed) <= budget
+    held = os.fstat(one.cell.shared._descriptor.number).st_size
+    assert held == sum(whole_pages(home.nbytes) for home in placed) and memfds() == 1
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    steps(run, twin, dtype=dtype)
+    for home in (one, other):
+        if rank == 1:
+            with torch.no_grad():
+                for m in (model, twin):
+                    m.get_parameter(home.name).mul_(2)
+        dist.barrier()
+        steps(run, twin, 5, dtype)
+    # a written part of a checkpoint is in the rank's own memory from then on
+    assert shared(model) == (memory - {one.name} if rank else memory)
+    assert (other.drive is None) == (rank == 1 and cast is None)
+    with writing(model), torch.no_grad():
+        for m in (model, twin):
+            for home in (one, other):
+                m.get_parameter(home.name).fill_(0.01)
+    assert shared(model) == memory
+    steps(run, twin, 9, dtype)
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shared_memory_beside_the_drive(on_ranks: Callable[..., None], tmp_path: Path, dtype: torch.dtype) -> None:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    on_ranks(beside_the_drive, str(tmp_path / "wan"), dtype)
 
 
 def one_is_absent(rank: int, folder: str) -> None:
