@@ -16,12 +16,14 @@ from .bytes import ordinary
 from .checkpoint import CheckpointReader, FilePart, Mappings
 from .drive import Drive
 from .host_memory import empty_pages, fill, near_cpus, running_on
-from .limits import host_memory
+from .limits import check_room, host_memory
 from .peers import Peers
 from .sharing import SharedPages, SharedWeight, Wanted
 from .source import DriveBytes
 from .staging import GpuStagings
 
+# Bytes to fill until the free memory is looked at again, which takes half a millisecond.
+_CHECKED = 256 << 20
 # The dtype that a weight of this name gets.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
@@ -68,12 +70,15 @@ class Filling:
         self._on_drive = on_drive
         self._parts: dict[str, FilePart | None] = {}
         self._left: list[tuple[torch.Tensor, FilePart, torch.dtype]] = []  # to other ranks
+        self._unchecked = 0
         try:
             self._shared = (
                 None
                 if peers is None
                 else SharedPages(peers, [self._wanted(*w) for w in weights if w[0] not in on_drive])
             )
+            self._todo = sum(self._taken(*w) for w in weights)
+            check_room(self._todo)
         except BaseException as error:
             self.close(error)
             raise
@@ -84,8 +89,9 @@ class Filling:
         Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
         """
         values, dtype = tensor.detach(), self._dtype_of(name, tensor)
-        if not self._pages and values.device.type == "cpu" and dtype == values.dtype:
+        if self._stays(values, dtype):
             return Placed(ordinary(values))
+        self._take(self._taken(name, tensor))
         part = self._part(name, values)
         if name in self._on_drive:
             return self._on_the_drive(values, dtype, part)
@@ -132,6 +138,30 @@ class Filling:
                     self._reader.read(part, made, dtype)
         if "_reader" in self.__dict__:
             self._reader.close()
+
+    def _stays(self, values: torch.Tensor, dtype: torch.dtype) -> bool:
+        """Whether a weight keeps its memory."""
+        return not self._pages and values.device.type == "cpu" and dtype == values.dtype
+
+    def _taken(self, name: str, tensor: torch.Tensor) -> int:
+        """Bytes of host memory that a weight takes from this rank.  One that is there already gives its own back."""
+        values, dtype = tensor.detach(), self._dtype_of(name, tensor)
+        if name in self._on_drive or self._stays(values, dtype):
+            return 0
+        nbytes = values.numel() * dtype.itemsize
+        if self._shared is not None and self._shared.pages(name) is not None:
+            return nbytes if self._shared.role(name) == "fill" else 0
+        if values.device.type == "cpu" and self._part(name, values) is None:
+            return max(0, nbytes - values.nbytes)
+        return nbytes
+
+    def _take(self, nbytes: int) -> None:
+        """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
+        self._unchecked += nbytes
+        if self._unchecked >= _CHECKED:
+            self._unchecked = 0
+            check_room(self._todo)
+        self._todo -= nbytes
 
     def _fill(self, made: torch.Tensor, values: torch.Tensor, part: FilePart | None) -> None:
         if part is not None:

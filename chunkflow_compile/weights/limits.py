@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from chunkflow_compile.passes.errors import ChunkflowError
+
 # Left to the kernel's watermarks, the page cache, and the rest of the pipeline.
 RESERVED_SHARE = 0.05
 LEAST_RESERVED = 1 << 30
@@ -55,6 +57,28 @@ def pin_budget(held: int, ranks: int, memory: HostMemory | None = None) -> int:
     """
     memory = memory or host_memory()
     return max(0, held + (memory.free - memory.reserve) // max(1, ranks))
+
+
+def no_room(nbytes: int) -> str | None:
+    """Why so many bytes cannot be taken now, None if they can: what the kernel does beyond a limit is to kill.
+
+    A small reserve does for few bytes.
+    """
+    memory = host_memory()
+    reserve = min(memory.reserve, nbytes)
+    if nbytes + reserve <= memory.free or not memory.total:  # a machine that does not say
+        return None
+    by = f" below {memory.limit}" if memory.limit is not None else ""
+    return f"{memory.free} are free{by}, of which {reserve} stay in reserve"
+
+
+def check_room(nbytes: int) -> None:
+    """Raise ChunkflowError if there is no room for so many bytes of weights."""
+    if (cause := no_room(nbytes)) is not None:
+        raise ChunkflowError(
+            f"The weights take {nbytes} more bytes of host memory, and {cause}. Load them in a smaller dtype, leave some on "
+            "the drive with host_memory=, or raise the limit."
+        )
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:

@@ -21,7 +21,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .checkpoint import FilePart
-from .limits import host_memory
+from .limits import check_room, no_room
 from .mapping import ACCESS, FAILED, MAP_FIXED, Descriptor, libc, map_file, whole_pages
 from .peers import Peers
 
@@ -76,6 +76,8 @@ class SharedWeight:
         Raises ChunkflowError if there is no memory.
         """
         system, size, there = libc(), whole_pages(self.host.nbytes), self.host.data_ptr()
+        if (cause := no_room(size)) is not None:
+            raise ChunkflowError(_no_memory(self.host, cause))
         made = system.mmap(None, size, ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
         if made != FAILED:
             ctypes.memmove(made, there, self.host.nbytes)
@@ -83,7 +85,7 @@ class SharedWeight:
             if system.mremap(made, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, there) == there:
                 return
             system.munmap(made, size)
-        raise ChunkflowError(_no_memory(self.host))
+        raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
 
     def over(self, host: torch.Tensor) -> SharedWeight:
         """The shared memory at the address of ``host``, a weight of the same bytes in pages of its own, which it replaces.
@@ -102,7 +104,7 @@ class SharedWeight:
         """
         pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
         if pages is None:
-            raise ChunkflowError(_no_memory(self.host))
+            raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
         begin = (view.data_ptr() - self.host.data_ptr()) // view.element_size()
         return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
 
@@ -158,13 +160,7 @@ class SharedPages:
         if not self._peers.leads:
             descriptor = Descriptor(self._peers.take())
         else:
-            memory = host_memory()
-            if total > memory.free:
-                by = f" below {memory.limit}" if memory.limit is not None else ""
-                raise ChunkflowError(
-                    f"The weights take {total} bytes of host memory, and {memory.free} are free{by}. Load them in a smaller "
-                    "dtype, or raise the limit."
-                )
+            check_room(total)
             descriptor = Descriptor(os.memfd_create("chunkflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(descriptor.number, total)
             # no rank can cut it while another reads it
@@ -238,8 +234,8 @@ def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
     return True
 
 
-def _no_memory(weight: torch.Tensor) -> str:
+def _no_memory(weight: torch.Tensor, cause: str) -> str:
     return (
-        f"A shared weight of {weight.nbytes} bytes cannot be given memory of its own: {os.strerror(ctypes.get_errno())}. "
+        f"A shared weight of {weight.nbytes} bytes cannot be given memory of its own: {cause}. "
         "Free host memory, or place the model with share=False."
     )

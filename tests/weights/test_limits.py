@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import diffusers
 import pytest
+import torch
 
-from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, host_memory, pin_budget
+from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile.models.small import Size, small_model
+from chunkflow_compile.weights import filling, limits
+from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, host_memory, no_room, pin_budget
 
 GIB = 1 << 30
 V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
@@ -82,3 +88,39 @@ def test_what_may_be_pinned() -> None:
     assert pin_budget(10 * GIB, 1, full) == 10 * GIB + GIB - full.reserve < 10 * GIB
     assert pin_budget(0, 1, full) == 0
     assert pin_budget(0, 1) > 0, "of this machine"
+
+
+def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(64 * GIB, 10 * GIB))
+    reserve = int(0.05 * 64 * GIB)
+    assert no_room(10 * GIB - reserve) is None and no_room(GIB) is None
+    assert no_room(10 * GIB) == f"{10 * GIB} are free, of which {reserve} stay in reserve"
+    monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(0, 0))
+    assert no_room(GIB) is None, "a machine that does not say"
+
+
+def test_no_room_for_the_weights_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Said before the kernel kills the process, at the begin or while others take memory too."""
+    small_model("wan", Size(layers=2)).save_pretrained(tmp_path)  # type: ignore[operator]
+    loaded = diffusers.WanTransformer3DModel.from_pretrained
+    model, twin, cast = loaded(tmp_path), loaded(tmp_path), loaded(tmp_path, torch_dtype=torch.bfloat16)
+    full, told = HostMemory(GIB, 5, Path("/sys/fs/cgroup/memory.max")), list[HostMemory]()
+    monkeypatch.setattr(limits, "host_memory", lambda: told.pop(0) if told else full)
+    monkeypatch.setattr(filling, "_CHECKED", 1 << 14)
+    for free in ([], [HostMemory(64 * GIB, 40 * GIB)] * 3):
+        told[:] = free
+        with pytest.raises(
+            ChunkflowError, match=r"take \d+ more bytes of host memory, and 5 are free below .*memory.max"
+        ):
+            offload(model, min_bytes=1024, dtype=torch.bfloat16)
+        assert not told and all(home_of(p) is None for p in model.parameters())
+    assert all(
+        torch.equal(p.to(torch.bfloat16), q.to(torch.bfloat16))
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    ), "weights that were cast before an error stay cast"
+    model = loaded(tmp_path)
+    offload(model, min_bytes=1024)  # takes none
+    restore(model)
+    told[:] = [HostMemory(64 * GIB, 40 * GIB)] * 1000
+    offload(model, min_bytes=1024, dtype=torch.bfloat16)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), cast.parameters(), strict=True))

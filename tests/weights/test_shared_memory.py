@@ -23,6 +23,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.weights import limits
 from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.limits import HostMemory
@@ -156,20 +157,36 @@ def test_a_spoilt_element_is_named_on_all_ranks(on_ranks: Callable[..., None]) -
     on_ranks(a_spoilt_element)
 
 
-def no_room(rank: int) -> None:
-    from chunkflow_compile.weights import sharing
+def full() -> HostMemory:
+    return HostMemory(1 << 30, 5, Path("/sys/fs/cgroup/memory.max"))
 
+
+def no_room(rank: int) -> None:
+    plain = limits.host_memory
     if rank == 0:
-        sharing.host_memory = lambda: HostMemory(1 << 30, 5, Path("/sys/fs/cgroup/memory.max"))
+        limits.host_memory = full
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    said = r"The weights take \d+ bytes of host memory, and 5 are free below /sys/fs/cgroup/memory.max"
+    said = r"The weights take \d+ more bytes of host memory, and 5 are free below /sys/fs/cgroup/memory.max"
     with pytest.raises(ChunkflowError, match=said if rank == 0 else f"because another rank failed. rank 0: {said}"):
         offload(model, min_bytes=LEAST, share=True)
     assert not shared(model)
-    steps(torch.compile(model, backend="chunkflow", options=OPTIONS), twin)
+    dist.barrier()
+    restore(model)
+    limits.host_memory = plain
+    # a write, too, takes memory
+    offload(model, min_bytes=LEAST, share=True)
+    name = min(shared(model))
+    limits.host_memory = full
+    with pytest.raises(
+        ChunkflowError, match=r"cannot be given memory of its own: 5 are free below .*max, of which \d+"
+    ):
+        model.get_parameter(name).mul_(2)
+    assert name in shared(model)
+    limits.host_memory = plain
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-@pytest.mark.long
 def test_no_room_for_shared_memory(on_ranks: Callable[..., None]) -> None:
     """Said before the kernel kills a rank."""
     on_ranks(no_room)
