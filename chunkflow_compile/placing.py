@@ -29,7 +29,7 @@ from chunkflow_compile.weights.host_store import HostStore, give_back, home_of, 
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, stream_inside, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
-from chunkflow_compile.weights.peers import Peers, peers_of
+from chunkflow_compile.weights.peers import Peers, peers_of, stay_away
 from chunkflow_compile.weights.progress import CompileProgress, moving
 from chunkflow_compile.weights.staging import GpuStagings
 
@@ -304,9 +304,15 @@ def writing(model: nn.Module) -> Iterator[None]:
     A write ends the sharing of a weight.  At the end of this context, the weights that all ranks have written are compared,
     byte for byte, and shared again.  Raises ChunkflowError if a rank ends or fails.  Does nothing for other models.
     """
-    yield
-    for placement in _placements(model):
-        if placement.share is not False:
+    sharing = [p for p in _placements(model) if p.share is not False]
+    try:
+        yield
+    except BaseException as error:
+        for placement in sharing[:1]:  # the first one that the others want to share
+            stay_away(placement.share, placement.store.device, error)
+        raise
+    for placement in sharing:
+        if placement.lasts:
             placement.share_again()
 
 

@@ -13,7 +13,7 @@ import logging
 import os
 import socket
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ from .host_memory import near_cpus
 
 _log = logging.getLogger(__name__)
 
-_KEY = "chunkflow/peers/{}/{}"
+_KEY = "chunkflow/peers"
 # Process groups of real ranks, whose store all of them can reach.
 _DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 _LENGTH = struct.Struct("!Q")
@@ -170,26 +170,34 @@ def peers_of(share: Any, device: torch.device) -> Peers | None:
     return meet(found, ",".join(map(str, sorted(near))))
 
 
+def stay_away(share: Any, device: torch.device, error: BaseException) -> None:
+    """Tell the ranks that call :func:`peers_of` why this one does not.  Does not wait for them."""
+    if share is False or (share is None and device.type != "cuda"):
+        return
+    if (found := meeting(None if share is True else share)) is not None:
+        with contextlib.suppress(RuntimeError):  # the store has ended too
+            found.store.set(f"{_next(found)}/{found.rank}", json.dumps({"failed": f"{type(error).__name__}: {error}"}))
+
+
+def _next(found: Meeting) -> str:
+    """The key of the next time that these ranks meet.  Each counts for itself, as all of them come each time."""
+    group = hashlib.sha256(repr(found.ranks).encode()).hexdigest()[:8]
+    number = found.store.add(f"{_KEY}/{group}/count/{found.rank}", 1)
+    return f"{_KEY}/{group}/{number}"
+
+
 def meet(found: Meeting, near: str = "") -> Peers | None:
     """The peers of this rank, None if there are none.  All ranks of the meeting must call it.
 
     ``near``: the memory node to share on; ranks on others share among themselves.
     Raises ChunkflowError, with the numbers of the ranks, if some do not call it before the timeout.
     """
-    group = hashlib.sha256(repr(found.ranks).encode()).hexdigest()[:8]
-    number = found.store.add(_KEY.format(group, f"count/{found.rank}"), 1)
+    key = _next(found)
     listener, name = _listener()
     with listener:
-        mine = {"where": f"{_machine()} {os.getuid()} {_network()} {near}", "machine": _machine(), "name": name}
-        records = _exchange(found, f"{group}/{number}", mine)
-        ranks = [rank for rank in found.ranks if records[rank]["where"] == mine["where"]]
-        beside = [r for r in found.ranks if records[r]["machine"] == mine["machine"] and r not in ranks]
-        if beside and not near:
-            _log.warning(
-                "rank %s shares no weights with %s on this machine: another user, or another network name space",
-                found.rank,
-                _numbers(beside),
-            )
+        mine = {"machine": _machine(), "reach": f"{os.getuid()} {_network()}", "near": near, "name": name}
+        records = _exchange(found, key, mine)
+        ranks = _sharing(found, records)
         if len(ranks) < 2:
             return None
         seconds = found.timeout.total_seconds()
@@ -200,19 +208,51 @@ def meet(found: Meeting, near: str = "") -> Peers | None:
         return Peers(found.rank, ranks, _accepted(listener, ranks[1:], seconds))
 
 
+def _sharing(found: Meeting, records: Mapping[int, Mapping[str, str]]) -> list[int]:
+    """The ranks that share with this one.  Says why others of this machine do not."""
+    mine = records[found.rank]
+    here = [rank for rank in found.ranks if records[rank]["machine"] == mine["machine"]]
+    reached = [rank for rank in here if records[rank]["reach"] == mine["reach"]]
+    ranks = [rank for rank in reached if records[rank]["near"] == mine["near"]]
+    if beside := [rank for rank in here if rank not in reached]:
+        _log.warning(
+            "rank %s shares no weights with %s on this machine: another user, or another network name space",
+            found.rank,
+            _numbers(beside),
+        )
+    if elsewhere := [rank for rank in reached if rank not in ranks]:
+        alone = len(ranks) < 2
+        _log.log(
+            logging.WARNING if alone else logging.INFO,
+            "rank %s %s: %s %s near other memory nodes of this machine, and each node has a copy",
+            found.rank,
+            "keeps weights of its own" if alone else f"shares its weights with {_numbers(set(ranks) - {found.rank})}",
+            _numbers(elsewhere),
+            "are" if len(elsewhere) > 1 else "is",
+        )
+    return ranks
+
+
 def _exchange(found: Meeting, key: str, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
     """What each rank says of itself."""
-    found.store.set(_KEY.format(key, found.rank), json.dumps(mine))
-    keys = [_KEY.format(key, rank) for rank in found.ranks]
+    keys = [f"{key}/{rank}" for rank in found.ranks]
+    found.store.set(f"{key}/{found.rank}", json.dumps(mine))
     try:
         found.store.wait(keys, found.timeout)
     except RuntimeError as error:
         absent = [rank for rank, k in zip(found.ranks, keys, strict=True) if not found.store.check([k])]
         raise ChunkflowError(
-            f"{_numbers(absent)} did not place the model within {found.timeout.total_seconds():.0f} s: with share, every "
-            "rank of the group calls offload. Pass share=False to place it on this rank alone."
+            f"{_numbers(absent).capitalize()} did not place the model within {found.timeout.total_seconds():.0f} s: with "
+            "share, every rank of the group calls offload. Pass share=False to place it on this rank alone."
         ) from error
-    return {rank: json.loads(found.store.get(k)) for rank, k in zip(found.ranks, keys, strict=True)}
+    records = {rank: json.loads(found.store.get(k)) for rank, k in zip(found.ranks, keys, strict=True)}
+    for rank, record in records.items():
+        if "failed" in record:
+            raise ChunkflowError(
+                f"The weights are not shared, because rank {rank} failed: {record['failed']}. Each rank keeps what it has "
+                "written. Call writing again on all ranks to share them."
+            )
+    return records
 
 
 def _listener() -> tuple[socket.socket, str]:
@@ -229,9 +269,15 @@ def _connected(rank: int, leader: int, name: str, seconds: float) -> socket.sock
     link.settimeout(seconds)
     try:
         link.connect(f"\0{name}")
+        if (user := _user(link)) != os.getuid():
+            raise ChunkflowError(
+                f"Rank {leader} has ended, and user {user} answers in its place. Start all ranks again, as one user."
+            )
         link.sendall(_LENGTH.pack(rank))
-    except OSError as error:
+    except BaseException as error:
         link.close()
+        if not isinstance(error, OSError):
+            raise
         raise _ended(leader, error) from error
     return link
 
@@ -245,9 +291,9 @@ def _accepted(listener: socket.socket, ranks: Sequence[int], seconds: float) -> 
         try:
             link, _ = listener.accept()
             link.settimeout(seconds)
-            told = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            if _CREDENTIALS.unpack(told)[1] != os.getuid():
+            if (user := _user(link)) != os.getuid():
                 link.close()
+                _log.warning("a process of user %s asked for the weights, and was turned away", user)
                 continue
             (rank,) = _LENGTH.unpack(link.recv(_LENGTH.size, socket.MSG_WAITALL))
             if rank in absent:
@@ -259,6 +305,12 @@ def _accepted(listener: socket.socket, ranks: Sequence[int], seconds: float) -> 
     return {rank: links[rank] for rank in ranks}
 
 
+def _user(link: socket.socket) -> int:
+    """The user of the process at the other end, as the kernel says."""
+    told = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(told)[1])
+
+
 def _ended(rank: int, error: Exception | None) -> ChunkflowError:
     cause = "did not answer in time" if isinstance(error, TimeoutError) else "has ended"
     return ChunkflowError(
@@ -266,8 +318,8 @@ def _ended(rank: int, error: Exception | None) -> ChunkflowError:
     )
 
 
-def _numbers(ranks: Sequence[int]) -> str:
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}".capitalize()
+def _numbers(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _machine() -> str:
