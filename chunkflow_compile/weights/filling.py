@@ -70,13 +70,12 @@ class Filling:
         self._on_drive = on_drive
         self._parts: dict[str, FilePart | None] = {}
         self._left: list[tuple[torch.Tensor, FilePart, torch.dtype]] = []  # to other ranks
+        self._kept: set[str] = set()
         self._unchecked = 0
+        self._shared: SharedPages | None = None
         try:
-            self._shared = (
-                None
-                if peers is None
-                else SharedPages(peers, [self._wanted(*w) for w in weights if w[0] not in on_drive])
-            )
+            if peers is not None:
+                self._shared = SharedPages(peers, [self._wanted(*w) for w in weights if w[0] not in on_drive])
             self._todo = sum(self._taken(*w) for w in weights)
             check_room(self._todo)
         except BaseException as error:
@@ -106,6 +105,7 @@ class Filling:
             else:
                 equal = self._shared.same(name, values)
             if equal:
+                self._kept.add(name)
                 return Placed(found.host, shared=found)
         made = empty_pages(values, dtype)
         self._fill(made, values, part)
@@ -138,6 +138,9 @@ class Filling:
                     self._reader.read(part, made, dtype)
         if "_reader" in self.__dict__:
             self._reader.close()
+        self._left.clear()
+        if self._shared is not None:
+            self._shared.leave(self._kept)
 
     def _stays(self, values: torch.Tensor, dtype: torch.dtype) -> bool:
         """Whether a weight keeps its memory."""

@@ -12,7 +12,7 @@ import fcntl
 import logging
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -86,6 +86,11 @@ class SharedWeight:
                 return
             system.munmap(made, size)
         raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
+
+    def leave(self) -> None:
+        """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
+        libc().mmap(self.host.data_ptr(), whole_pages(self.host.nbytes), ACCESS, flags, -1, 0)
 
     def over(self, host: torch.Tensor) -> SharedWeight:
         """The shared memory at the address of ``host``, a weight of the same bytes in pages of its own, which it replaces.
@@ -194,6 +199,11 @@ class SharedPages:
 
     def role(self, name: str) -> Role:
         return self._roles[name]
+
+    def leave(self, kept: Collection[str]) -> None:
+        """Unmap the pages of all weights but those ``kept``."""
+        for name in self._pages.keys() - kept:
+            self._pages.pop(name).leave()
 
     def written(self, name: str) -> None:
         """Tell the others that the pages of a weight are written, if they wait to compare them."""

@@ -92,6 +92,26 @@ def test_it_reads_ahead_as_far_as_the_ring_goes(file: DriveFile) -> None:
     assert 6 * 64 <= file.read_bytes - before <= (2 + 5) * 64, "a quarter of the step, and room for one more"
 
 
+def test_a_slot_is_not_written_before_its_copy_has_ended(file: DriveFile) -> None:
+    """The copies after it have ended; its own event has not come to pass."""
+    cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
+    reader, before, late = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8)), file.read_bytes, Event()
+    reader.restart([], cycle, 0)
+    slow = Reading(reader, *cycle[0])
+    values, _ = slow.take()
+    slow.free(late)
+    for reading in cycle[1:4]:
+        bytes_of(reader, *reading)
+    threading.Event().wait(0.3)
+    assert bytes(values.tolist()) == CONTENT[:64] and file.read_bytes - before == 5 * 64, "the ring is full"
+    late.reach()
+    for i, reading in enumerate([*cycle[4:], *cycle]):
+        at = 64 * ((i + 4) % 16)
+        assert bytes_of(reader, *reading) == CONTENT[at : at + 64]
+    assert bytes(values.tolist()) != CONTENT[:64], "the slot is in use again"
+    reader.stop()
+
+
 def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:
     cycle = cycle_of(file, [(0, 10), (10, 20), (30, 30)])
     reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,12 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, courses, offload, programs, restore
+from chunkflow_compile.hardware.emulated import on_emulated_link
+from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.runtime.read_ahead import Reading
 from chunkflow_compile.weights.drive import Drive, for_the_drive
 from chunkflow_compile.weights.host_store import Home, home_of
 
@@ -52,6 +60,33 @@ def large(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if p.nbytes >= LEAST)
 
 
+def planned_reads(plan: Plan, drive: list[Home]) -> int:
+    """Bytes that the copies of a step take from the drive: whole chunks, and what is left of the last one of a weight."""
+    sizes = {home.name: home.nbytes for home in drive}
+    return sum(
+        min(plan.chunk_bytes * (i + 1), sizes[w.name]) - plan.chunk_bytes * i
+        for w in plan.streamed
+        if w.name in sizes
+        for i, window in enumerate(w.windows)
+        if window is not None
+    )
+
+
+@contextlib.contextmanager
+def counted_reads() -> Iterator[list[int]]:
+    """The bytes that copies take from the drive are added to the last number of the list."""
+    plain, taken = Reading.take, list[int]()
+
+    def take(self: Reading) -> tuple[torch.Tensor, float]:
+        values, at = plain(self)
+        taken[-1] += values.numel()
+        return values, at
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Reading, "take", take)
+        yield taken
+
+
 def steps(run: Any, twin: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
     for step in range(3):
         found = small_inputs("wan", SIZE, seed + step).items()
@@ -79,6 +114,11 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     primed = sum(m.primed_bytes for m in program.measurements)
     found = read_so_far(model) - before
     assert 0 < 3 * each <= found <= 4 * each + primed, "as the plan says, those of a cold start, and those read ahead"
+    with counted_reads() as taken:
+        for seed in range(3):
+            taken.append(0)
+            steps(run, twin, dtype, seed)
+    assert taken == [3 * planned_reads(program.plan, drive)] * 3, "of warm steps"
     restore(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     del run, program, drive, placed
@@ -159,6 +199,23 @@ def test_a_drive_that_fails_in_a_step(saved: Path, fails_once: list[int]) -> Non
     steps(run, twin)
     restore(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_drive_that_is_ten_times_slower_than_planned(
+    saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, twin = (loaded(saved) for _ in range(2))
+    rate = large(model) / 0.4
+    profile = tmp_path / "hardware.json"
+    emulated = on_emulated_link(load_profile(CPU), LinkEmulation(bandwidth=1e9, drive=rate), 1)
+    profile.write_text(replace(emulated, drive_bandwidth=10 * rate).to_json())
+    offload(model, min_bytes=LEAST, host_memory=0)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "hardware": str(profile)})
+    with caplog.at_level(logging.WARNING, "chunkflow_compile"):
+        steps(run, twin)
+        steps(run, twin)
+    said = [r.getMessage() for r in caplog.records if "but the plan expects" in r.getMessage()]
+    assert len(said) == 1 and "Measure the drive with chunkflow calibrate --drive PATH" in said[0], said
 
 
 def test_a_checkpoint_that_changes_under_a_placed_model(saved: Path) -> None:

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import multiprocessing
 import os
 import re
-import signal
-import time
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +18,6 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.weights import limits
 from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
 from chunkflow_compile.weights.host_store import home_of
@@ -297,125 +292,6 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
 def test_shared_memory_beside_the_drive(on_ranks: Callable[..., None], tmp_path: Path, dtype: torch.dtype) -> None:
     small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
     on_ranks(beside_the_drive, str(tmp_path / "wan"), dtype)
-
-
-def one_is_absent(rank: int, folder: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=4)
-    )
-    if rank == 1:
-        time.sleep(8)
-        os._exit(0)
-    model = small_model("wan", SIZE)
-    with pytest.raises(ChunkflowError, match=r"Rank 1 did not place the model within 4 s.*Pass share=False"):
-        offload(model, min_bytes=LEAST, share=True)
-    offload(model, min_bytes=LEAST)
-    os._exit(0)
-
-
-def killed_at(rank: int, folder: str, who: int, when: str) -> None:
-    """One of two ranks is killed; the other must raise and keep its weights."""
-    from chunkflow_compile.weights import filling
-
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    before = {name: p.detach().clone() for name, p in twin.named_parameters()}
-    if rank == who:
-        kill = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
-        owner, name = {
-            "fill": (filling, "fill"),
-            "proof": (filling.SharedPages, "same" if rank else "written"),
-            "finish": (filling.SharedPages, "finish"),
-        }[when]
-        if when == "fill" and rank == 1:
-            owner, name = filling.SharedPages, "role"
-        setattr(owner, name, kill)
-    began = time.monotonic()
-    try:
-        offload(model, min_bytes=LEAST, share=True)
-    except ChunkflowError as error:
-        assert f"Rank {who} has ended" in str(error), error
-        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-        assert time.monotonic() - began < 30 and not shared(model)
-        os._exit(0)
-    os._exit(3)
-
-
-def run_two(work: Callable[..., None], *args: Any) -> list[int | None]:
-    context = multiprocessing.get_context("spawn")
-    processes = [context.Process(target=work, args=(rank, *args)) for rank in range(2)]
-    for p in processes:
-        p.start()
-    for p in processes:
-        p.join(120)
-    return [p.exitcode for p in processes]
-
-
-@pytest.mark.long
-def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    assert run_two(one_is_absent, str(tmp_path)) == [0, 0]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("when", ["fill", "proof", "finish"])
-def test_a_rank_is_killed(tmp_path: Path, who: int, when: str) -> None:
-    codes = run_two(killed_at, str(tmp_path), who, when)
-    assert codes[who] == -signal.SIGKILL and codes[1 - who] == 0
-    assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
-    assert "chunkflow" not in Path("/proc/net/unix").read_text()
-
-
-def killed_in_a_call(rank: int, folder: str, who: int, when: str) -> None:
-    """One of two Ulysses ranks is killed when it pins shared weights, or in a step; the other must raise and restore them."""
-    from chunkflow_compile.runtime.executor import Executor
-    from chunkflow_compile.weights.host_store import Home
-
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=30)
-    )
-    torch.set_grad_enabled(False)
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    for m in (model, twin):
-        enable_ulysses(m, 2)
-    offload(model, min_bytes=LEAST, share=True)
-    assert shared(model)
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    left = 5
-    owner, name = {"pin": (Home, "pin"), "step": (Executor, "_finish")}[when]
-    if rank == who:
-        plain = getattr(owner, name)
-
-        def dies(self: Any, *args: Any) -> Any:
-            nonlocal left
-            left -= 1
-            if not left:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return plain(self, *args)
-
-        setattr(owner, name, dies)
-    began = time.monotonic()
-    try:
-        for step in range(40):
-            inputs = small_inputs("wan", SIZE, step)
-            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
-    except (ChunkflowError, RuntimeError):
-        assert time.monotonic() - began < 60
-        restore(model)
-        expected = small_model("wan", SIZE).state_dict()
-        assert all(torch.equal(p, expected[name]) for name, p in model.state_dict().items()) and not shared(model)
-        os._exit(0)
-    os._exit(3)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("who", [0, 1])
-@pytest.mark.parametrize("when", ["pin", "step"])
-def test_a_rank_is_killed_in_a_call(tmp_path: Path, who: int, when: str) -> None:
-    codes = run_two(killed_in_a_call, str(tmp_path), who, when)
-    assert codes[who] == -signal.SIGKILL and codes[1 - who] == 0
-    assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
-    assert "chunkflow" not in Path("/proc/net/unix").read_text()
 
 
 def test_share_without_a_group() -> None:

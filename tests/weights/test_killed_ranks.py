@@ -1,0 +1,188 @@
+"""Ranks that share memory and do not come, or are killed: the others raise, memory returns, and nothing is left."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import forking
+from helpers import Stack
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.weights import filling
+from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.limits import meminfo
+
+SIZE = Size(layers=2)
+LEAST = 1024
+MIB = 1 << 20
+OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+# The rank that leads, the other one, and both.
+WHO = ((0,), (1,), (0, 1))
+
+
+def shared(model: nn.Module) -> bool:
+    return any((home := home_of(p)) is not None and home.cell.shared is not None for p in model.parameters())
+
+
+def run_two(work: Callable[..., None], *args: Any) -> list[int | None]:
+    processes = [forking().Process(target=work, args=(rank, *args)) for rank in range(2)]
+    for p in processes:
+        p.start()
+    for p in processes:
+        p.join(120)
+    return [p.exitcode for p in processes]
+
+
+def nothing_is_left(codes: list[int | None], who: tuple[int, ...], before: int) -> None:
+    """``before``: bytes of shared memory on the machine before the ranks were started."""
+    assert codes == [-signal.SIGKILL if rank in who else 0 for rank in range(2)]
+    assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
+    assert "chunkflow" not in Path("/proc/net/unix").read_text()
+    deadline = time.monotonic() + 20  # other processes of this machine share memory too, for a while
+    while (left := meminfo()["Shmem"] - before) > 8 * MIB and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left <= 8 * MIB
+
+
+def one_is_absent(rank: int, folder: str) -> None:
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=4)
+    )
+    if rank == 1:
+        time.sleep(8)
+        os._exit(0)
+    model = small_model("wan", SIZE)
+    with pytest.raises(ChunkflowError, match=r"Rank 1 did not place the model within 4 s.*Pass share=False"):
+        offload(model, min_bytes=LEAST, share=True)
+    offload(model, min_bytes=LEAST)
+    os._exit(0)
+
+
+@pytest.mark.long
+def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
+    assert run_two(one_is_absent, str(tmp_path)) == [0, 0]
+
+
+def large() -> nn.Module:
+    """64 MiB of weights."""
+    torch.manual_seed(0)
+    return Stack(layers=4, width=1024)
+
+
+def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
+    """One of two ranks is killed, and the other must raise and keep its weights; or both are."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model, twin = large(), large()
+    if rank in who:
+        owner, name = {
+            "fill": (filling, "fill"),
+            "proof": (filling.SharedPages, "same" if rank else "written"),
+            "finish": (filling.SharedPages, "finish"),
+        }[when]
+        if when == "fill" and rank == 1:
+            owner, name = filling.SharedPages, "role"
+        plain, left = getattr(owner, name), [1 if when == "finish" else 5]
+
+        def dies(*args: Any) -> Any:
+            left[0] -= 1
+            if not left[0]:
+                Path(folder, f"taken{rank}").write_text(str(meminfo()["Shmem"]))
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(*args)
+
+        setattr(owner, name, dies)
+    began, said = time.monotonic(), ""
+    try:
+        offload(model, min_bytes=LEAST, share=True)
+    except ChunkflowError as error:
+        said = str(error)
+    if len(who) > 1:
+        os.kill(os.getpid(), signal.SIGKILL)  # the other one was the first
+    assert f"Rank {who[0]} has ended" in said, said
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert time.monotonic() - began < 30 and not shared(model)
+    gc.collect()
+    assert "memfd:chunkflow-weights" not in Path("/proc/self/maps").read_text()
+    assert not any("chunkflow" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+    os._exit(0)
+
+
+CASES = [(who, when) for who in WHO for when in ("fill", "proof", "finish")]
+
+
+@pytest.mark.parametrize(
+    ("who", "when"), [pytest.param(*c, marks=() if c == ((0,), "finish") else pytest.mark.long) for c in CASES]
+)
+def test_a_rank_is_killed(tmp_path: Path, who: tuple[int, ...], when: str) -> None:
+    before = meminfo()["Shmem"]
+    codes = run_two(killed_at, str(tmp_path), who, when)
+    nothing_is_left(codes, who, before)
+    if when == "finish":
+        assert max(int(p.read_text()) for p in tmp_path.glob("taken*")) - before > 32 * MIB, (
+            "there was something to return"
+        )
+
+
+def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
+    """One of two Ulysses ranks is killed when it pins shared weights, or in a step; the other must raise and restore them."""
+    from chunkflow_compile.runtime.executor import Executor
+    from chunkflow_compile.weights.host_store import Home
+
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=30)
+    )
+    torch.set_grad_enabled(False)
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    offload(model, min_bytes=LEAST, share=True)
+    assert shared(model)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    left = 5
+    owner, name = {"pin": (Home, "pin"), "step": (Executor, "_finish")}[when]
+    if rank in who:
+        plain = getattr(owner, name)
+
+        def dies(self: Any, *args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if not left:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return plain(self, *args)
+
+        setattr(owner, name, dies)
+    began = time.monotonic()
+    try:
+        for step in range(40):
+            inputs = small_inputs("wan", SIZE, step)
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+    except (ChunkflowError, RuntimeError):
+        if len(who) > 1:
+            os.kill(os.getpid(), signal.SIGKILL)  # the other one was the first
+        assert time.monotonic() - began < 60
+        restore(model)
+        expected = small_model("wan", SIZE).state_dict()
+        assert all(torch.equal(p, expected[name]) for name, p in model.state_dict().items()) and not shared(model)
+        os._exit(0)
+    os._exit(3)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", WHO)
+@pytest.mark.parametrize("when", ["pin", "step"])
+def test_a_rank_is_killed_in_a_call(tmp_path: Path, who: tuple[int, ...], when: str) -> None:
+    before = meminfo()["Shmem"]
+    nothing_is_left(run_two(killed_in_a_call, str(tmp_path), who, when), who, before)
