@@ -20,7 +20,7 @@ from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveBytes, DriveFile
 
-CONTENT = bytes(random.Random(0).randrange(256) for _ in range(4096))
+CONTENT = random.Random(0).randbytes(4096)
 
 
 class Event:
