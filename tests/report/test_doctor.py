@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import TestCase
 
 from chunkflow_compile.hardware.machine import Gpu, Machine
-from chunkflow_compile.report.health import findings, health_table
+from chunkflow_compile.report.health import Finding, findings, health_table, room_for
 
 FAULTY = Machine(
     python="3.11.7",
@@ -30,6 +30,18 @@ FAULTY = Machine(
     libraries={"diffusers": None, "matplotlib": "3.11.2", "torch-tensorrt": None},
     profile=None,
 )
+
+
+def test_room_for_a_model() -> None:
+    found = room_for("wan", 6 << 30, 1, FAULTY, drive=3e9)
+    assert found == Finding("wan", "6.0 GiB of host memory; from a drive of 3.0 GB/s in 2 s; 2.0 GiB left")
+    found = room_for("wan", 30 << 30, 8, FAULTY, drive=3e9)
+    assert found.verdict == "missing" and found.fix.startswith(
+        "load it in a smaller dtype or quantised, or free or add"
+    )
+    assert found.found == (
+        "30.0 GiB of host memory, one copy for 8 ranks; from a drive of 3.0 GB/s in 11 s; 8.0 GiB free"
+    )
 
 
 class TestDoctor(TestCase):

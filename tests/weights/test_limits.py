@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
 import pytest
 import torch
+from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import filling, limits
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.host_store import Home, Room, home_of, pin_all
 from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, host_memory, no_room, pin_budget
 
 GIB = 1 << 30
@@ -97,6 +99,65 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert no_room(10 * GIB) == f"{10 * GIB} are free, of which {reserve} stay in reserve"
     monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(0, 0))
     assert no_room(GIB) is None, "a machine that does not say"
+
+
+class Reader:
+    """A device that notes what it pins, of the name of a GPU."""
+
+    name, closed = "cuda", False
+
+    def __init__(self) -> None:
+        self.pinned: list[int] = []
+
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        self.pinned.append(host.data_ptr())
+        return lambda: None
+
+    def settle(self) -> None:
+        """Nothing is copied."""
+
+
+def homes_of(model: nn.Module) -> list[Home]:
+    return [home for p in model.parameters() if (home := home_of(p)) is not None]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_begin_to_pin_at_different_weights(monkeypatch: pytest.MonkeyPatch, rank: int) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    monkeypatch.setenv("LOCAL_RANK", str(rank))
+    model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
+    homes, device = homes_of(model), Reader()
+    order = [home.host.data_ptr() for home in homes]
+    half = len(order) // 2 * rank
+    assert pin_all(homes, device, None) and device.pinned == [*order[half:], *order[:half]]
+
+
+def test_what_a_store_may_pin(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
+    homes, memory = homes_of(model), HostMemory(64 * GIB, 10 * GIB, Path("/sys/fs/cgroup/memory.max"))
+    store = homes[0].store
+    monkeypatch.setattr("chunkflow_compile.weights.host_store.host_memory", lambda: memory)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    most = store.held_bytes + (10 * GIB - memory.reserve) // 2
+    told = f"{10 * GIB} bytes are free below /sys/fs/cgroup/memory.max, and {memory.reserve} stay in reserve: at most {most}"
+    assert store.room(None) == Room(most, told)
+    homes[0].pin(Reader(), None)
+    assert store.room(None).left == most - homes[0].nbytes
+    assert store.room(1000 + homes[0].nbytes).left == 1000
+    memory = HostMemory(64 * GIB, 0)
+    assert store.room(None).left < store.held_bytes
+    with pytest.warns(
+        UserWarning, match=r"could not be pinned after .*0 bytes are free, and \d+ stay in reserve: at most 0"
+    ):
+        assert not pin_all(homes, Reader(), None)
+
+
+def test_freed_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    monkeypatch.setattr("chunkflow_compile.placing.give_free_memory_back", lambda: calls.append(1))
+    model = offload(small_model("wan", Size(layers=1)), min_bytes=1024, dtype=torch.bfloat16)
+    assert calls == [1]
+    restore(model)
 
 
 def test_no_room_for_the_weights_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
