@@ -12,17 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.compiling import compile_by_kind, uncompile
+from chunkflow_compile.components import check_component, check_floor, components_of
 from chunkflow_compile.kinds import blocks_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phases import BUDGET, Budget, Phase, budget_of
-from chunkflow_compile.placing import offload, placement_of, placements_around, restore
+from chunkflow_compile.placing import offload, placement_of, restore
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.simulate.generation import budget_for
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.limits import host_memory as machine_memory
-from chunkflow_compile.weights.modules import hooks_of
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
@@ -56,7 +55,7 @@ def apply(
     Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
     group offload, on another device, without values or compiled already, or if ``memory`` cannot hold one weight of it.
     """
-    models, known = _models(pipe), budget_of(pipe)
+    models, known = components_of(pipe), budget_of(pipe)
     shared = {id(b): b for m in models.values() if (b := budget_of(m)) is not None}
     if len(shared) > 1:
         raise ChunkflowError(
@@ -74,7 +73,7 @@ def apply(
     given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic, **options}
     given = {name: value for name, value in given.items() if value is not None}
     for name, model in fresh.items():
-        _check(name, model, target)
+        check_component(name, model, target)
     made = budget or Budget(target, _total(memory, target))
     made.arguments = given = {**made.arguments, **given}
     with made.turn(), made.lock():
@@ -103,7 +102,7 @@ def _add(
     """Place and compile components.  If that fails, they are ordinary again."""
     chosen = parse_options(options, mode)
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
-    _check_floor(models, cast, budget, chosen.min_bytes)
+    check_floor(models, cast, budget, chosen.min_bytes)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     total = max(1, sum(map(_bytes, models.values())))
@@ -143,69 +142,10 @@ def remove(pipe: Any) -> Any:
 
 def _undo_unused(budget: Budget) -> None:
     """Make ordinary again what no applied pipeline has as a component."""
-    used = {id(model) for pipe in budget.pipelines for model in _models(pipe).values()}
+    used = {id(model) for pipe in budget.pipelines for model in components_of(pipe).values()}
     for phase in [*budget.phases]:
         if id(phase.root) not in used:
             _undo(phase.root, budget)
-
-
-def _models(pipe: Any) -> dict[str, nn.Module]:
-    """The components with weights, by name, each once."""
-    components = getattr(pipe, "components", None)
-    if isinstance(pipe, nn.Module) or not isinstance(components, Mapping):
-        raise ChunkflowError(
-            f"apply takes a diffusers pipeline, not {type(pipe).__name__}: one model is for chunkflow_compile.compile(model)."
-        )
-    found = {n: m for n, m in components.items() if isinstance(m, nn.Module) and any(True for _ in leaves_of(m))}
-    return {n: m for n, m in found.items() if next(k for k, v in found.items() if v is m) == n}
-
-
-def _check(name: str, model: nn.Module, device: torch.device) -> None:
-    """Raise ChunkflowError if a component cannot be placed."""
-    what = f"pipe.{name} ({type(model).__name__})"
-    if placement_of(model) is not None or placements_around(leaves_of(model)):
-        raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
-    if any(m._compiled_call_impl is not None for m in model.modules()):
-        raise ChunkflowError(f"{what} is compiled already: pass a pipeline that is not, apply compiles it.")
-    for inner in model.modules():
-        if hasattr(inner, "_hf_hook"):
-            raise ChunkflowError(
-                f"{what} is under a hook of accelerate, which moves its weights too: load the pipeline without device_map, "
-                "or call pipe.remove_all_hooks() and pipe.reset_device_map() instead of enable_model_cpu_offload()."
-            )
-        if any("group_offloading" in hook for hook in hooks_of(inner)):
-            raise ChunkflowError(
-                f"{what} is under diffusers' group offloading, which moves its weights too: leave it out."
-            )
-    for leaf in leaves_of(model):
-        if leaf.is_meta:
-            raise ChunkflowError(f"{what} has parameters on the meta device, without values: load its weights first.")
-        if leaf.device.type != "cpu" and leaf.device != device:
-            raise ChunkflowError(
-                f"{what} is on {leaf.device}: pass device={str(leaf.device)!r}, or move it to the CPU."
-            )
-
-
-def _check_floor(
-    models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
-) -> None:
-    """Raise ChunkflowError if a component's largest weight has no room beside those that stay on the device."""
-    sizes = {
-        name: [
-            leaf.numel() * (to.itemsize if (to := cast[name]) and leaf.is_floating_point() else leaf.element_size())
-            for leaf in leaves_of(model)
-        ]
-        for name, model in models.items()
-    }
-    kept = sum(n for found in sizes.values() for n in found if n < min_bytes) + sum(p.kept for p in budget.phases)
-    largest = {name: max(found, default=0) for name, found in sizes.items()}
-    name = max(largest, key=lambda n: largest[n], default="")
-    if largest and kept + largest[name] > budget.usable:
-        raise ChunkflowError(
-            f"memory={budget.total} bytes is too little for pipe.{name}: its largest weight has {largest[name]} bytes, small "
-            f"weights of all components take {kept}, and its activations come on top. Give at least "
-            f"memory={budget_for(kept + largest[name])}."
-        )
 
 
 def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: Options, dynamic: bool | None) -> None:
@@ -272,7 +212,7 @@ def _in_turns(cls: type) -> type:
         budget = budget_of(self)
         if budget is None:
             return call(self, *args, **kwargs)
-        for name, model in _models(self).items():
+        for name, model in components_of(self).items():
             if budget.phase_of(model) is None:
                 raise ChunkflowError(
                     f"pipe.{name} was replaced after apply: call chunkflow_compile.apply(pipe) again, which places it too."

@@ -1,0 +1,76 @@
+"""The components of a pipeline: which there are, what keeps one from being placed, and what has changed one since."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._dynamo.eval_frame import OptimizedModule
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.phases import Budget
+from chunkflow_compile.placing import placement_of, placements_around
+from chunkflow_compile.simulate.generation import budget_for
+from chunkflow_compile.weights.leaves import leaves_of
+from chunkflow_compile.weights.modules import hooks_of
+
+
+def components_of(pipe: Any) -> dict[str, nn.Module]:
+    """The components with weights, by name, each once."""
+    components = getattr(pipe, "components", None)
+    if isinstance(pipe, nn.Module) or not isinstance(components, Mapping):
+        raise ChunkflowError(
+            f"apply takes a diffusers pipeline, not {type(pipe).__name__}: one model is for chunkflow_compile.compile(model)."
+        )
+    found = {n: m for n, m in components.items() if isinstance(m, nn.Module) and any(True for _ in leaves_of(m))}
+    return {n: m for n, m in found.items() if next(k for k, v in found.items() if v is m) == n}
+
+
+def check_component(name: str, model: nn.Module, device: torch.device) -> None:
+    """Raise ChunkflowError if a component cannot be placed."""
+    what = f"pipe.{name} ({type(model).__name__})"
+    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
+        raise ChunkflowError(f"{what} is compiled already: pass a pipeline that is not, apply compiles it.")
+    if placement_of(model) is not None or placements_around(leaves_of(model)):
+        raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
+    for inner in model.modules():
+        if hasattr(inner, "_hf_hook"):
+            raise ChunkflowError(
+                f"{what} is under a hook of accelerate, which moves its weights too: load the pipeline without device_map, "
+                "or call pipe.remove_all_hooks() and pipe.reset_device_map() instead of enable_model_cpu_offload()."
+            )
+        if any("group_offloading" in hook for hook in hooks_of(inner)):
+            raise ChunkflowError(
+                f"{what} is under diffusers' group offloading, which moves its weights too: leave it out."
+            )
+    for leaf in leaves_of(model):
+        if leaf.is_meta:
+            raise ChunkflowError(f"{what} has parameters on the meta device, without values: load its weights first.")
+        if leaf.device.type != "cpu" and leaf.device != device:
+            raise ChunkflowError(
+                f"{what} is on {leaf.device}: pass device={str(leaf.device)!r}, or move it to the CPU."
+            )
+
+
+def check_floor(
+    models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
+) -> None:
+    """Raise ChunkflowError if a component's largest weight has no room beside those that stay on the device."""
+    sizes = {
+        name: [
+            leaf.numel() * (to.itemsize if (to := cast[name]) and leaf.is_floating_point() else leaf.element_size())
+            for leaf in leaves_of(model)
+        ]
+        for name, model in models.items()
+    }
+    kept = sum(n for found in sizes.values() for n in found if n < min_bytes) + sum(p.kept for p in budget.phases)
+    largest = {name: max(found, default=0) for name, found in sizes.items()}
+    name = max(largest, key=lambda n: largest[n], default="")
+    if largest and kept + largest[name] > budget.usable:
+        raise ChunkflowError(
+            f"memory={budget.total} bytes is too little for pipe.{name}: its largest weight has {largest[name]} bytes, small "
+            f"weights of all components take {kept}, and its activations come on top. Give at least "
+            f"memory={budget_for(kept + largest[name])}."
+        )
