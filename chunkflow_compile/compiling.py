@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import logging
 import weakref
@@ -13,7 +15,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 
-from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook, kinds_of, parts_of
+from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook, calls_of_hooks, kinds_of, parts_of
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -93,13 +95,39 @@ def compile_by_kind(
         _compile(module, options, dynamic)
 
 
+class Compiled:
+    """The compiled forward of a module that a caching hook calls.  ``eager``: the forward itself.
+
+    When the hook is removed, diffusers makes this the forward of the module, and another hook may take it from there.
+    """
+
+    def __init__(self, eager: Callable[..., Any], compiled: Callable[..., Any]) -> None:
+        functools.update_wrapper(self, eager)
+        self.eager, self._compiled = eager, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compiled(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The eager forward of the copy of the module."""
+        return copy.deepcopy(self.eager, memo)
+
+
 def uncompile(model: nn.Module) -> None:
-    """Undo :func:`compile_by_kind`: the modules run eagerly again."""
+    """Undo :func:`compile_by_kind`: the modules run eagerly again, also if a hook was removed or added since."""
     for module in model.modules():
         module._compiled_call_impl = None
-        if (hook := caching_hook(module)) is not None:
-            forward = hook.fn_ref.original_forward
-            hook.fn_ref.original_forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+        if (forward := module.__dict__.get("forward")) is not None and _eager(forward) is not forward:
+            module.forward = _eager(forward)
+            if module.forward == type(module).forward.__get__(module):
+                del module.__dict__["forward"]
+        for call in calls_of_hooks(module):
+            call.forward, call.original_forward = _eager(call.forward), _eager(call.original_forward)
+
+
+def _eager(forward: Any) -> Any:
+    """What is compiled; any other forward as it is."""
+    return forward.eager if isinstance(forward, Compiled) else forward
 
 
 def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None) -> None:
@@ -108,7 +136,8 @@ def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
     more |= {"backend": "chunkflow", "options": dict(options), "dynamic": dynamic}
     if (hook := caching_hook(module)) is not None:
-        hook.fn_ref.original_forward = torch.compile(hook.fn_ref.original_forward, **more)
+        forward = hook.fn_ref.original_forward
+        hook.fn_ref.original_forward = Compiled(forward, torch.compile(forward, **more))
         return
     module.compile(**more)
     if type(module).__module__.startswith("torch.nn."):

@@ -72,6 +72,12 @@ def caching_hook(module: nn.Module) -> Any:
     return next((hook for hook in hooks if _decides(hook)), None)
 
 
+def calls_of_hooks(module: nn.Module) -> Sequence[Any]:
+    """What diffusers' hooks around a module call, ``forward`` and ``original_forward`` of each."""
+    registry = module.__dict__.get("_diffusers_hook")
+    return () if registry is None else registry._fn_refs
+
+
 def _decides(hook: Any) -> bool:
     forward = getattr(hook, "new_forward", None)
     keeps = hook._is_stateful or hasattr(hook, "state_manager") or hasattr(forward, "_torchdynamo_disable")

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from test_pipelines import EAGER, WAN
+from torch import nn
 
-from chunkflow_compile import ChunkflowError, apply, remove
+from chunkflow_compile import ChunkflowError, apply, programs, remove
+from chunkflow_compile.compiling import Compiled
 from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.phases import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -44,3 +46,40 @@ def test_a_component_that_torch_compiled_after() -> None:
     pipe.transformer = plain
     assert WAN.generate(pipe).isfinite().all()
     remove(pipe)
+
+
+def compiled(model: nn.Module) -> list[str]:
+    """The names of the modules that run a program, or would without a hook."""
+    found = []
+    for name, module in model.named_modules():
+        registry = module.__dict__.get("_diffusers_hook")
+        refs = () if registry is None else registry._fn_refs
+        calls = [module._compiled_call_impl, module.forward]
+        calls += [call for ref in refs for call in (ref.forward, ref.original_forward)]
+        if module._compiled_call_impl is not None or any(isinstance(c, Compiled) for c in calls):
+            found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_step_cache_that_is_disabled_after(again: bool) -> None:
+    from diffusers import FirstBlockCacheConfig, PyramidAttentionBroadcastConfig
+
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    want = WAN.generate(twin)
+    pipe.transformer.enable_cache(FirstBlockCacheConfig(threshold=1e-6))
+    apply(pipe, memory="1MiB", **EAGER)
+    WAN.generate(pipe)
+    pipe.transformer.disable_cache()
+    config = PyramidAttentionBroadcastConfig(cross_attention_block_skip_range=2, current_timestep_callback=lambda: 500)
+    if again:
+        pipe.transformer.enable_cache(config)
+    assert again or torch.equal(WAN.generate(pipe), want)
+    assert compiled(pipe.transformer)
+    remove(pipe)
+    if again:
+        twin.transformer.enable_cache(config)
+        assert torch.equal(WAN.generate(pipe), WAN.generate(twin)), "the hooks stay"
+        pipe.transformer.disable_cache()
+    assert compiled(pipe.transformer) == []
+    assert torch.equal(WAN.generate(pipe), want) and not programs(pipe.transformer)
