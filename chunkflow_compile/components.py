@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phases import Budget
-from chunkflow_compile.placing import placement_of, placements_around
+from chunkflow_compile.placing import placement_of, placements_around, why_not
 from chunkflow_compile.simulate.generation import budget_for
-from chunkflow_compile.weights.leaves import leaves_of
-from chunkflow_compile.weights.modules import hooks_of
+from chunkflow_compile.weights.filling import as_they_are, cast_to
+from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
+from chunkflow_compile.weights.modules import ModelIndex, hooks_of
 
 
 def components_of(pipe: Any) -> dict[str, nn.Module]:
@@ -58,19 +60,42 @@ def check_floor(
     models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
 ) -> None:
     """Raise ChunkflowError if a component's largest weight has no room beside those that stay on the device."""
-    sizes = {
-        name: [
-            leaf.numel() * (to.itemsize if (to := cast[name]) and leaf.is_floating_point() else leaf.element_size())
-            for leaf in leaves_of(model)
-        ]
-        for name, model in models.items()
-    }
-    kept = sum(n for found in sizes.values() for n in found if n < min_bytes) + sum(p.kept for p in budget.phases)
-    largest = {name: max(found, default=0) for name, found in sizes.items()}
+    found = {name: _weights(model, cast[name], min_bytes) for name, model in models.items()}
+    small = sum(w.nbytes for weights in found.values() for w in weights if w.stays == "")
+    fixed = {f"pipe.{n}.{w.name}": w for n, weights in found.items() for w in weights if w.stays}
+    kept = small + sum(w.nbytes for w in fixed.values()) + sum(p.kept for p in budget.phases)
+    largest = {n: max((w.nbytes for w in weights if w.stays is None), default=0) for n, weights in found.items()}
     name = max(largest, key=lambda n: largest[n], default="")
-    if largest and kept + largest[name] > budget.usable:
-        raise ChunkflowError(
-            f"memory={budget.total} bytes is too little for pipe.{name}: its largest weight has {largest[name]} bytes, small "
-            f"weights of all components take {kept}, and its activations come on top. Give at least "
-            f"memory={budget_for(kept + largest[name])}."
-        )
+    if not models or kept + largest[name] <= budget.usable:
+        return
+    said = f"small weights of all components take {kept - sum(w.nbytes for w in fixed.values())}"
+    if fixed:
+        first, weight = max(fixed.items(), key=lambda item: item[1].nbytes)
+        said += f", {len(fixed)} that cannot be streamed take {sum(w.nbytes for w in fixed.values())}"
+        said += f" (the largest is {first}, {weight.stays})"
+    raise ChunkflowError(
+        f"memory={budget.total} bytes is too little for pipe.{name}: its largest streamed weight has {largest[name]} bytes, "
+        f"{said}, and its activations come on top. Give at least memory={budget_for(kept + largest[name])}."
+    )
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """``nbytes``: once it is placed.  ``stays``: why it stays on the device, "" for a small one; None if it is streamed."""
+
+    name: str
+    nbytes: int
+    stays: str | None
+
+
+def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> list[_Weight]:
+    """The weights of a component as ``offload`` will place them, each once."""
+    index, dtype_of = ModelIndex.of(model), as_they_are if dtype is None else cast_to(dtype, model)
+    found: dict[int, _Weight] = {}
+    for outer, tensor in tensors_of(model):
+        for inside, leaf in leaves(tensor):
+            name = outer + inside
+            stays = "" if leaf.numel() * leaf.element_size() < min_bytes else why_not(leaf, index, inside)
+            nbytes = leaf.numel() * dtype_of(index.names[id(leaf)][0], leaf).itemsize
+            found.setdefault(id(leaf), _Weight(name, nbytes, stays))
+    return [*found.values()]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -83,3 +85,55 @@ def test_a_step_cache_that_is_disabled_after(again: bool) -> None:
         pipe.transformer.disable_cache()
     assert compiled(pipe.transformer) == []
     assert torch.equal(WAN.generate(pipe), want) and not programs(pipe.transformer)
+
+
+def least_of(pipe: Any, **options: Any) -> tuple[str, int]:
+    """The component and the least memory that apply names in its refusal of too little."""
+    with pytest.raises(ChunkflowError, match="is too little for") as error:
+        apply(pipe, **{**EAGER, "memory": 1024, **options})
+    found = re.search(r"too little for pipe\.(\w+): .* Give at least memory=(\d+)\.", str(error.value))
+    assert found is not None and budget_of(pipe) is None
+    return found[1], int(found[2])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_the_least_memory(dtype: torch.dtype | None) -> None:
+    """The component of the largest weight is named, and what is suggested is accepted, and little less is not."""
+    pipe = small_pipeline("flux")
+    name, least = least_of(pipe, dtype=dtype)
+    with pytest.raises(ChunkflowError, match=f"Give at least memory={least}"):
+        apply(pipe, memory=least - 16, dtype=dtype, **EAGER)
+    apply(pipe, memory=least, dtype=dtype, **EAGER)
+    budget = budget_of(pipe)
+    largest = {p.name: max(t.nbytes for t in p.weights if isinstance(t, HostWeight)) for p in budget.phases}
+    assert name == max(largest, key=largest.__getitem__)
+    assert 0 <= budget.usable - sum(p.kept for p in budget.phases) - largest[name] < 16
+    remove(pipe)
+
+
+class Int8Params(nn.Parameter):
+    """Stands for a parameter of bitsandbytes, which cannot be streamed."""
+
+
+Int8Params.__module__ = "bitsandbytes.nn.modules"
+
+
+def test_large_weights_that_cannot_be_streamed() -> None:
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    _, before = least_of(pipe)
+    for block in pipe.transformer.blocks:
+        block.ffn.net[2].weight = Int8Params(block.ffn.net[2].weight.data, requires_grad=False)
+    size = sum(block.ffn.net[2].weight.nbytes for block in pipe.transformer.blocks)
+    with pytest.raises(
+        ChunkflowError,
+        match=rf"3 that cannot be streamed take {size} \(the largest is pipe\.transformer\.blocks\.0\.ffn\.net\.2\.weight, "
+        r"a tensor subclass \(Int8Params\): its layer keeps",
+    ):
+        apply(pipe, memory=before, **EAGER)
+    _, least = least_of(pipe)
+    assert size <= least - before <= 1.1 * size
+    apply(pipe, memory=least, **EAGER)
+    budget = budget_of(pipe)
+    assert sum(p.kept for p in budget.phases) >= size
+    remove(pipe)
+    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))

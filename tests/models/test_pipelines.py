@@ -336,7 +336,7 @@ def test_what_is_refused() -> None:
         "takes a diffusers pipeline, not UMT5EncoderModel: one model is for chunkflow_compile.compile",
         pipe.text_encoder,
     )
-    refused(r"memory=1024 bytes is too little for pipe\.\w+: its largest weight has \d+ bytes", memory=1024)
+    refused(r"memory=1024 bytes is too little for pipe\.\w+: its largest streamed weight has \d+ bytes", memory=1024)
     refused("Unknown option 'memmory'", memmory=1)
     refused("leave out arena", arena=chunkflow_compile.Arena("cpu"))
     refused("leave out slowdown", slowdown=1.1)
