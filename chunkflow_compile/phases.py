@@ -168,7 +168,7 @@ class Budget:
         self.turn = ProcessLock()
         self.lock = ProcessLock()
         self.phases: list[Phase] = []
-        self.pipelines = weakref.WeakSet[Any]()
+        self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # applied -> the components at that time
         self.arguments: dict[str, Any] = {}  # of the first apply, for components that come later
         self._allocator: Allocator = CudaAllocator(device) if device.type == "cuda" else Uncounted()
         self._last: list[Phase] = []  # the newest last
@@ -349,3 +349,20 @@ def budget_of(owner: Any) -> Budget | None:
     """The budget of a pipeline or of a component, None if it has none."""
     found: Budget | None = getattr(owner, "__dict__", {}).get(BUDGET)
     return found
+
+
+def claim(owner: Any, budget: Budget) -> Budget:
+    """Give a pipeline or a component to a budget, unless it has one; return the one it has.
+
+    Two threads that ask at once get the same one.
+    """
+    if budget_of(owner) is None:
+        owner.__dict__.pop(BUDGET, None)  # that of a copy is None
+    found: Budget = owner.__dict__.setdefault(BUDGET, budget)
+    return found
+
+
+def unclaim(owner: Any, budget: Budget) -> None:
+    """Undo :func:`claim`."""
+    if budget_of(owner) is budget:
+        owner.__dict__.pop(BUDGET, None)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,9 +15,10 @@ from chunkflow_compile.components import check_component, check_floor, component
 from chunkflow_compile.kinds import blocks_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phases import BUDGET, Budget, Phase, budget_of
+from chunkflow_compile.phases import Budget, Phase, budget_of, claim, unclaim
 from chunkflow_compile.placing import offload, placement_of, restore
 from chunkflow_compile.runtime.device import check_device
+from chunkflow_compile.turns import in_turns, without_turns
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.limits import host_memory as machine_memory
@@ -55,37 +55,74 @@ def apply(
     Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
     group offload, on another device, without values or compiled already, or if ``memory`` cannot hold one weight of it.
     """
-    models, known = components_of(pipe), budget_of(pipe)
-    shared = {id(b): b for m in models.values() if (b := budget_of(m)) is not None}
-    if len(shared) > 1:
+    if mine := sorted({"arena", "slowdown", "plan", "policy"} & options.keys()):
+        raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
+    given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic, **options}
+    given = {name: value for name, value in given.items() if value is not None}
+    while (budget := _apply(pipe, device, memory, given)) is None:
+        pass  # another thread applies a pipeline of the same components, and this one has waited for it
+    if not dist.is_initialized() or dist.get_rank() == 0:
+        print(budget.figures())
+    return pipe
+
+
+def _apply(
+    pipe: Any, device: torch.device | str | None, memory: int | str | None, given: Mapping[str, Any]
+) -> Budget | None:
+    """Add the components of a pipeline to a budget, and return it; None if they got another one meanwhile."""
+    models = components_of(pipe)
+    budget, made = _shared_budget(pipe, models), None
+    if budget is None:
+        target = _device(device)
+        made = Budget(target, _total(memory, target))
+        budget = claim(pipe, made)
+    with budget.turn(), budget.lock():
+        try:
+            failed = budget is not made and not budget.phases and not budget.pipelines  # the apply that made it
+            if failed or any(claim(owner, budget) is not budget for owner in (pipe, *models.values())):
+                return None
+            _extend(pipe, models, budget, device, memory, given)
+        finally:
+            if pipe not in budget.pipelines:
+                unclaim(pipe, budget)
+            for model in models.values():
+                if budget.phase_of(model) is None:
+                    unclaim(model, budget)
+    return budget
+
+
+def _shared_budget(pipe: Any, models: Mapping[str, nn.Module]) -> Budget | None:
+    """The budget that a pipeline or its components have already.  Raises ChunkflowError if there are several."""
+    found = {id(b): b for owner in (pipe, *models.values()) if (b := budget_of(owner)) is not None}
+    if len(found) > 1:
         raise ChunkflowError(
             "Components of this pipeline belong to several budgets: call remove(pipe) for the others first."
         )
-    budget = next(iter(shared.values()), known)
-    fresh = {n: m for n, m in models.items() if budget is None or budget.phase_of(m) is None}
-    if known is not None and not fresh:
+    return next(iter(found.values()), None)
+
+
+def _extend(
+    pipe: Any,
+    models: Mapping[str, nn.Module],
+    budget: Budget,
+    device: torch.device | str | None,
+    memory: int | str | None,
+    given: Mapping[str, Any],
+) -> None:
+    """Place and compile the components that the budget has not."""
+    fresh = {n: m for n, m in models.items() if budget.phase_of(m) is None}
+    if pipe in budget.pipelines and not fresh:
         raise ChunkflowError("This pipeline is applied already: call chunkflow_compile.remove(pipe) first.")
-    if mine := sorted({"arena", "slowdown", "plan", "policy"} & options.keys()):
-        raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
-    target = _device(device) if budget is None else budget.device
-    if budget is not None and (memory is not None or (device is not None and _device(device) != target)):
+    if budget.phases and (memory is not None or (device is not None and _device(device) != budget.device)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
-    given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic, **options}
-    given = {name: value for name, value in given.items() if value is not None}
     for name, model in fresh.items():
-        check_component(name, model, target)
-    made = budget or Budget(target, _total(memory, target))
-    made.arguments = given = {**made.arguments, **given}
-    with made.turn(), made.lock():
-        _add(fresh, made, **given)
-        pipe.__dict__[BUDGET] = made
-        if known is None:
-            pipe.__class__ = _in_turns(type(pipe))
-        made.pipelines.add(pipe)
-        _undo_unused(made)
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(made.figures())
-    return pipe
+        check_component(name, model, budget.device)
+    given = {**budget.arguments, **given}
+    _add(fresh, budget, **given)
+    budget.arguments = given
+    pipe.__class__ = in_turns(type(pipe))
+    budget.pipelines[pipe] = frozenset(models)
+    _undo_unused(budget)
 
 
 def _add(
@@ -109,9 +146,9 @@ def _add(
     placed: list[nn.Module] = []
     try:
         for name, model in models.items():
-            placed.append(model)
             part = None if room is None else room * _bytes(model) // total
             offload(model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part)
+            placed.append(model)
             _compile(Phase(name, model, budget.device), budget, given, chosen, dynamic)
     except BaseException:
         for model in placed:
@@ -126,17 +163,18 @@ def remove(pipe: Any) -> Any:
     Raises ChunkflowError if a component finds no room where it was; the pipeline stays applied then.
     """
     budget = budget_of(pipe)
-    if budget is None:
-        return pipe
-    with budget.turn(), budget.lock():
-        budget.pipelines.discard(pipe)
-        try:
-            _undo_unused(budget)
-        except BaseException:
-            budget.pipelines.add(pipe)
-            raise
-        pipe.__dict__.pop(BUDGET, None)
-        pipe.__class__ = type(pipe).__mro__[1]
+    if budget is not None:
+        with budget.turn(), budget.lock():
+            names = budget.pipelines.pop(pipe, None)
+            try:
+                _undo_unused(budget)
+            except BaseException:
+                if names is not None:
+                    budget.pipelines[pipe] = names
+                raise
+            unclaim(pipe, budget)
+    if (plain := without_turns(type(pipe))) is not type(pipe):  # also that of a copy
+        pipe.__class__ = plain
     return pipe
 
 
@@ -153,7 +191,6 @@ def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: O
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
     given = {**options, "arena": phase.arena}
-    model.__dict__[BUDGET] = budget
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.warned = True  # what is not compiled is meant to run eagerly
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
@@ -178,7 +215,7 @@ def _undo(model: nn.Module, budget: Budget) -> None:
     restore(model)
     if (phase := budget.phase_of(model)) is not None:
         budget.remove(phase)
-    model.__dict__.pop(BUDGET, None)
+    unclaim(model, budget)
     uncompile(model)
 
 
@@ -201,29 +238,3 @@ def _total(memory: int | str | None, device: torch.device) -> int:
 
 def _bytes(model: nn.Module) -> int:
     return sum(leaf.nbytes for leaf in leaves_of(model))
-
-
-def _in_turns(cls: type) -> type:
-    """The class of a pipeline, whose calls wait for each other and check the components."""
-    call: Callable[..., Any] = cls.__call__  # type: ignore[operator]
-
-    @functools.wraps(call)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        budget = budget_of(self)
-        if budget is None:
-            return call(self, *args, **kwargs)
-        for name, model in components_of(self).items():
-            if budget.phase_of(model) is None:
-                raise ChunkflowError(
-                    f"pipe.{name} was replaced after apply: call chunkflow_compile.apply(pipe) again, which places it too."
-                )
-        with budget.turn():
-            return call(self, *args, **kwargs)
-
-    body = {
-        "__call__": __call__,
-        "__module__": cls.__module__,
-        "__qualname__": cls.__qualname__,
-        "__doc__": cls.__doc__,
-    }
-    return type(cls.__name__, (cls,), body)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from test_pipelines import EAGER, WAN
+from test_pipelines import EAGER, WAN, models, same_weights
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, apply, programs, remove
@@ -85,6 +87,63 @@ def test_a_step_cache_that_is_disabled_after(again: bool) -> None:
         pipe.transformer.disable_cache()
     assert compiled(pipe.transformer) == []
     assert torch.equal(WAN.generate(pipe), want) and not programs(pipe.transformer)
+
+
+def test_apply_on_a_copy() -> None:
+    """The copy is a pipeline of its own, and an ordinary one after remove."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    want = WAN.generate(twin)
+    apply(pipe, memory="1MiB", **EAGER)
+    other = copy.deepcopy(pipe)
+    assert torch.equal(WAN.generate(other), want)
+    apply(other, memory="1MiB", **EAGER)
+    assert type(other).__mro__[1] is type(twin) and budget_of(other) is not budget_of(pipe)
+    assert torch.equal(WAN.generate(other), want)
+    another = copy.deepcopy(pipe)
+    for p in (other, pipe, another):
+        assert type(remove(p)) is type(twin)
+        assert same_weights(p, twin) and not any(compiled(m) for m in models(p).values())
+
+
+def test_a_component_that_is_added() -> None:
+    pipe = small_pipeline("wan")
+    apply(pipe, memory="1MiB", **EAGER)
+    pipe.register_modules(transformer_2=small_pipeline("wan", seed=1).transformer)
+    with pytest.raises(ChunkflowError, match=r"pipe\.transformer_2 was added after apply: call .*apply\(pipe\) again"):
+        WAN.generate(pipe)
+    pipe.vae = small_pipeline("wan", seed=1).vae
+    with pytest.raises(ChunkflowError, match=r"pipe\.vae was replaced after apply"):
+        WAN.generate(pipe)
+    apply(pipe)
+    assert WAN.generate(pipe).isfinite().all()
+    remove(pipe)
+
+
+@pytest.mark.parametrize("memory", ["1MiB", 1024])
+def test_apply_in_two_threads(memory: int | str) -> None:
+    """One of them applies the pipeline, and the other is told so; if one fails, the other does not."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    start, refused = threading.Barrier(2), []
+
+    def work(memory: int | str) -> None:
+        start.wait()
+        try:
+            apply(pipe, memory=memory, **EAGER)
+        except ChunkflowError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=work, args=(given,)) for given in (memory, "1MiB")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 1 and ("applied already" in refused[0] or (memory == 1024 and "too little" in refused[0]))
+    assert len(budget_of(pipe).phases) == 3 and budget_of(pipe).total == 1 << 20
+    assert type(pipe).__mro__[1] is type(twin)
+    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))
+    assert all(any(isinstance(p, HostWeight) for p in m.parameters()) for m in models(pipe).values())
+    remove(pipe)
+    assert same_weights(pipe, twin) and type(pipe) is type(twin)
 
 
 def least_of(pipe: Any, **options: Any) -> tuple[str, int]:
