@@ -10,15 +10,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile.compiling import compile_by_kind, uncompile
+from chunkflow_compile.compiling import compile_by_kind
 from chunkflow_compile.components import check_component, check_floor, components_of
 from chunkflow_compile.kinds import blocks_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phases import Budget, Phase, budget_of, claim, unclaim
-from chunkflow_compile.placing import offload, placement_of, restore
+from chunkflow_compile.placing import offload, placement_of
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.turns import in_turns, without_turns
+from chunkflow_compile.turns import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.limits import host_memory as machine_memory
@@ -111,18 +111,19 @@ def _extend(
 ) -> None:
     """Place and compile the components that the budget has not."""
     fresh = {n: m for n, m in models.items() if budget.phase_of(m) is None}
-    if pipe in budget.pipelines and not fresh:
+    dropped = unused(budget)
+    if pipe in budget.pipelines and not fresh and not dropped:
         raise ChunkflowError("This pipeline is applied already: call chunkflow_compile.remove(pipe) first.")
     if budget.phases and (memory is not None or (device is not None and _device(device) != budget.device)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
     for name, model in fresh.items():
         check_component(name, model, budget.device)
+    free(dropped, budget)
     given = {**budget.arguments, **given}
     _add(fresh, budget, **given)
     budget.arguments = given
     pipe.__class__ = in_turns(type(pipe))
     budget.pipelines[pipe] = frozenset(models)
-    _undo_unused(budget)
 
 
 def _add(
@@ -152,7 +153,7 @@ def _add(
             _compile(Phase(name, model, budget.device), budget, given, chosen, dynamic)
     except BaseException:
         for model in placed:
-            _undo(model, budget)
+            undo(model, budget)
         raise
 
 
@@ -167,7 +168,8 @@ def remove(pipe: Any) -> Any:
         with budget.turn(), budget.lock():
             names = budget.pipelines.pop(pipe, None)
             try:
-                _undo_unused(budget)
+                for phase in unused(budget):
+                    undo(phase.root, budget)
             except BaseException:
                 if names is not None:
                     budget.pipelines[pipe] = names
@@ -176,14 +178,6 @@ def remove(pipe: Any) -> Any:
     if (plain := without_turns(type(pipe))) is not type(pipe):  # also that of a copy
         pipe.__class__ = plain
     return pipe
-
-
-def _undo_unused(budget: Budget) -> None:
-    """Make ordinary again what no applied pipeline has as a component."""
-    used = {id(model) for pipe in budget.pipelines for model in components_of(pipe).values()}
-    for phase in [*budget.phases]:
-        if id(phase.root) not in used:
-            _undo(phase.root, budget)
 
 
 def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: Options, dynamic: bool | None) -> None:
@@ -208,15 +202,6 @@ def _keeps_frames(decoder: nn.Module) -> bool:
     """Whether a decoder takes a list of frames that each call changes (Wan, Qwen-Image): Dynamo would compile each of its
     blocks for every state of the list.  It runs eagerly, and its weights are fetched op by op."""
     return "feat_cache" in inspect.signature(decoder.forward).parameters
-
-
-def _undo(model: nn.Module, budget: Budget) -> None:
-    """Make a component an ordinary one again.  Raises ChunkflowError if it finds no room; it is as before then."""
-    restore(model)
-    if (phase := budget.phase_of(model)) is not None:
-        budget.remove(phase)
-    unclaim(model, budget)
-    uncompile(model)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

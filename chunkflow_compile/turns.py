@@ -1,14 +1,18 @@
-"""The calls of applied pipelines: one generation at a time, on the components that were applied."""
+"""The calls of applied pipelines: one generation at a time, on the components that were applied and are still used."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import nn
+
+from chunkflow_compile.compiling import uncompile
 from chunkflow_compile.components import components_of
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phases import Budget, budget_of
+from chunkflow_compile.phases import Budget, Phase, budget_of, unclaim
+from chunkflow_compile.placing import restore
 
 # Attribute of a class that ``in_turns`` made: the class that it was made of.
 _PLAIN = "_chunkflow_plain"
@@ -28,6 +32,8 @@ def in_turns(cls: type) -> type:
         with budget.turn():
             if budget_of(self) is budget:
                 _check(self, budget)
+                with budget.lock():
+                    free(unused(budget), budget)
                 return call(self, *args, **kwargs)
         return __call__(self, *args, **kwargs)  # it was removed by another thread, which this one waited for
 
@@ -45,6 +51,31 @@ def without_turns(cls: type) -> type:
     """The class that :func:`in_turns` made this one of; any other as it is."""
     plain: type = vars(cls).get(_PLAIN, cls)
     return plain
+
+
+def unused(budget: Budget) -> list[Phase]:
+    """The phases of components that no applied pipeline has any more."""
+    used = {id(model) for pipe in budget.pipelines for model in components_of(pipe).values()}
+    return [phase for phase in budget.phases if id(phase.root) not in used]
+
+
+def free(phases: Iterable[Phase], budget: Budget) -> None:
+    """Make components ordinary ones that no pipeline has: where they were before, or in host memory if there is no room."""
+    for phase in phases:
+        try:
+            undo(phase.root, budget)
+        except ChunkflowError:
+            restore(phase.root, "cpu")
+            undo(phase.root, budget)
+
+
+def undo(model: nn.Module, budget: Budget) -> None:
+    """Make a component an ordinary one again.  Raises ChunkflowError if it finds no room; it is as before then."""
+    restore(model)
+    if (phase := budget.phase_of(model)) is not None:
+        budget.remove(phase)
+    unclaim(model, budget)
+    uncompile(model)
 
 
 def _check(pipe: Any, budget: Budget) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -87,6 +89,33 @@ def test_a_step_cache_that_is_disabled_after(again: bool) -> None:
         pipe.transformer.disable_cache()
     assert compiled(pipe.transformer) == []
     assert torch.equal(WAN.generate(pipe), want) and not programs(pipe.transformer)
+
+
+def test_a_component_that_is_dropped() -> None:
+    """``pipe.text_encoder = None`` frees it, at the next call of the pipeline or at apply."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    want = WAN.generate(twin)
+    apply(pipe, memory="1MiB", **EAGER)
+    assert torch.equal(WAN.generate(pipe), want)
+    with torch.no_grad():
+        given = {"prompt_embeds": pipe.encode_prompt("a cat", do_classifier_free_guidance=False)[0]}
+    given |= {"negative_prompt_embeds": given["prompt_embeds"], "prompt": None, "negative_prompt": None}
+    want = WAN.generate(twin, **given)
+    gone = weakref.ref(pipe.text_encoder.encoder.block[0].layer[0].SelfAttention.q.weight)
+    pipe.text_encoder = None
+    gc.disable()
+    try:
+        assert torch.equal(WAN.generate(pipe, **given), want)
+        assert gone() is None, "11 GB do not wait for the garbage collector"
+    finally:
+        gc.enable()
+    assert {phase.name for phase in budget_of(pipe).phases} == {"transformer", "vae"}
+    kept, pipe.vae = pipe.vae, None
+    assert apply(pipe) is pipe and [phase.name for phase in budget_of(pipe).phases] == ["transformer"]
+    assert not any(isinstance(p, HostWeight) for p in kept.parameters()) and compiled(kept) == []
+    with pytest.raises(ChunkflowError, match="applied already"):
+        apply(pipe)
+    remove(pipe)
 
 
 def test_apply_on_a_copy() -> None:
