@@ -15,6 +15,7 @@ from chunkflow_compile.phases import Budget
 from chunkflow_compile.placing import placement_of, placements_around, why_not
 from chunkflow_compile.simulate.generation import budget_for
 from chunkflow_compile.weights.filling import as_they_are, cast_to
+from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
 
@@ -37,16 +38,11 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
         raise ChunkflowError(f"{what} is compiled already: pass a pipeline that is not, apply compiles it.")
     if placement_of(model) is not None or placements_around(leaves_of(model)):
         raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
-    for inner in model.modules():
-        if hasattr(inner, "_hf_hook"):
-            raise ChunkflowError(
-                f"{what} is under a hook of accelerate, which moves its weights too: load the pipeline without device_map, "
-                "or call pipe.remove_all_hooks() and pipe.reset_device_map() instead of enable_model_cpu_offload()."
-            )
-        if any("group_offloading" in hook for hook in hooks_of(inner)):
-            raise ChunkflowError(
-                f"{what} is under diffusers' group offloading, which moves its weights too: leave it out."
-            )
+    if (hook := _moving_hook(model)) is not None:
+        raise ChunkflowError(
+            f"{what} is under {hook}, which moves its weights too: load the pipeline without device_map or group offloading, "
+            "or call pipe.remove_all_hooks() and pipe.reset_device_map() instead of enable_model_cpu_offload()."
+        )
     for leaf in leaves_of(model):
         if leaf.is_meta:
             raise ChunkflowError(f"{what} has parameters on the meta device, without values: load its weights first.")
@@ -54,6 +50,28 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
             raise ChunkflowError(
                 f"{what} is on {leaf.device}: pass device={str(leaf.device)!r}, or move it to the CPU."
             )
+
+
+def check_unmoved(name: str, model: nn.Module, device: torch.device) -> None:
+    """Raise ChunkflowError if something else moves the weights of a placed component, or has moved them."""
+    what, then = f"pipe.{name} ({type(model).__name__})", "call chunkflow_compile.remove(pipe) first, or undo that."
+    if (hook := _moving_hook(model)) is not None:
+        raise ChunkflowError(f"{what} is under {hook} since apply, and both would move its weights: {then}")
+    for leaf in leaves_of(model):
+        # what came later and is no part of a program yet may be on the CPU
+        known = isinstance(leaf, HostWeight) or leaf.device.type != "cpu"
+        if leaf.device != device and known:
+            raise ChunkflowError(f"{what} was moved from {device} to {leaf.device} after apply: {then}")
+
+
+def _moving_hook(model: nn.Module) -> str | None:
+    """A hook inside a model that moves its weights, in words; None if there is none."""
+    for inner in model.modules():
+        if hasattr(inner, "_hf_hook"):
+            return "a hook of accelerate"
+        if any("group_offloading" in hook for hook in hooks_of(inner)):
+            return "diffusers' group offloading"
+    return None
 
 
 def check_floor(

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from chunkflow_compile.compiling import uncompile
-from chunkflow_compile.components import components_of
+from chunkflow_compile.components import check_unmoved, components_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phases import Budget, Phase, budget_of, unclaim
 from chunkflow_compile.placing import restore
@@ -79,7 +79,7 @@ def undo(model: nn.Module, budget: Budget) -> None:
 
 
 def _check(pipe: Any, budget: Budget) -> None:
-    """Raise ChunkflowError if a component is another one than at apply."""
+    """Raise ChunkflowError if a component is another one than at apply, or somewhere else."""
     names = budget.pipelines.get(pipe, frozenset())
     for name, model in components_of(pipe).items():
         if budget.phase_of(model) is None:
@@ -87,3 +87,4 @@ def _check(pipe: Any, budget: Budget) -> None:
                 f"pipe.{name} was {'replaced' if name in names else 'added'} after apply: call chunkflow_compile.apply(pipe) "
                 "again, which places it too."
             )
+        check_unmoved(name, model, budget.device)

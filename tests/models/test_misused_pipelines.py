@@ -118,6 +118,59 @@ def test_a_component_that_is_dropped() -> None:
     remove(pipe)
 
 
+def under_accelerate(pipe: Any) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    add_hook_to_module(pipe.transformer, ModelHook())
+
+
+def under_group_offloading(pipe: Any) -> None:
+    cpu = torch.device("cpu")
+    pipe.vae.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda pipe: pipe.transformer.blocks[1].norm2.to("meta"), r"pipe\.transformer .* was moved from cpu to meta"),
+        (under_accelerate, r"pipe\.transformer .* is under a hook of accelerate since apply"),
+        (under_group_offloading, r"pipe\.vae .* is under diffusers' group offloading since apply"),
+    ],
+)
+def test_a_component_that_something_else_moves(change: Any, match: str) -> None:
+    pipe = small_pipeline("wan")
+    apply(pipe, memory="1MiB", **EAGER)
+    change(pipe)
+    with pytest.raises(ChunkflowError, match=match + r".*: call chunkflow_compile\.remove\(pipe\) first"):
+        WAN.generate(pipe)
+    assert remove(pipe) is pipe and not any(compiled(m) for m in models(pipe).values())
+    assert not any(isinstance(t, HostWeight) for m in models(pipe).values() for t in m.parameters())
+
+
+def test_what_moves_a_component_before() -> None:
+    pipe = small_pipeline("wan")
+    under_group_offloading(pipe)
+    with pytest.raises(ChunkflowError, match=r"pipe\.vae .* is under diffusers' group offloading"):
+        apply(pipe, **EAGER)
+    assert budget_of(pipe) is None
+
+
+def test_a_component_on_another_device() -> None:
+    """No second device is here: a weight that says it is on one stands for it."""
+    pipe = small_pipeline("wan")
+
+    class Elsewhere(nn.Parameter):
+        device = torch.device("cuda:1")
+
+    plain = pipe.transformer.proj_out.weight
+    pipe.transformer.proj_out.weight = Elsewhere(plain.data, requires_grad=False)
+    with pytest.raises(
+        ChunkflowError, match=r"pipe\.transformer .* is on cuda:1: pass device='cuda:1', or move it to the CPU"
+    ):
+        apply(pipe, **EAGER)
+    assert budget_of(pipe) is None and not any(isinstance(p, HostWeight) for p in pipe.vae.parameters())
+
+
 def test_apply_on_a_copy() -> None:
     """The copy is a pipeline of its own, and an ordinary one after remove."""
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")

@@ -64,3 +64,22 @@ def test_a_budget_below_the_activations() -> None:
     remove(pipe)
     pipe.to("cuda")
     assert WAN.generate(pipe, 0).isfinite().all()
+
+
+def test_a_pipeline_that_is_moved_after() -> None:
+    """The next call refuses it, with a sentence; what is moved back runs on."""
+    pipe = apply(small_pipeline("wan"), "cuda", memory=8 * MIB, min_bytes=2048, lowering="eager")
+    want = WAN.generate(pipe, 0)
+    pipe.to("cpu")
+    with pytest.raises(
+        ChunkflowError, match=r"pipe\.\w+ .* was moved from cuda:0 to cpu after apply: .*remove\(pipe\)"
+    ):
+        WAN.generate(pipe, 0)
+    pipe.to("cuda")
+    assert torch.equal(WAN.generate(pipe, 0), want)
+    pipe.enable_model_cpu_offload()
+    with pytest.raises(ChunkflowError, match=r"pipe\.\w+ .* is under a hook of accelerate since apply.*remove\(pipe\)"):
+        WAN.generate(pipe, 0)
+    remove(pipe)
+    assert torch.equal(WAN.generate(pipe, 0), want), "accelerate alone"
+    pipe.remove_all_hooks()
