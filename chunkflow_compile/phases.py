@@ -17,14 +17,13 @@ from statistics import median
 from typing import Any, NoReturn, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile.kinds import caching_hook
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.replanning import replan
 from chunkflow_compile.report.phases import PhaseFigures, PipelineFigures
+from chunkflow_compile.retrying import Cap, Draws, has_ranks, keeps_state, out_of_memory
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.simulate.generation import usable
@@ -86,7 +85,8 @@ class Phase:
 
     ``name``: in the pipeline.  ``root``: the model.  ``beside``: most bytes that the device held during a call beside the
     weights of this and other phases, activations and small weights included; 0 until a call was measured.
-    ``goal``: bytes of weights on the device that its plans may take, None until then.
+    ``goal``: bytes of weights on the device that its plans may take, None until then.  ``cap``: most of them after a call
+    ran out of memory.
     """
 
     def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
@@ -96,6 +96,7 @@ class Phase:
         self.beside = 0
         self.steady = False  # whether ``beside`` was measured in a call that did not change the arena
         self.goal: int | None = None
+        self.cap = Cap()
         self.calls = 0
         self.retries = 0
         self.seconds: list[float] = []
@@ -224,22 +225,26 @@ class Budget:
     def _run(self, phase: Phase, call: functools.partial[Any], again: bool = False) -> Any:
         """Run and measure a call.  ``again``: it ran out of memory before, and weights gave way."""
         self._allocator.begin()
+        draws = Draws(self.device, call)
         held, begun = phase.arena.held, time.perf_counter()
         try:
             result = call()
         except (torch.OutOfMemoryError, ChunkflowError) as error:
-            if not _out_of_memory(error) or _has_ranks():
+            if not out_of_memory(error) or has_ranks():
                 raise
-            if again or _keeps_state(phase.root, call):
+            if again or keeps_state(phase.root, call):
                 raise self._does_not_fit(phase, error) from error
         else:
             phase.seconds = [*phase.seconds[-31:], time.perf_counter() - begun]
+            if not again:
+                phase.cap.succeeded()
             self._note(phase, held)
             return result
         # outside of the handler: the error's traceback would keep the activations
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
         phase.retries += 1
         self._give_back(phase)
+        draws.rewind()
         return self._run(phase, call, again=True)
 
     def _held_beside(self, phase: Phase) -> int:
@@ -268,13 +273,15 @@ class Budget:
                 self._vacate([other])
 
     def _give_back(self, phase: Phase) -> None:
-        """Free all weights on the device, and halve what the next plan of the phase may take."""
+        """Free all weights on the device, and lower what the next plans of the phase may take."""
         self._vacate(self.phases)
         planned = [p.plan.device_bytes for p in programs(phase.root)]
         planned += [r.course.plan.device_bytes for r in courses(phase.root)]
-        if planned:
-            with contextlib.suppress(ChunkflowError):  # below the least; then only the other phases give way
-                self._set_goal(phase, max(planned) // 2)
+        for share in (0.5, 0.75) if planned else ():
+            with contextlib.suppress(ChunkflowError):  # below the least; if all are, only the other phases give way
+                self._set_goal(phase, cap := int(share * max(planned)))
+                phase.cap.lower(cap)
+                return
 
     def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
         self._vacate(self.phases)
@@ -287,7 +294,7 @@ class Budget:
     def _note(self, phase: Phase, held: int) -> None:
         """Learn from a call what it needs beside the weights, and plan them for the rest of the budget."""
         peak, after = self._allocator.peak(), phase.arena.held
-        before, was_steady, was = phase.beside, phase.steady, phase.goal
+        before, was_steady = phase.beside, phase.steady
         if peak is not None:
             beside = max(0, peak - after - self._held_beside(phase))
             steady = held == after
@@ -297,19 +304,30 @@ class Budget:
                 phase.beside = max(phase.beside, beside)
         elif phase.goal is None:
             phase.beside = sum(p.kept for p in self.phases)
-        if phase.goal is not None and phase.beside == before:
+        rest = self.usable - phase.beside + phase.kept  # its plan counts what it keeps, and so does ``beside``
+        goal = phase.cap.of(rest)
+        replans = phase.goal is None or abs(goal - phase.goal) > _WORTH_A_PLAN * self.total
+        if not replans and phase.beside == before:
             return
         self._settled = False  # others may have to give way again
-        goal = self.usable - phase.beside + phase.kept  # its plan counts what it keeps, and so does ``beside``
-        if phase.goal is None or abs(goal - phase.goal) > _WORTH_A_PLAN * self.total:
-            try:
-                self._set_goal(phase, goal)
-            except ChunkflowError:  # a smaller call may fit
-                phase.beside, phase.steady, phase.goal = before, was_steady, was
+        try:
+            if replans:
+                self._set_capped_goal(phase, goal, rest)
+        except ChunkflowError:  # a smaller call may fit
+            phase.beside, phase.steady = before, was_steady
+            raise
+
+    def _set_capped_goal(self, phase: Phase, goal: int, rest: int) -> None:
+        """Set a goal; if it is below ``rest`` and a plan needs more, such as one for another size, set ``rest``."""
+        try:
+            self._set_goal(phase, goal)
+        except ChunkflowError:
+            if goal >= rest:
                 raise
+            phase.cap = Cap()
+            self._set_goal(phase, rest)
 
     def _set_goal(self, phase: Phase, goal: int) -> None:
-        phase.goal = goal
         try:
             if goal < phase.kept:
                 raise ChunkflowError("there is no room for any.")
@@ -321,28 +339,7 @@ class Budget:
                 f"{phase.beside - phase.kept} bytes beside its weights, activations mostly, so {max(0, goal)} are left for "
                 f"the weights: {error} Call remove(pipe), then apply with more memory, or the pipeline with smaller sizes."
             ) from error
-
-
-def _out_of_memory(error: BaseException) -> bool:
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, torch.OutOfMemoryError):
-            return True
-        seen = seen.__cause__
-    return False
-
-
-def _keeps_state(root: nn.Module, call: functools.partial[Any]) -> bool:
-    """Whether a call changes more than it returns, such as a step cache: half of it must not run twice."""
-    given = (*call.args, *call.keywords.values())
-    return any(caching_hook(m) is not None for m in root.modules()) or any(
-        type(value).__name__.endswith("Cache") for value in given
-    )
-
-
-def _has_ranks() -> bool:
-    """Whether other ranks take part in the call: they would not run it again."""
-    return dist.is_initialized() and dist.get_world_size() > 1
+        phase.goal = goal
 
 
 def budget_of(owner: Any) -> Budget | None:

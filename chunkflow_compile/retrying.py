@@ -1,0 +1,100 @@
+"""Calls that ran out of memory: whether one may run again, on which random numbers, and with how many weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkflow_compile.kinds import caching_hook
+
+# A cap grows after so many calls in which memory was enough; after twice as many for each call that ran out of it.
+_CLEAN_CALLS = 4
+_MOST_DOUBLINGS = 10
+
+
+class Cap:
+    """Most bytes that the plans of a phase may take after a call ran out of memory.
+
+    It doubles as calls succeed, and ends when it is no less than what the phase may have by its budget.  Each call that
+    runs out of memory makes the next rise come later.
+    """
+
+    def __init__(self) -> None:
+        self.nbytes: int | None = None
+        self._lowered = 0
+        self._clean = 0
+
+    def lower(self, nbytes: int) -> None:
+        """A call ran out of memory: plans get ``nbytes``."""
+        self.nbytes, self._clean = nbytes, 0
+        self._lowered = min(self._lowered + 1, _MOST_DOUBLINGS)
+
+    def succeeded(self) -> None:
+        """A call did not run out of memory."""
+        if self.nbytes is None:
+            return
+        self._clean += 1
+        if self._clean >= _CLEAN_CALLS << self._lowered:
+            self.nbytes, self._clean = 2 * self.nbytes, 0
+
+    def of(self, rest: int) -> int:
+        """What plans may take of ``rest``, what the budget has for them."""
+        if self.nbytes is not None and self.nbytes >= rest:
+            self.nbytes = None
+        return rest if self.nbytes is None else self.nbytes
+
+
+class Draws:
+    """The states of the random generators that a call may draw from: torch's own, and those among its arguments."""
+
+    def __init__(self, device: torch.device, call: functools.partial[Any]) -> None:
+        self._device = device
+        self._own = torch.get_rng_state()
+        self._device_s = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._given = [(g, g.get_state()) for g in _generators((call.args, call.keywords))]
+
+    def rewind(self) -> None:
+        """Draw the same numbers again."""
+        torch.set_rng_state(self._own)
+        if self._device_s is not None:
+            torch.cuda.set_rng_state(self._device_s, self._device)
+        for generator, state in self._given:
+            generator.set_state(state)
+
+
+def _generators(value: Any) -> Iterator[torch.Generator]:
+    """The generators in arguments."""
+    if isinstance(value, torch.Generator):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            yield from _generators(inner)
+    elif isinstance(value, Mapping):
+        yield from _generators([*value.values()])
+
+
+def out_of_memory(error: BaseException) -> bool:
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, torch.OutOfMemoryError):
+            return True
+        seen = seen.__cause__
+    return False
+
+
+def keeps_state(root: nn.Module, call: functools.partial[Any]) -> bool:
+    """Whether a call changes more than it returns, such as a step cache: half of it must not run twice."""
+    given = (*call.args, *call.keywords.values())
+    return any(caching_hook(m) is not None for m in root.modules()) or any(
+        type(value).__name__.endswith("Cache") for value in given
+    )
+
+
+def has_ranks() -> bool:
+    """Whether other ranks take part in the call: they would not run it again."""
+    return dist.is_initialized() and dist.get_world_size() > 1
