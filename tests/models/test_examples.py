@@ -1,0 +1,40 @@
+"""The examples of the guide: short, and with ``--tiny`` they run anywhere."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import HERE
+
+NAMES = ("flux", "wan", "qwen_image_edit", "quantised_lora")
+NEEDS = {"quantised_lora": ("torchao", "peft")}
+
+
+def path_of(name: str) -> Path:
+    return HERE.parent / "examples" / f"{name}.py"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_is_short(name: str) -> None:
+    assert len(path_of(name).read_text().splitlines()) < 60
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_runs(name: str) -> None:
+    for module in ("diffusers", "transformers", *NEEDS.get(name, ())):
+        pytest.importorskip(module)
+    path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [sys.executable, str(path_of(name)), "--tiny"],
+        env={**os.environ, "PYTHONPATH": path, "CHUNKFLOW_PROGRESS": "0"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "budget: " in done.stdout and "transformer" in done.stdout
