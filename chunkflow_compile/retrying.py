@@ -55,14 +55,14 @@ class Draws:
     def __init__(self, device: torch.device, call: functools.partial[Any]) -> None:
         self._device = device
         self._own = torch.get_rng_state()
-        self._device_s = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._given = [(g, g.get_state()) for g in _generators((call.args, call.keywords))]
 
     def rewind(self) -> None:
         """Draw the same numbers again."""
         torch.set_rng_state(self._own)
-        if self._device_s is not None:
-            torch.cuda.set_rng_state(self._device_s, self._device)
+        if self._on_device is not None:
+            torch.cuda.set_rng_state(self._on_device, self._device)
         for generator, state in self._given:
             generator.set_state(state)
 
