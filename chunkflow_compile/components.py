@@ -81,15 +81,17 @@ def check_floor(
     found = {name: _weights(model, cast[name], min_bytes) for name, model in models.items()}
     small = sum(w.nbytes for weights in found.values() for w in weights if w.stays == "")
     fixed = {f"pipe.{n}.{w.name}": w for n, weights in found.items() for w in weights if w.stays}
-    kept = small + sum(w.nbytes for w in fixed.values()) + sum(p.kept for p in budget.phases)
+    small += sum(p.kept for p in budget.phases)
+    unstreamed = sum(w.nbytes for w in fixed.values())
+    kept = small + unstreamed
     largest = {n: max((w.nbytes for w in weights if w.stays is None), default=0) for n, weights in found.items()}
     name = max(largest, key=lambda n: largest[n], default="")
     if not models or kept + largest[name] <= budget.usable:
         return
-    said = f"small weights of all components take {kept - sum(w.nbytes for w in fixed.values())}"
+    said = f"small weights of all components take {small}"
     if fixed:
         first, weight = max(fixed.items(), key=lambda item: item[1].nbytes)
-        said += f", {len(fixed)} that cannot be streamed take {sum(w.nbytes for w in fixed.values())}"
+        said += f", {len(fixed)} that cannot be streamed take {unstreamed}"
         said += f" (the largest is {first}, {weight.stays})"
     raise ChunkflowError(
         f"memory={budget.total} bytes is too little for pipe.{name}: its largest streamed weight has {largest[name]} bytes, "

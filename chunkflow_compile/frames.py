@@ -23,6 +23,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.modules import hooks_of
+from chunkflow_compile.weights.progress import forget_at_end
 
 _log = logging.getLogger(__name__)
 
@@ -52,8 +53,7 @@ def guard_hooks() -> None:
 
     def ends(_: object) -> None:
         guarded.close()
-        # a new list: the callbacks are called from the old one now, and each must have its turn
-        callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c is not ends]
+        forget_at_end(ends)
 
     callback_handler.register_end_callback(ends)
 

@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from chunkflow_compile.weights.leaves import leaves_of
+from chunkflow_compile.weights.modules import hook_registry
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -67,14 +68,14 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
 
 def caching_hook(module: nn.Module) -> Any:
     """The innermost hook around a module that decides at each call whether it runs; None if there is none."""
-    registry = getattr(module, "_diffusers_hook", None)
+    registry = hook_registry(module)
     hooks = () if registry is None else (registry.get_hook(name) for name in registry._hook_order)
     return next((hook for hook in hooks if _decides(hook)), None)
 
 
 def calls_of_hooks(module: nn.Module) -> Sequence[Any]:
     """What diffusers' hooks around a module call, ``forward`` and ``original_forward`` of each."""
-    registry = module.__dict__.get("_diffusers_hook")
+    registry = hook_registry(module)
     return () if registry is None else registry._fn_refs
 
 

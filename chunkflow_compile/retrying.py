@@ -79,6 +79,7 @@ def _generators(value: Any) -> Iterator[torch.Generator]:
 
 
 def out_of_memory(error: BaseException) -> bool:
+    """Whether an error, or a cause of it, is that the device has no memory left."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, torch.OutOfMemoryError):

@@ -26,6 +26,17 @@ from chunkflow_compile.tracing import trace
 WIDE = Size(layers=2, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)
 
 
+class Scaled(nn.Module):
+    """One product by a weight, element by element, in one byte an element."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.arange(64, dtype=torch.int8), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
 def graphs() -> int:
     """The number of graphs that Dynamo has compiled in this test."""
     return int(counters["stats"]["unique_graphs"])

@@ -26,7 +26,7 @@ def trace_events(lanes: Lanes, title: str) -> str:
 def generation_events(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan], title: str) -> str:
     """The same of a generation: its phases on a thread, with bytes on the device as a counter; on the others, the first two
     calls of each phase that has a plan.  ``plans``: by phase, with predictions."""
-    return _written(title, ("phase", *_THREADS.keys() - {"phase"}), _generation(phases, plans))
+    return _written(title, _THREADS, _generation(phases, plans))
 
 
 def _written(title: str, threads: Iterable[str], events: Iterable[dict[str, Any]]) -> str:

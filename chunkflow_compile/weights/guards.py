@@ -26,6 +26,7 @@ from .bytes import ordinary
 from .host_store import HostStore
 from .host_weight import HostWeight
 from .leaves import beside, leaves, with_leaves
+from .modules import hooks_of
 
 
 class Guards:
@@ -137,8 +138,7 @@ def _nothing() -> None:
 
 def _casting(module: nn.Module) -> Any:
     """The hook of diffusers' layerwise casting on a layer, None without."""
-    registry = module.__dict__.get("_diffusers_hook")
-    return None if registry is None else registry.get_hook("layerwise_casting")
+    return hooks_of(module).get("layerwise_casting")
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:

@@ -343,7 +343,7 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     with torch.inference_mode(False), torch.no_grad():
         if device.type == "cpu":
             _end_sharing(home, weight.cell)  # an ordinary tensor may be written at any time
-        if home is not None and device.type != "cpu":
+        elif home is not None:
             home.check()
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor

@@ -58,9 +58,14 @@ class ModelIndex:
         return all(id(p) in self.names for p in parameters)
 
 
+def hook_registry(module: nn.Module) -> Any:
+    """The registry of diffusers' hooks on a module, None if it has none."""
+    return module.__dict__.get("_diffusers_hook")
+
+
 def hooks_of(module: nn.Module) -> Mapping[str, Any]:
     """The hooks of diffusers on a module, by name."""
-    found: Mapping[str, Any] = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+    found: Mapping[str, Any] = getattr(hook_registry(module), "hooks", {})
     return found
 
 

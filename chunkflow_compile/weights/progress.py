@@ -38,6 +38,12 @@ def moving(what: str, nbytes: int) -> Iterator[Callable[[int], object]]:
         yield bar.update
 
 
+def forget_at_end(callback: Callable[[Any], None]) -> None:
+    """Remove a callback of Dynamo's at the end of a compilation, also while the callbacks are called."""
+    # a new list: they are called from the old one, and each must have its turn
+    callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != callback]
+
+
 class CompileProgress:
     """What compilation does now, in one line, from the first compilation of a model to that of its last kind."""
 
@@ -70,5 +76,4 @@ class CompileProgress:
             self._bar.close()
             self._bar = None
             callback_handler.remove_start_callback(self._begins)
-            # a new list: the callbacks are called from the old one now, and each must have its turn
-            callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != self._ends]
+            forget_at_end(self._ends)

@@ -25,12 +25,13 @@ def test_an_example_is_short(name: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
-def test_an_example_runs(name: str) -> None:
+def test_an_example_runs(name: str, tmp_path: Path) -> None:
     for module in ("diffusers", "transformers", *NEEDS.get(name, ())):
         pytest.importorskip(module)
     path = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, str(path_of(name)), "--tiny"],
+        cwd=tmp_path,  # where it saves its pictures
         env={**os.environ, "PYTHONPATH": path, "CHUNKFLOW_PROGRESS": "0"},
         capture_output=True,
         text=True,

@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack, graphs
+from helpers import Scaled, Stack, graphs
 from torch import nn
 
 import chunkflow_compile
@@ -255,17 +255,6 @@ def test_sizes_that_depend_on_data(name: str, lowering: str, caplog: pytest.LogC
     (program,) = programs(model)
     assert program.plan.moved_bytes > 0 and graphs() == 1
     assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements[1:])
-
-
-class Scaled(nn.Module):
-    """One product by a weight, element by element, in one byte an element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.arange(64, dtype=torch.int8), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
 
 
 @pytest.mark.long

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import graphs
-from torch import nn
+from helpers import Scaled, graphs
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 from chunkflow_compile import offload, programs, restore
@@ -92,17 +91,6 @@ def test_a_family_through_inductor(
         f"them tuned, {launches[-1]} launches a step",
     )
     restore(model)
-
-
-class Scaled(nn.Module):
-    """One product by a weight, one byte an element."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(64, dtype=torch.int8), requires_grad=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.scale
 
 
 @pytest.mark.parametrize("rows", [(3, 5, 2**25 + 3), (3, 2**25 + 3)])

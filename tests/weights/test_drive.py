@@ -114,14 +114,17 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     primed = sum(m.primed_bytes for m in program.measurements)
     found = read_so_far(model) - before
     assert 0 < 3 * each <= found <= 4 * each + primed, "as the plan says, those of a cold start, and those read ahead"
+    copies = program.arena.streams.copy
+    copies.synchronize()
     with counted_reads() as taken:
         for seed in range(3):
             taken.append(0)
             steps(run, twin, dtype, seed)
+            copies.synchronize()  # with those that a step begins for the next one
     assert taken == [3 * planned_reads(program.plan, drive)] * 3, "of warm steps"
     restore(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    del run, program, drive, placed
+    del run, program, drive, placed, copies
     torch._dynamo.reset()
     gc.collect()
     assert not any("chunkflow-" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
