@@ -5,24 +5,13 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import ChunkflowError
 
 SCHEMA = 1
-
-
-# Most bytes that are read from the drive ahead of their copies: some tens of milliseconds of a fast drive.
-MOST_READ_AHEAD = 128 << 20
-
-
-def ring_bytes(reads: Sequence[int]) -> int:
-    """The bytes of the ring in host memory for these reads of a step: room for one that is copied, and for those ahead of it,
-    a quarter of the step and one at least."""
-    largest = max(reads, default=0)
-    return largest + max(largest, min(MOST_READ_AHEAD, sum(reads) // 4))
 
 
 @dataclass(frozen=True, kw_only=True)

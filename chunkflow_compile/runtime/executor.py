@@ -36,6 +36,7 @@ from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Course, border
 from chunkflow_compile.passes.program.lifetimes import over
+from chunkflow_compile.passes.program.reads import Reads, reads_from
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.source import DriveBytes, Source
 
@@ -58,13 +59,13 @@ _Issue = Callable[[Step], None]
 class _Cold:
     """What a cold start copies: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches``.
 
-    ``waits``: whether compute waits for all of it.  ``reads``: those of the prefetches that read the drive.
+    ``waits``: whether compute waits for all of it.  ``reads``: what the drive brings from this call on.
     """
 
     kept: Sequence[tuple[str, torch.Tensor, Source]]
     prefetches: Sequence[_Issue]
     waits: bool
-    reads: Sequence[Reading]
+    reads: Reads
 
 
 class Executor:
@@ -104,8 +105,9 @@ class Executor:
         self._arrivals = binding.marks or arrivals(self.course)
         self.occupancy = binding.occupancy or Occupancy(device, len(self._arrivals.marked))
         self._streams = bool(program.plan.streamed)
-        # those of all calls, with the call; checked chunk by chunk, copies read the drive themselves
-        self._reads = [] if self._flag is not None else list(self._on_drive())
+        # checked chunk by chunk, copies read the drive themselves
+        held = {} if self._flag is not None else binding.hosts
+        self._on_drive = frozenset(name for name, source in held.items() if isinstance(source, DriveBytes))
         self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
         self._instructions = list(self._prepare(program.module))
 
@@ -141,12 +143,6 @@ class Executor:
         self.occupancy.turns += 1
         return step
 
-    def _on_drive(self) -> Iterator[tuple[int, Reading]]:
-        """The copies of the course that read the drive, in order, each with its call."""
-        for call, _, op in self.course.prefetches:
-            if isinstance(self.binding.hosts.get(op.weight), DriveBytes):
-                yield call, self._reading(op)
-
     def _reading(self, op: Prefetch) -> Reading:
         source, size = self.binding.hosts[op.weight], self.program.plan.chunk_bytes
         assert isinstance(source, DriveBytes)
@@ -158,7 +154,7 @@ class Executor:
         copied = self.traffic.settle(end)
         if not whole:
             return
-        read_s, read_bytes = self.binding.arena.reader.settle() if self._reads else (0.0, 0)
+        read_s, read_bytes = self.binding.arena.reader.settle() if self._on_drive else (0.0, 0)
         found = StepMeasurement(
             step_s=end - begin,
             exposed_h2d_s=sum(cost.windows.exposed_s),
@@ -190,7 +186,7 @@ class Executor:
                 stream.synchronize()
         with contextlib.suppress(ChunkflowError):
             self.device.collect(True)
-        if self._reads and holds:
+        if self._on_drive and holds:
             self.binding.arena.reader.stop()
         self.traffic.forget()
 
@@ -237,8 +233,8 @@ class Executor:
         self.occupancy.writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
-        if self._reads:
-            copy.run(partial(self._read_from_here, cold))
+        if cold.reads.cycle:
+            copy.run(partial(self._read, cold.reads))
         for weight, target, source in () if jumps else cold.kept:
             self._copy(target, source, f"keep {weight}")
             self._mark(weight)
@@ -254,17 +250,13 @@ class Executor:
     def _make_cold(self) -> _Cold:
         found = border(self.course, self.call)
         ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
-        reads = [
-            self._reading(p) for p, _ in ops if self._reads and isinstance(self.binding.hosts[p.weight], DriveBytes)
-        ]
+        reads = reads_from(self.course, self.call, self._on_drive)
         return _Cold(list(self._kept()), [self._prefetch(p, n) for p, n in ops], found.waits, reads)
 
-    def _read_from_here(self, cold: _Cold) -> None:
+    def _read(self, reads: Reads) -> None:
         """Let the drive be read in the order of the copies from this call on."""
-        cycle = [(r.key, r.source) for _, r in self._reads]
-        begin = sum(call < self.call for call, _ in self._reads)
-        expected = self.course.plan.drive_rate
-        self.binding.arena.reader.restart([(r.key, r.source) for r in cold.reads], cycle, begin, expected)
+        first, cycle = ([(r.key, r.source) for r in map(self._reading, ops)] for ops in (reads.first, reads.cycle))
+        self.binding.arena.reader.restart(first, cycle, reads.begin, self.course.plan.drive_rate)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
@@ -337,7 +329,7 @@ class Executor:
         # adjacent chunks of one window are one copy, unless the flag is checked before each chunk
         length = size if self._flag is not None else end - first
         parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
-        reading = isinstance(host, DriveBytes) and self._flag is None
+        reading = weight in self._on_drive
         copies = [(slot[part], self._reading(prefetch) if reading else host[part]) for part in parts]
         stream, flag, writes = self.device.copy, self._flag, self.occupancy.writes
         name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"

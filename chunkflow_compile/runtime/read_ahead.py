@@ -19,12 +19,12 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.hardware import ring_bytes
+from chunkflow_compile.passes.ring import Ring, ring_bytes
 from chunkflow_compile.weights.source import DriveBytes
 
 # A weight, and the chunks of it that one copy moves.
 Key = tuple[str, int, int]
-Reads = Sequence[tuple[Key, DriveBytes]]
+Order = Sequence[tuple[Key, DriveBytes]]
 
 _OVER = object()
 _log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class ReadAhead:
         self._told = (0.0, 0)  # those that :meth:`settle` has returned
         self._warned = False
 
-    def restart(self, first: Reads, cycle: Reads, begin: int, expected: float | None = None) -> None:
+    def restart(self, first: Order, cycle: Order, begin: int, expected: float | None = None) -> None:
         """Read ``first``, and then ``cycle`` from ``begin`` on, again and again.  ``expected``: the rate, bytes/s."""
         self.stop()
         self._expected = expected
@@ -81,7 +81,7 @@ class ReadAhead:
             self._ring = torch.empty(0, dtype=torch.uint8)  # freed before the new one is allocated
             self._ring = self._allocate(wanted)
         order = itertools.chain(first, cycle[begin:], itertools.cycle(cycle))
-        self._run = _Run(order, self._ring, self._rate)
+        self._run = _Run(order, self._ring[:wanted], self._rate)  # as large as in the proof
 
     def take(self, reading: Reading) -> tuple[torch.Tensor, float]:
         found = None if self._run is None else self._run.take(reading.key)
@@ -135,9 +135,10 @@ class _Run:
     nbytes: int = 0
     name: str = ""
     _next: Any = None
-    _used: deque[tuple[int, int]] = field(default_factory=deque)
+    _copied: int = 0
 
     def __post_init__(self) -> None:
+        self._slots = Ring(self.ring.numel())
         self._thread = threading.Thread(target=self._read, name="chunkflow-read-ahead", daemon=True)
         self._thread.start()
 
@@ -180,23 +181,13 @@ class _Run:
             self.ready.put((key, values, time.monotonic()))
 
     def _room(self, nbytes: int) -> int | None:
-        """Where the next bytes go in the ring, None when it is over.  Waits until enough of it is free."""
-        while (begin := self._place(nbytes)) is None:
+        """Where the next bytes go in the ring, None when it is over.  Waits until the copies that use them have ended."""
+        slot = self._slots.slot(nbytes)
+        while self._copied < slot.after:
             event = self.freed.get()
             if event is None:
                 return None
             if event is not _OVER:
                 event.synchronize()
-            self._used.popleft()
-        self._used.append((begin, begin + nbytes))
-        return begin
-
-    def _place(self, nbytes: int) -> int | None:
-        if not self._used:
-            return 0
-        oldest, newest = self._used[0][0], self._used[-1][1]
-        if newest <= oldest:  # the newest are at the beginning of the ring again
-            return newest if newest + nbytes <= oldest else None
-        if newest + nbytes <= self.ring.numel():
-            return newest
-        return 0 if nbytes <= oldest else None
+            self._copied += 1
+        return slot.begin

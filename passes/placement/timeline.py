@@ -21,11 +21,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.hardware import Hardware, ring_bytes
+from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import Lane, Span, span_name
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.ring import ring_bytes
 
 from .schedule import Await, Collect, Compute, Item, Wait
 

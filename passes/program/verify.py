@@ -13,6 +13,7 @@ of neighbouring steps.  The same holds of a course, whose step is a pass over it
 * Regions and collectives are those of the traced graph, in its order and on the same values.
 * A jump to a call of a course fetches first what is on its way or in use there in a pass without jumps, in the same
   order.  So whatever ran before, the arena is then as it is in such a pass, and the proof of the pass holds from there.
+* Reads of the drive go into no bytes of the ring that an earlier copy may still use (reads.py).
 * Compute and collectives keep out of each other's memory, and values are released after their last use
   (collectives.py).
 
@@ -46,12 +47,13 @@ from .collectives import check_collectives
 from .course import Course
 from .happens_before import HappensBefore
 from .memory import Memory, memory_of
+from .reads import check_reads
 from .rewrite import SOURCE, Program
 
 STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
-# version 3 the stream of the collectives, writes and releases; version 4 courses and jumps.
-VERSION = 4
+# version 3 the stream of the collectives, writes and releases; version 4 courses and jumps; version 5 the drive's ring.
+VERSION = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,6 +117,7 @@ def check(program: Program | Course, order: HappensBefore | None = None) -> Iter
         yield from _check_data_flow(call, keys)
     yield from check_turns(order)
     yield from check_borders(course, order)
+    yield from check_reads(course, order)
     for call, memory in zip(course.calls, memories, strict=True):
         yield from check_collectives(call, memory, order if alone else None)
 

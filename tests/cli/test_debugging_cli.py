@@ -54,7 +54,7 @@ class TestDebuggingCli(TestCase):
             cli("dump", *self.target(), "--annotate"),
             """\
 #                                                                                               #         cost    window          slot       bytes  slack or work
-# proved: no weight is read before it is there, or overwritten before its last reader (2 steps, 148 ops, 189 edges; rules 4)
+# proved: no weight is read before it is there, or overwritten before its last reader (2 steps, 148 ops, 189 edges; rules 5)
 arg0_1: float32[4, 32]
 blocks_0_qkv_weight: float32[96, 32]                                                            #                           at 4.0 KiB    12.0 KiB  host, 3 chunks
 blocks_0_out_weight: float32[32, 32]                                                            #                           at 0.0 MiB     4.0 KiB  host, 1 chunks
@@ -165,7 +165,7 @@ return (addmm_1,)
     def test_dump_says_what_each_stage_took_and_what_was_proved(self) -> None:
         with contextlib.redirect_stderr(io.StringIO()) as said:
             cli("dump", *self.target(), "--verbose")
-        took = r"planned +\d\.\d\d s\n.*verified +\d\.\d\d s +2 steps, 148 ops, 189 edges; rules 4"
+        took = r"planned +\d\.\d\d s\n.*verified +\d\.\d\d s +2 steps, 148 ops, 189 edges; rules 5"
         assert re.search(took, said.getvalue(), re.S)
 
     def test_dump_of_all_stages(self) -> None:

@@ -8,6 +8,7 @@ import random
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.hardware import MOST_READ_AHEAD, ring_bytes
+from chunkflow_compile.passes.ring import MOST_READ_AHEAD, Ring, RingSlot, ring_bytes
+from chunkflow_compile.runtime import read_ahead
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveBytes, DriveFile
@@ -110,6 +112,24 @@ def test_a_slot_is_not_written_before_its_copy_has_ended(file: DriveFile) -> Non
         assert bytes_of(reader, *reading) == CONTENT[at : at + 64]
     assert bytes(values.tolist()) != CONTENT[:64], "the slot is in use again"
     reader.stop()
+
+
+class NeverWaits(Ring):
+    def slot(self, nbytes: int) -> RingSlot:
+        return replace(super().slot(nbytes), after=0)
+
+
+def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: DriveFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fault that the verifier refuses (tests/passes/program/test_reads.py) is one that a copy would see."""
+    monkeypatch.setattr(read_ahead, "Ring", NeverWaits)
+    cycle, before = cycle_of(file, [(64 * i, 64) for i in range(16)]), file.read_bytes
+    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+    reader.restart([], cycle, 0)
+    values, _ = Reading(reader, *cycle[0]).take()
+    while file.read_bytes - before < 7 * 64:
+        threading.Event().wait(0.01)
+    reader.stop()
+    assert bytes(values.tolist()) != CONTENT[:64]
 
 
 def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:

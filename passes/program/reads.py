@@ -1,0 +1,101 @@
+"""Reads: the copies of a course that read the drive, and the proof that none finds other bytes in the ring than its own.
+
+The reader takes the order from here, and so does the proof; the slots in the ring are those of ``passes/ring.py``.  It is
+proved for a cold start and for a jump to each call, over what is fetched first and two passes, that
+
+* the drive is read in the order in which the copies are issued,
+* a read stays within the ring,
+* a read waits for copies of earlier reads only, so that reads and copies never wait for each other, and
+* a read goes into no bytes that a copy may still use: it waits for every earlier copy of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from chunkflow_compile.passes.ops import Prefetch, prefetch_of
+from chunkflow_compile.passes.pace import pace
+from chunkflow_compile.passes.ring import Ring, RingSlot, ring_bytes
+
+from .course import Course, border
+from .happens_before import HappensBefore
+
+
+@dataclass(frozen=True)
+class Reads:
+    """The copies that read the drive from a call on: ``first``, then ``cycle`` from ``begin`` on, again and again."""
+
+    first: tuple[Prefetch, ...]
+    cycle: tuple[Prefetch, ...]
+    begin: int
+
+    def passes(self, count: int) -> Iterator[Prefetch]:
+        """The reads of a start at the call and of ``count`` passes."""
+        around = (*self.cycle[self.begin :], *self.cycle[: self.begin])
+        return chain(self.first, *(around for _ in range(count)))
+
+
+def reads_from(course: Course, call: int, drive: Collection[str]) -> Reads:
+    """The reads from a cold start at a call, or a jump to it, on.  ``drive``: names of the weights on the drive."""
+    found = [(number, op) for number, _, op in course.prefetches if op.weight in drive]
+    first = (op for node in border(course, call).prefetches if (op := prefetch_of(node)) and op.weight in drive)
+    return Reads(tuple(first), tuple(op for _, op in found), sum(number < call for number, _ in found))
+
+
+def check_reads(course: Course, order: HappensBefore) -> Iterator[str]:
+    """The violations of a course in the ring, as sentences.  ``order``: its own, over a cold start and its steps."""
+    plan = course.plan
+    weights = {w.name: w for w in plan.streamed}
+    drive = {w.name for w in course.problem.weights if w.drive and w.name in weights}
+    if not drive:
+        return
+
+    def nbytes(op: Prefetch) -> int:
+        begin, end = plan.span(weights[op.weight], op.first, op.end)
+        return end - begin
+
+    for call in range(len(course.calls)):
+        reads = reads_from(course, call, drive)
+        if call == 0:
+            yield from _check_order(reads, order, drive)
+        capacity = ring_bytes([nbytes(op) for op in reads.cycle])
+        unrolled = list(reads.passes(order.steps))
+        yield from _check_ring(call, unrolled, [nbytes(op) for op in unrolled], capacity)
+
+
+def _check_order(reads: Reads, order: HappensBefore, drive: Collection[str]) -> Iterator[str]:
+    copied = [(op.weight, op.chunk) for op in order.ops if op.kind == "chunk" and op.serves is not None]
+    expected = [found for found in copied if found[0] in drive]
+    read = [(op.weight, chunk) for op in reads.passes(order.steps) for chunk in range(op.first, op.end)]
+    for number, (ours, theirs) in enumerate(zip(read, expected, strict=False)):
+        if ours != theirs:
+            mine, wanted = (f"chunk {chunk} of {weight}" for weight, chunk in (ours, theirs))
+            yield f"read {number} of the drive brings {mine}, but the copy that takes it is of {wanted}"
+            return
+    if len(read) != len(expected):
+        yield f"{len(read)} chunks are read from the drive, but {len(expected)} are copied"
+
+
+def _check_ring(call: int, reads: Sequence[Prefetch], sizes: Sequence[int], capacity: int) -> Iterator[str]:
+    """Reads into a ring of ``capacity`` bytes, each of so many bytes, after a start at a call."""
+    ring, slots = Ring(capacity), list[RingSlot]()
+    for number, (op, nbytes) in enumerate(zip(reads, sizes, strict=True)):
+        pace()
+        slots.append(slot := ring.slot(nbytes))
+        if slot.begin < 0 or slot.end > capacity or slot.end - slot.begin < nbytes:
+            yield f"{op.weight}: {_named(op)} goes to bytes {slot.begin} to {slot.end} of a ring of {capacity}"
+        if slot.after > number:
+            yield f"{op.weight}: {_named(op)} waits for a copy that comes after its own (from call {call} on)"
+        for earlier in range(slot.after, number):
+            if slots[earlier].begin < slot.end and slot.begin < slots[earlier].end:
+                yield (
+                    f"{op.weight}: {_named(op)} goes to bytes of the ring that the copy of {_named(reads[earlier])} may "
+                    f"still use (from call {call} on); missing edge: copy of {reads[earlier].weight} -> read of {op.weight}"
+                )
+                return
+
+
+def _named(op: Prefetch) -> str:
+    return f"read({op.weight!r}, chunks {op.first} to {op.end - 1})"

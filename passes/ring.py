@@ -1,0 +1,59 @@
+"""The ring: host memory that the bytes of weights on the drive pass through, from the read to the copy.
+
+Reads and copies have one order.  Each read goes after the one before it, or to the beginning where no room is left; it waits
+until the copies that use its bytes have ended.  So where each read goes depends on the sizes alone, never on time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Most bytes that are read from the drive ahead of their copies: some tens of milliseconds of a fast drive.
+MOST_READ_AHEAD = 128 << 20
+
+
+def ring_bytes(reads: Sequence[int]) -> int:
+    """The bytes of the ring in host memory for these reads of a step: room for one that is copied, and for those ahead of it,
+    a quarter of the step and one at least."""
+    largest = max(reads, default=0)
+    return largest + max(largest, min(MOST_READ_AHEAD, sum(reads) // 4))
+
+
+@dataclass(frozen=True)
+class RingSlot:
+    """Where a read goes: bytes ``[begin, end)`` of the ring.  ``after``: how many reads, from the first on, must have been
+    copied before it begins."""
+
+    begin: int
+    end: int
+    after: int
+
+
+class Ring:
+    """The slots of reads, given one after the other."""
+
+    def __init__(self, capacity: int) -> None:
+        """``capacity``: bytes; at least those of the largest read."""
+        self._capacity = capacity
+        self._used: deque[tuple[int, int]] = deque()
+        self._after = 0
+
+    def slot(self, nbytes: int) -> RingSlot:
+        """The slot of the next read."""
+        while (begin := self._place(nbytes)) is None:
+            self._used.popleft()
+            self._after += 1
+        self._used.append((begin, begin + nbytes))
+        return RingSlot(begin, begin + nbytes, self._after)
+
+    def _place(self, nbytes: int) -> int | None:
+        if not self._used:
+            return 0
+        oldest, newest = self._used[0][0], self._used[-1][1]
+        if newest <= oldest:  # the newest are at the beginning of the ring again
+            return newest if newest + nbytes <= oldest else None
+        if newest + nbytes <= self._capacity:
+            return newest
+        return 0 if nbytes <= oldest else None

@@ -1,0 +1,155 @@
+"""The ring of the drive: no read goes into bytes that a copy may still use; the verifier refuses a ring where one does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import cycle, islice
+
+import pytest
+import torch
+from helpers import Stack, cut_of, plan_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.ops import Prefetch
+from chunkflow_compile.passes.program import reads
+from chunkflow_compile.passes.program.course import Call, Course, join, write
+from chunkflow_compile.passes.program.happens_before import HappensBefore
+from chunkflow_compile.passes.program.reads import Reads, check_reads
+from chunkflow_compile.passes.program.verify import STEPS, check, verify
+from chunkflow_compile.passes.ring import Ring, RingSlot
+from chunkflow_compile.weights.drive import with_drive
+
+sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
+
+
+@given(sizes, st.integers(0, 100), st.integers(1, 60))
+def test_a_byte_has_one_read_at_a_time(step: list[int], spare: int, count: int) -> None:
+    """Against a map of the ring, byte by byte, in which only the reads that must be over are forgotten."""
+    capacity = max(step) + spare
+    ring, held = Ring(capacity), dict[int, int]()
+    for number, nbytes in enumerate(islice(cycle(step), count)):
+        slot = ring.slot(nbytes)
+        assert slot.after <= number and slot.end - slot.begin == nbytes
+        assert slot.begin >= 0 and slot.end <= capacity
+        held = {byte: read for byte, read in held.items() if read >= slot.after}
+        assert not held.keys() & set(range(slot.begin, slot.end))
+        held |= dict.fromkeys(range(slot.begin, slot.end), number)
+
+
+def course() -> Course:
+    """Two calls of a small model, half of whose weights are on the drive, with a ring that is used several times a step."""
+    cut = cut_of(Stack(4), torch.randn(4, 8))
+    half = sum(w.nbytes for w in cut.problem.weights) // 2
+    drive = {w.name for w in with_drive(cut.problem, half).weights if w.drive}
+    calls = []
+    for number in range(2):
+        names = {w.name: f"{number}.{w.name}" for w in cut.problem.weights}
+        calls.append(Call(cut, names, {}, frozenset(names[name] for name in drive)))
+    found = write(calls, plan_of(join(calls)))
+    assert [w.drive for w in found.problem.weights].count(True) >= 4
+    return found
+
+
+def violations(of: Course) -> list[str]:
+    return list(check_reads(of, HappensBefore((of,), STEPS)))
+
+
+def test_a_course_that_reads_the_drive_is_proved() -> None:
+    found = course()
+    assert not list(check(found))
+    assert verify(found).version >= 5
+
+
+class Early(Ring):
+    """Waits for one copy less than it must."""
+
+    def slot(self, nbytes: int) -> RingSlot:
+        found = super().slot(nbytes)
+        return replace(found, after=max(0, found.after - 1))
+
+
+class Never(Ring):
+    """Waits for nothing."""
+
+    def slot(self, nbytes: int) -> RingSlot:
+        return replace(super().slot(nbytes), after=0)
+
+
+class Shifted(Ring):
+    """Gives bytes of the read before."""
+
+    def slot(self, nbytes: int) -> RingSlot:
+        found = super().slot(nbytes)
+        return replace(found, begin=max(0, found.begin - 1), end=max(0, found.begin - 1) + nbytes)
+
+
+class Outside(Ring):
+    """Gives bytes that the ring does not have."""
+
+    def slot(self, nbytes: int) -> RingSlot:
+        return super().slot(nbytes + 10_000_000)
+
+
+class Late(Ring):
+    """Waits for its own copy, which waits for it."""
+
+    _number = 0
+
+    def slot(self, nbytes: int) -> RingSlot:
+        self._number += 1
+        return replace(super().slot(nbytes), after=self._number)
+
+
+@pytest.mark.parametrize(
+    ("ring", "named"),
+    [
+        (Early, "missing edge: copy of"),
+        (Never, "missing edge: copy of"),
+        (Shifted, "missing edge: copy of"),
+        (Outside, "of a ring of"),
+        (Late, "waits for a copy that comes after its own"),
+    ],
+)
+def test_rejects_another_ring(ring: type[Ring], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reads, "Ring", ring)
+    with pytest.raises(FindingError, match=named):
+        verify(course())
+
+
+def _without_the_first(found: Reads) -> Reads:
+    return replace(found, first=found.first[1:]) if found.first else replace(found, cycle=found.cycle[1:])
+
+
+def _swapped(found: Reads) -> Reads:
+    return replace(found, cycle=(found.cycle[1], found.cycle[0], *found.cycle[2:]))
+
+
+@pytest.mark.parametrize(("change", "named"), [(_without_the_first, "read"), (_swapped, "brings chunk")])
+def test_rejects_another_order_than_that_of_the_copies(
+    change: object, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = reads.reads_from
+
+    def changed(of: Course, call: int, drive: frozenset[str]) -> Reads:
+        return change(plain(of, call, drive))  # type: ignore[operator]
+
+    monkeypatch.setattr(reads, "reads_from", changed)
+    assert any(named in said for said in violations(course()))
+
+
+def test_reads_begin_again_at_every_call() -> None:
+    """From each call on, the ring has what is fetched first there, and then the passes in their order."""
+    found = course()
+    drive = frozenset(w.name for w in found.problem.weights if w.drive)
+
+    def loop() -> Iterator[Prefetch]:
+        return cycle(op for _, _, op in found.prefetches if op.weight in drive)
+
+    for call in range(2):
+        of = reads.reads_from(found, call, drive)
+        assert of.begin == call * len(of.cycle) // 2 and len(of.cycle) >= 4
+        expected = islice(loop(), of.begin, of.begin + 2 * len(of.cycle))
+        assert list(of.passes(2)) == [*of.first, *expected]
