@@ -32,6 +32,8 @@ _log = logging.getLogger(__name__)
 # A drive is reported if it reads at less than this share of the rate that the plan expects, over at least this time.
 _SLOW = 1 / 3
 _SURE_S = 1.0
+# An emulated drive makes up for a thread that wakes up late, by at most this.
+_LATE_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -160,7 +162,7 @@ class _Run:
         self._thread.join()
 
     def _read(self) -> None:
-        through = time.monotonic()
+        through = ended = time.monotonic()
         for key, source in self.order:
             begin = self._room(source.numel())
             if begin is None or self.over:
@@ -173,12 +175,13 @@ class _Run:
                 self.ready.put(error.with_traceback(None))
                 return
             if self.rate:
-                through = max(through, time.monotonic() - source.numel() / self.rate) + source.numel() / self.rate
+                through = start - min(max(0.0, ended - through), _LATE_S) + source.numel() / self.rate
                 time.sleep(max(0.0, through - time.monotonic()))
-            self.seconds += time.monotonic() - start
+            ended = time.monotonic()
+            self.seconds += ended - start
             self.nbytes += source.numel()
             self.name = source.file.name
-            self.ready.put((key, values, time.monotonic()))
+            self.ready.put((key, values, ended))
 
     def _room(self, nbytes: int) -> int | None:
         """Where the next bytes go in the ring, None when it is over.  Waits until the copies that use them have ended."""

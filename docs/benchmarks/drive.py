@@ -46,10 +46,20 @@ ABOUT = """\
 (`host_memory`) and half in the checkpoint, on an emulated link and an emulated drive that would read its half in `load` times
 the resident step ({compute}). `chunkflow` has a budget of {memory:g} of the weights on the device. `layerwise` fetches the
 whole next block, which is read ahead as well. Steps are medians of {rounds}, in random order; `chunkflow` is planned from the
-times of a run. Written by `python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`.
+times of a run. What was read is the mean of {steps} steps; the last may have read ahead for the next. Written by
+`python docs/benchmarks/drive.py --out docs/benchmarks/drive.md`.
 
 """
-HEADERS = ("load", "arm", "step", "of resident", "predicted", "read a step", "on the drive, kept on the device")
+HEADERS = (
+    "load",
+    "arm",
+    "step",
+    "of resident",
+    "predicted",
+    "planned reads",
+    "reads",
+    "on the drive, kept on the device",
+)
 
 
 def main() -> None:
@@ -87,12 +97,14 @@ def main() -> None:
                     for i in range(3):
                         timed(runs[arm], inputs[i])
             times, order = {arm: list[float]() for arm in ARMS}, random.Random(0)
+            before = {arm: read_so_far(placed[arm]) for arm in ARMS}
             for step in range(arguments.rounds):
                 for arm in order.sample(list(ARMS), len(ARMS)):
                     timed(runs[arm], inputs[step % 8])
                     times[arm].append(timed(runs[arm], inputs[step % 8]))
             for arm in ARMS:
-                rows.append((f"{load:g}", arm, *figures(placed[arm], median(times[arm]), compute)))
+                read = (read_so_far(placed[arm]) - before[arm]) / (2 * arguments.rounds)
+                rows.append((f"{load:g}", arm, *figures(placed[arm], median(times[arm]), compute, int(read))))
                 print(*rows[-1], flush=True)
             del runs, placed
             torch._dynamo.reset()
@@ -104,6 +116,7 @@ def main() -> None:
         compute=seconds(compute),
         memory=arguments.memory,
         rounds=arguments.rounds,
+        steps=2 * arguments.rounds,
     )
     text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\n"
     print(text)
@@ -117,17 +130,25 @@ def timed(run: Callable[..., Any], inputs: dict[str, Any]) -> float:
     return time.perf_counter() - begin
 
 
-def figures(model: nn.Module, step: float, compute: float) -> tuple[str, ...]:
+def read_so_far(model: nn.Module) -> int:
+    """Bytes that the drive has brought."""
+    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
+    return sum(file.read_bytes for file in {home.drive.file for home in homes if home.drive is not None})
+
+
+def figures(model: nn.Module, step: float, compute: float, read: int) -> tuple[str, ...]:
+    """The cells of a row.  ``step``, ``compute``: seconds of a step and of the resident one.  ``read``: bytes a step."""
     plan = programs(model)[-1].plan
     assert plan.predicted is not None
     drive = {home.name: home.nbytes for p in model.parameters() if (home := home_of(p)) and home.drive is not None}
     streamed = {
         w.name: plan.chunk_bytes * sum(x is not None for x in w.windows) for w in plan.streamed if w.name in drive
     }
-    read = sum(min(nbytes, drive[name]) for name, nbytes in streamed.items())
+    planned = sum(min(nbytes, drive[name]) for name, nbytes in streamed.items())
     # of layerwise, the prediction is from the profile's rates, not from a run
     ahead = f"{plan.predicted.step_s / step:.3f} of it" if plan.policy == "chunkflow" else ""
-    return seconds(step), f"{step / compute:.2f}", ahead, size(read), size(sum(drive.values()) - read)
+    kept = size(sum(drive.values()) - planned)
+    return seconds(step), f"{step / compute:.2f}", ahead, size(planned), size(read), kept
 
 
 if __name__ == "__main__":

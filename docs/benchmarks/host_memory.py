@@ -15,6 +15,8 @@ import os
 import random
 import resource
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -35,7 +37,9 @@ from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.peers import peers_of
 
 EVERY_S = 0.02
+_HUGE, _WRITE = 14, 23  # of madvise: huge pages; make all pages now
 CPU = torch.device("cpu")
+SHARED_PAGES = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 def copied(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -88,6 +92,15 @@ def rank_of(
     stop.wait()
 
 
+def touched(nbytes: int) -> None:
+    """Let a process write as many bytes and end.
+
+    A virtual machine gives free memory back to its host, and to get it again takes up to ten times as long as to make a page.
+    """
+    text = f"import mmap; m = mmap.mmap(-1, {nbytes}, flags=mmap.MAP_PRIVATE); m.madvise({_HUGE}); m.madvise({_WRITE})"
+    subprocess.run([sys.executable, "-c", text], check=False)
+
+
 def used() -> float:
     found = resource.getrusage(resource.RUSAGE_SELF)
     return found.ru_utime + found.ru_stime
@@ -102,7 +115,8 @@ def memory(process: int) -> int:
     return sum(1024 * int(line.split()[1]) for line in lines if line.startswith(("Pss_Anon:", "Pss_Shmem:")))
 
 
-def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype) -> dict[str, float]:
+def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype, weights: int) -> dict[str, float]:
+    """What one arm takes, in copies of the weights and in seconds.  ``weights``: bytes of one copy."""
     context = multiprocessing.get_context("spawn")
     go, stop = context.Barrier(ranks + 1), context.Barrier(ranks + 1)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,6 +126,9 @@ def run(arm: str, ranks: int, checkpoint: str, dtype: torch.dtype) -> dict[str, 
         ]
         for p in made:
             p.start()
+        while go.n_waiting < ranks:
+            time.sleep(EVERY_S)
+        touched(ranks * weights + (1 << 30))
         go.wait()
         most, results = 0, [Path(folder) / f"{r}.json" for r in range(ranks)]
         while not all(path.exists() for path in results):
@@ -140,8 +157,10 @@ ABOUT = """\
 {today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {size} in bfloat16, from one
 safetensors file in the page cache. `memory` and `most` (while they place) are of all ranks together, in copies of the
 weights. The first arm is what diffusers' group offload with a stream does on each rank. Medians of {repeats} runs in random
-order. Times are mostly those of the kernel, which makes the pages; in a virtual machine the first touch of a page can take
-ten times as long as the next. Written by `python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md`.
+order. Before each, another process has used as much memory: a virtual machine gives free memory back to its host, and to get
+it again would be most of the time. What is left is mostly the kernel's work to make pages, which are huge (2 MiB) for private
+memory and {shared} for shared memory on this machine. Written by `python docs/benchmarks/host_memory.py --out
+docs/benchmarks/host_memory.md`.
 
 """
 HEADERS = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")
@@ -149,7 +168,7 @@ HEADERS = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, default=10)
+    parser.add_argument("--layers", type=int, default=15)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -159,12 +178,13 @@ def main() -> None:
         kinds = {"float32, cast to bfloat16": torch.float32, "bfloat16": torch.bfloat16}
         for label, dtype in kinds.items():
             model.to(dtype).save_pretrained(f"{folder}/{label[:4]}")  # type: ignore[operator]
+        weights = sum(2 * p.numel() for p in model.parameters())
         del model
         cases = [(k, n, arm) for k in kinds for n in (1, 2) for arm in ARMS if n > 1 or "True" not in arm]
         order = random.Random(0)
         for case in [c for _ in range(arguments.repeats) for c in order.sample(cases, len(cases))]:
             label, ranks, arm = case
-            found.setdefault(case, []).append(run(arm, ranks, f"{folder}/{label[:4]}", kinds[label]))
+            found.setdefault(case, []).append(run(arm, ranks, f"{folder}/{label[:4]}", kinds[label], weights))
             print(*case, found[case][-1], flush=True)
     rows = []
     for case in cases:
@@ -177,6 +197,7 @@ def main() -> None:
         torch=torch.__version__,
         size=size(int(found[cases[0]][0]["bytes"])),
         repeats=arguments.repeats,
+        shared="small (4 KiB)" if "[never]" in SHARED_PAGES.read_text() else "huge too",
     )
     text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\n"
     print(text)

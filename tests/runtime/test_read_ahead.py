@@ -160,6 +160,21 @@ def test_a_slow_drive_is_named_once(file: DriveFile, times: int, caplog: pytest.
     assert len(said) == (times == 10) and all("the file is read at 0.00" in s for s in said)
 
 
+def test_an_emulated_drive_takes_its_time_after_a_pause(file: DriveFile) -> None:
+    """A ring that is full stops the drive; what it reads after that takes as long as before."""
+    cycle, rate = cycle_of(file, [(512 * i, 512) for i in range(8)]), 20_000
+    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8), rate=rate)
+    reader.restart([], cycle, 0)
+    seconds = nbytes = 0.0
+    for reading in [*cycle, *cycle]:
+        threading.Event().wait(2 * 512 / rate)  # the copies are slower than the drive
+        bytes_of(reader, *reading)
+        took, done = reader.settle()
+        seconds, nbytes = seconds + took, nbytes + done
+    reader.stop()
+    assert nbytes >= 14 * 512 and nbytes / seconds == pytest.approx(rate, rel=0.25)
+
+
 def test_a_file_that_ends(file: DriveFile) -> None:
     cycle = cycle_of(file, [(0, 10), (len(CONTENT) - 5, 10)])
     reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
