@@ -70,12 +70,18 @@ class ReadAhead:
         self._run: _Run | None = None
         self._expected: float | None = None
         self._taken: deque[bool] = deque()  # whether each of the bytes not yet freed is in the ring
+        self._newest: Any = None  # the event of the newest copy out of the ring, after those of all others
         self._done = (0.0, 0)  # seconds and bytes of the runs that have ended
         self._told = (0.0, 0)  # those that :meth:`settle` has returned
         self._warned = False
 
     def restart(self, first: Order, cycle: Order, begin: int, expected: float | None = None) -> None:
-        """Read ``first``, and then ``cycle`` from ``begin`` on, again and again.  ``expected``: the rate, bytes/s."""
+        """Read ``first``, and then ``cycle`` from ``begin`` on, again and again.  ``expected``: the rate, bytes/s.
+
+        Waits for the copies out of the ring that are in flight, for readers in the calls before.
+        """
+        if self._newest is not None:
+            self._newest.synchronize()
         self.stop()
         self._expected = expected
         wanted = ring_bytes([source.numel() for _, source in cycle])
@@ -95,6 +101,7 @@ class ReadAhead:
     def free(self, event: Any) -> None:
         if self._taken.popleft() and self._run is not None:
             self._run.freed.put(_OVER if event is None else event)
+            self._newest = event
 
     def settle(self) -> tuple[float, int]:
         """Seconds and bytes of reading since the last call; says once if the drive is far slower than expected."""
@@ -120,6 +127,7 @@ class ReadAhead:
             self._run.stop()
             self._done = self._done[0] + self._run.seconds, self._done[1] + self._run.nbytes
             self._run = None
+        self._newest = None
         self._taken.clear()
 
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -28,10 +30,14 @@ from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import CARDS, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.program.course import prefetches
+from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
 from chunkflow_compile.weights.host_memory import own_pages, parse_cpus
+from chunkflow_compile.weights.mapping import Descriptor
+from chunkflow_compile.weights.source import DriveBytes, DriveFile
 
 EAGER = {**OPTIONS, "lowering": "eager"}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
@@ -345,6 +351,32 @@ def test_tensors_that_forward_moves_may_be_on_another_device() -> None:
     assert device_of(weight, inputs, module) == torch.device("cpu")
     with pytest.raises(ChunkflowError, match="input 1 is on meta: move the input to cpu"):
         device_of(weight, inputs[::-1], module)
+
+
+def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
+    """The host runs ahead: the copies of the call before are issued, and the readers of their weights are still to run."""
+    content = torch.randint(256, (1024,), dtype=torch.uint8)
+    (tmp_path / "file").write_bytes(bytes(content.tolist()))
+    file = DriveFile(Descriptor(os.open(tmp_path / "file", os.O_RDONLY)), "the file")
+    device = CudaDevice(FakeCuda(copy_s=0.05))
+    cycle = [((str(i), 0, 1), DriveBytes(file, 64 * i, 64)) for i in range(16)]
+    device.stage()
+    device.start(0)
+    reader, slots = ReadAhead(device.ring), torch.zeros(16, 64, dtype=torch.uint8)
+
+    def restart_and_copy(begin: int, count: int) -> None:
+        device.copy.run(lambda: reader.restart([], cycle, begin))
+        for i in range(begin, begin + count):
+            device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, *cycle[i])), None, "copy")
+
+    restart_and_copy(0, 4)
+    restart_and_copy(8, 4)
+    device.copy.synchronize()
+    expected = content.view(16, 64)
+    assert torch.equal(slots[8:12], expected[8:12])
+    assert torch.equal(slots[:4], expected[:4])
+    reader.stop()
+    device.close()
 
 
 @pytest.mark.parametrize(("release", "forked"), [("5.4.0-150-generic", False), ("6.8.0-31-generic", True)])
