@@ -230,9 +230,9 @@ class Budget:
         try:
             result = call()
         except (torch.OutOfMemoryError, ChunkflowError) as error:
-            if not out_of_memory(error) or has_ranks():
+            if not out_of_memory(error):
                 raise
-            if again or keeps_state(phase.root, call):
+            if again or has_ranks() or keeps_state(phase.root, call):
                 raise self._does_not_fit(phase, error) from error
         else:
             phase.seconds = [*phase.seconds[-31:], time.perf_counter() - begun]
