@@ -415,7 +415,7 @@ def _z_image() -> Components:
     return _parts(transformer, _image_vae(), _qwen3())
 
 
-def _sd3() -> Components:
+def _sd3(**config: Any) -> Components:
     from diffusers import SD3Transformer2DModel
 
     transformer = SD3Transformer2DModel(
@@ -429,6 +429,7 @@ def _sd3() -> Components:
         caption_projection_dim=64,
         pooled_projection_dim=2 * _TEXT,
         out_channels=4,
+        **config,
     )
     return _parts(
         transformer,
@@ -440,6 +441,10 @@ def _sd3() -> Components:
         text_encoder_3=_t5(2 * _TEXT),
         tokenizer_3=_tokenizer(),
     )
+
+
+def _sd35() -> Components:
+    return _sd3(qk_norm="rms_norm", dual_attention_layers=(0, 1))
 
 
 _STEPS = {"num_inference_steps": 3, "output_type": "pt"}
@@ -472,4 +477,9 @@ SMALL_PIPELINES: Mapping[str, SmallPipeline] = {
     "ltx": SmallPipeline("LTXPipeline", _ltx, {**_VIDEO, "num_frames": 9}),
     "z-image": SmallPipeline("ZImagePipeline", _z_image, {**_IMAGE, "guidance_scale": 4.0, "negative_prompt": "rain"}),
     "sd3": SmallPipeline("StableDiffusion3Pipeline", _sd3, {**_IMAGE, "negative_prompt": "rain"}),
+    "sd3.5": SmallPipeline(
+        "StableDiffusion3Pipeline",
+        _sd35,
+        {**_IMAGE, "negative_prompt": "rain", "skip_guidance_layers": [1], "skip_layer_guidance_stop": 0.9},
+    ),
 }

@@ -54,7 +54,7 @@ def same_weights(pipe: Any, twin: Any) -> bool:
         *(pytest.param(n, EAGER, marks=() if n == "wan2.2" else pytest.mark.long, id=n) for n in SMALL_PIPELINES),
         *(
             pytest.param(n, INDUCTOR, marks=pytest.mark.long, id=f"{n}-inductor")
-            for n in ("flux", "z-image", "sd3", "ltx")
+            for n in ("flux", "z-image", "sd3.5", "ltx")
         ),
     ],
 )
@@ -64,7 +64,7 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
         pytest.importorskip("ftfy")  # which diffusers' pipeline needs
     small = SMALL_PIPELINES[name]
     pipe, twin = small.build(), small.build()
-    memory = "3MiB" if name in ("z-image", "sd3") else "1MiB"  # their largest weights have 1 and 2.3 MiB
+    memory = "3MiB" if name in ("z-image", "sd3", "sd3.5") else "1MiB"  # their largest have 1 and 2.3 MiB
     assert apply(pipe, memory=memory, **options) is pipe
     printed = capsys.readouterr().out
     budget = budget_of(pipe)
@@ -95,6 +95,20 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
     assert not any(isinstance(t, HostWeight) for m in models(pipe).values() for t in m.parameters())
     if name != "qwen-image-edit":
         assert torch.equal(small.generate(pipe), seen[0])
+
+
+def test_the_small_sd35_has_what_sd3_has_not() -> None:
+    """Normed queries and keys, blocks with two attentions, and a step that leaves out a block."""
+    plain, pipe = (small_pipeline(name).transformer.transformer_blocks for name in ("sd3", "sd3.5"))
+    assert all(block.attn.norm_q is None and block.attn2 is None for block in plain)
+    assert all(block.attn.norm_q is not None and block.attn.norm_added_k is not None for block in pipe)
+    assert [block.attn2 is not None for block in pipe] == [True, True, False]
+    pipe, skipped = small_pipeline("sd3.5"), []
+    pipe.transformer.register_forward_pre_hook(
+        lambda _, args, kwargs: skipped.append(kwargs.get("skip_layers")), with_kwargs=True
+    )
+    SMALL_PIPELINES["sd3.5"].generate(pipe)
+    assert skipped == [None, None, [1], None, [1]]
 
 
 @pytest.mark.long

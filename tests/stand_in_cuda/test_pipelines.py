@@ -25,7 +25,7 @@ def peak(pipe: Any, name: str, seed: int, **changed: Any) -> tuple[int, torch.Te
     return torch.cuda.max_memory_allocated(), got
 
 
-MORE = ("wan", "wan-i2v", "hunyuanvideo", "qwen-image", "ltx", "flux", "flux2", "z-image", "sd3")
+MORE = ("wan", "wan-i2v", "hunyuanvideo", "qwen-image", "ltx", "flux", "flux2", "z-image", "sd3", "sd3.5")
 
 
 @pytest.mark.parametrize("name", ["wan2.2", *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
