@@ -170,6 +170,14 @@ class _Run:
         self._thread.join()
 
     def _read(self) -> None:
+        try:
+            self._read_in_order()
+        except ChunkflowError as error:
+            self.ready.put(error.with_traceback(None))
+        except RuntimeError as error:  # from an event; without a word of it, the copies would wait for ever
+            self.ready.put(ChunkflowError(f"The GPU failed: {error}"))
+
+    def _read_in_order(self) -> None:
         through = ended = time.monotonic()
         for key, source in self.order:
             begin = self._room(source.numel())
@@ -177,11 +185,7 @@ class _Run:
                 return
             values = self.ring[begin : begin + source.numel()]
             start = time.monotonic()
-            try:
-                source.read(values)
-            except ChunkflowError as error:
-                self.ready.put(error.with_traceback(None))
-                return
+            source.read(values)
             if self.rate:
                 through = start - min(max(0.0, ended - through), _LATE_S) + source.numel() / self.rate
                 time.sleep(max(0.0, through - time.monotonic()))

@@ -114,6 +114,32 @@ def test_a_slot_is_not_written_before_its_copy_has_ended(file: DriveFile) -> Non
     reader.stop()
 
 
+def test_a_device_that_fails_ends_the_wait_for_bytes(file: DriveFile) -> None:
+    class Failed:
+        def synchronize(self) -> None:
+            raise RuntimeError("unspecified launch failure")
+
+    cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
+    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+    reader.restart([], cycle, 0)
+    failed: list[str] = []
+
+    def take_all() -> None:
+        try:
+            for key, source in cycle:
+                reading = Reading(reader, key, source)
+                reading.take()
+                reading.free(Failed())
+        except ChunkflowError as error:
+            failed.append(str(error))
+
+    copies = threading.Thread(target=take_all, daemon=True)
+    copies.start()
+    copies.join(10)
+    assert failed == ["The GPU failed: unspecified launch failure"]
+    reader.stop()
+
+
 class NeverWaits(Ring):
     def slot(self, nbytes: int) -> RingSlot:
         return replace(super().slot(nbytes), after=0)

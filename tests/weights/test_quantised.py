@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 
 import pytest
 import torch
 from conftest import OPTIONS
+from quantisers import layerwise_casting, nf4, quanto, torchao
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
@@ -32,42 +32,6 @@ class Blocks(nn.Module):
         for block in self.blocks:
             x = torch.nn.functional.silu(block(x)) + self.table[: x.shape[0]]
         return x
-
-
-def torchao(config: str) -> Callable[[nn.Module], None]:
-    def quantise(model: nn.Module) -> None:
-        quantization = pytest.importorskip("torchao.quantization")
-        quantization.quantize_(model, getattr(quantization, config)())
-
-    return quantise
-
-
-def quanto(model: nn.Module) -> None:
-    library = pytest.importorskip("optimum.quanto")
-    library.quantize(model, weights=library.qint8)
-    library.freeze(model)
-
-
-def nf4(double: bool) -> Callable[[nn.Module], None]:
-    def quantise(model: nn.Module) -> None:
-        library = pytest.importorskip("bitsandbytes").nn
-        for name, linear in list(model.blocks.named_children()):  # type: ignore[union-attr, operator]
-            made = library.Linear4bit(
-                linear.in_features, linear.out_features, compute_dtype=torch.bfloat16, quant_type="nf4"
-            )
-            made.weight = library.Params4bit(
-                linear.weight.data, quant_type="nf4", compress_statistics=double, module=made
-            )
-            made.bias = linear.bias
-            setattr(model.blocks, name, made.to("cpu"))
-
-    return quantise
-
-
-def layerwise_casting(model: nn.Module) -> None:
-    from diffusers.hooks import apply_layerwise_casting
-
-    apply_layerwise_casting(model, torch.float8_e4m3fn, torch.bfloat16, skip_modules_pattern=())
 
 
 # Those whose bytes are in tensors inside a tensor subclass.
