@@ -20,6 +20,7 @@ from chunkflow_compile.weights.host_weight import HostWeight
 pytest.importorskip("transformers")
 
 
+@pytest.mark.long
 def test_a_pipeline_at_ulysses_2(on_ranks: Callable[..., None]) -> None:
     on_ranks(on_rank)
 
