@@ -1,8 +1,9 @@
 """Borders: prove that a jump to a call of a course finds the arena as a pass without jumps leaves it there.
 
 A pass without jumps is proved by verify.  At the border before a call, some chunks are on their way or in use.  A jump
-first fetches just these, in the order in which the pass would have issued them.  So the call, and every call after it,
-finds what it would have found in the pass, and the proof of the pass holds.
+first fetches just these, in the order in which the pass would have issued them.  What is read from there on waits for one
+of these, for a later copy, or for a chunk that stays.  So the call, and every call after it, finds what it would have found
+in the pass, and the proof of the pass holds.
 
 Contract
     Reads a course and its order only: what is alive at a border follows from the ops, not from the plan.
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from itertools import zip_longest
+from typing import NamedTuple
 
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.pace import pace
@@ -24,31 +26,64 @@ def check_borders(course: Course, order: HappensBefore) -> Iterator[str]:
     """Check that a jump to each call first fetches what is on its way or in use there in the second of two passes."""
     begins: dict[int, int] = {}
     uses: dict[tuple[str, int | None], list[int]] = {}  # weight and pass -> its readers and its evict
-    waits: dict[str, list[int]] = {}
+    waits: dict[str, list[_Wait]] = {}
+    kept: dict[str, int] = {}  # weight -> the newest copy of its chunks that stay
+    newest: _Wait | None = None
     for i, op in enumerate(order.ops):
+        if op.kind == "chunk" and op.serves is None:
+            kept[op.weight] = i
         if op.step == 1:
             begins.setdefault(op.call, i)
             if op.kind == "wait":
-                waits.setdefault(op.weight, []).append(i)
+                newest = _wait(order, i) or newest
+                if newest is not None:
+                    waits.setdefault(op.weight, []).append(newest._replace(at=i))
         for weight in (*op.reads, *([op.weight] if op.kind == "evict" else [])):
             uses.setdefault((weight, op.step), []).append(i)
-    alive = list[tuple[int, Op]]()  # each copied chunk whose last use is still to come, with the index of that use
+    alive = list[tuple[int, int]]()  # each copied chunk whose last use is still to come, after the index of that use
     seen = 0
     for call in range(1, len(course.calls)):
         pace()
         begin, found = begins[call], border(course, call)
-        fresh = (op for op in order.ops[seen:begin] if op.kind == "chunk" and op.serves is not None)
-        alive += [(_last_use(order, uses, op), op) for op in fresh]
-        alive, seen = [(last, op) for last, op in alive if last >= begin], begin
-        expected = [(op.weight, op.chunk) for _, op in alive]
+        fresh = (i for i in range(seen, begin) if order.ops[i].kind == "chunk" and order.ops[i].serves is not None)
+        alive += [(_last_use(order, uses, order.ops[i]), i) for i in fresh]
+        alive, seen = [(last, i) for last, i in alive if last >= begin], begin
+        expected = [(order.ops[i].weight, order.ops[i].chunk) for _, i in alive]
         chunks = [(p.weight, c) for n in found.prefetches if (p := prefetch_of(n)) for c in range(p.first, p.end)]
         if chunks != expected:
             odd = next(a or b for a, b in zip_longest(chunks, expected) if a != b)
             yield f"{odd[0]}: a jump to call {call} does not fetch what is on its way there in a pass, see chunk {odd[1]}"
-        for name in () if found.waits else [w.name for w in course.plan.streamed]:
+        if found.waits:
+            continue
+        due = kept | {order.ops[i].weight: i for _, i in alive if order.ops[i].serves == 1}
+        marked = {i for _, i in alive} | set(kept.values())
+        for name in (w.name for w in course.plan.streamed):
             read = next((i for i in uses.get((name, 1), ()) if i >= begin), None)
-            if read is not None and not any(begin <= i < read for i in waits.get(name, ())):
+            if read is not None and not any(
+                begin <= w.issued <= w.at < read
+                and w.arrival >= due.get(name, -1)
+                and (w.arrival >= begin or w.arrival in marked)
+                for w in waits.get(name, ())
+            ):
                 yield f"{name}: after a jump to call {call}, {order.ops[read]} does not wait for it"
+
+
+class _Wait(NamedTuple):
+    """A wait, and the copy whose mark it awaits: its own, or that of the wait before it which covers it, ``issued`` there.
+
+    A jump records the mark of a copy again only if it fetches those bytes; the mark of any other copy from before the jump
+    says nothing of what the jump fetches.
+    """
+
+    at: int
+    issued: int
+    arrival: int
+
+
+def _wait(order: HappensBefore, i: int) -> _Wait | None:
+    """The wait at an index, None if it awaits no mark of its own."""
+    found = [copy for copy in order.graph.predecessors(i) if order.graph.edges[copy, i].get("event") == "arrival"]
+    return _Wait(i, i, found[0]) if found else None
 
 
 def _last_use(order: HappensBefore, uses: Mapping[tuple[str, int | None], list[int]], op: Op) -> int:

@@ -52,7 +52,8 @@ from .rewrite import SOURCE, Program
 
 STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
-# version 3 the stream of the collectives, writes and releases; version 4 courses and jumps; version 5 the drive's ring.
+# version 3 the stream of the collectives, writes and releases; version 4 courses and jumps; version 5 the drive's ring, and
+# the waits after a jump.
 VERSION = 5
 
 

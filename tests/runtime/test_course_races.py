@@ -8,14 +8,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation
 from random_courses import CourseBench, Drawn, courses
-from random_programs import examples
+from random_programs import Choices, Layer, Spec, examples
 from schedules import goes_wrong, matches
 
-from chunkflow_compile.passes.ops import PREFETCH
+from chunkflow_compile.passes.errors import FindingError
+from chunkflow_compile.passes.ops import PREFETCH, WAIT
 from chunkflow_compile.passes.program.course import Course
 from chunkflow_compile.passes.program.verify import check, verify
 
@@ -130,3 +132,21 @@ def test_what_verify_accepts_of_a_course_is_right(
         f"{mutation.__name__}: {count['tried']} courses, {count['rejected']} rejected, on a schedule {count['shown']} with "
         f"wrong numbers, {count['failed']} with an error",
     )
+
+
+def test_a_wait_for_a_copy_that_a_jump_leaves_out_is_refused() -> None:
+    """In a pass the copy of an evicted weight comes after that of the weight which is read; after a jump, only its old mark
+    is there."""
+    specs = [
+        Spec(24, (Layer(20, False, True, True), Layer(8, True, True, True), Layer(20, True, True)), False, False, 17),
+        Spec(24, (Layer(8, False, True),), False, True, 3),
+    ]
+    found = CourseBench((specs, [0, 1, 0, 1], False, Choices(stay=0.0, reach=0, hard=False, seed=49906)))
+    verify(found.course)
+    (read,) = [n for n in found.course.calls[3].module.graph.nodes if n.target is WAIT and "down" in str(n.args[0])]
+    with read.graph.inserting_before(read):
+        read.graph.call_function(WAIT, ("0.head.weight",))
+    with pytest.raises(FindingError, match=r"3\.down\.0\.weight: after a jump to call 3, region_\d+ .* does not wait"):
+        verify(found.course)
+    calls = [found.course.calls[i] for i in (0, 1, 2, 3, 3, 0, 3)]
+    assert goes_wrong(found, [(call, torch.randn(4, 24)) for call in calls], 0) == "number"
