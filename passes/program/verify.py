@@ -367,6 +367,8 @@ def _check_overlaps(order: HappensBefore, lives: _Lives) -> Iterator[str]:
             pace()
             for chunk in range(len(weight.windows)):
                 begin, end = ((weight.offset or 0) + b for b in program.plan.span(weight, chunk, chunk + 1))
+                if begin >= end:  # a chunk that the weight does not have: _check_slots tells of it
+                    continue
                 for stay in _stays(order, lives, weight, chunk, turn):
                     edges += [(begin, True, stay), (end, False, stay)]
     present: list[_Stay] = []

@@ -172,6 +172,13 @@ def test_rejects_a_slot_outside_the_arena_and_one_off_alignment() -> None:
     )
 
 
+@pytest.mark.parametrize("chunk_bytes", [-1, 0, 1 << 20])
+def test_rejects_chunks_that_the_weights_do_not_have(chunk_bytes: int) -> None:
+    program = stack_program()
+    found = list(check(replace(program, plan=replace(program.plan, chunk_bytes=chunk_bytes))))
+    assert any("windows do not fit its" in v or "not a positive size" in v for v in found)
+
+
 def partly_resident_program() -> Program:
     """The link has time for a part of the weights only: some chunks of a weight stay resident."""
     machine = replace(load_profile("h100-pcie-x2"), h2d_bandwidth=1e6, launch_s=1e-3, eta_pref=1.0)
