@@ -78,11 +78,12 @@ class Cut:
         return replace(self, problem=_problem(traced, self.discovery, infos, self.sequence))
 
     def data_flow(self) -> dict[str, str]:
-        """Each region, output, constant and top-level node, by name -> what it calls and reads, as a line.
+        """Each input, region, output, constant and top-level node, by name -> what it calls and reads, as a line.
 
         A program has the same lines.
         """
-        lines = {}
+        inputs = self.source.graph.find_nodes(op="placeholder")
+        lines = {node.name: flow_line("input", position) for position, node in enumerate(inputs)}
         for node in self.source.graph.nodes:
             if node.op == "get_attr" and not isinstance(getattr(self.source, str(node.target)), GraphModule):
                 lines[node.name] = flow_line("constant", str(node.target))

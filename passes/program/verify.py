@@ -10,7 +10,7 @@ of neighbouring steps.  The same holds of a course, whose step is a pass over it
 * Each weight is evicted once per step, after its last reader.
 * Two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
   other, wrap-around included.
-* Regions and collectives are those of the traced graph, in its order and on the same values.
+* Inputs, regions and collectives are those of the traced graph, in its order and on the same values.
 * A jump to a call of a course fetches first what is on its way or in use there in a pass without jumps, in the same
   order.  So whatever ran before, the arena is then as it is in such a pass, and the proof of the pass holds from there.
 * Reads of the drive go into no bytes of the ring that an earlier copy may still use (reads.py).
@@ -217,7 +217,7 @@ def _check_readers(program: Program, memory: Memory) -> Iterator[str]:
 
 
 def _check_data_flow(program: Program, keys: dict[int, str]) -> Iterator[str]:
-    """Check that every region, output, constant, collective, completion and result is that of the traced graph.
+    """Check that every input, region, output, constant, collective, completion and result is that of the traced graph.
 
     ``keys``: the structural keys of regions that other calls have too, by identity.
     """
@@ -227,17 +227,19 @@ def _check_data_flow(program: Program, keys: dict[int, str]) -> Iterator[str]:
             keys[id(held)] = structural_key(held, region.info.index)
         if keys[id(held)] != region.info.key:
             yield f"{target} holds other code than its region"
+    inputs = {node: i for i, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}
     seen, before = set(), set[Node]()
     for node in program.module.graph.nodes:
         for operand in node.all_input_nodes:
             if operand not in before:
                 yield f"{node.name} takes {operand.name}, which comes only after it"
         before.add(node)
-        if node.op == "placeholder" or node.target in (PREFETCH, WAIT, EVICT):
+        if node.target in (PREFETCH, WAIT, EVICT):
             continue
         name = _source(node)
         seen.add(name)
-        found, expected = _flow(program, node), program.data_flow.get(name)
+        found = flow_line("input", inputs[node]) if node in inputs else _flow(program, node)
+        expected = program.data_flow.get(name)
         if found != expected:
             yield f"{name} is {found}, but the traced graph has {expected}"
     for name in sorted(program.data_flow.keys() - seen):

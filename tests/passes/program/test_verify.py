@@ -293,9 +293,16 @@ def hand_a_region_a_number(copied: Program) -> None:
     call.args = (*call.args, 3)
 
 
+def swap_two_inputs(copied: Program) -> None:
+    """The executor takes inputs by position."""
+    first, second = copied.module.graph.find_nodes(op="placeholder")[:2]
+    first.prepend(second)
+
+
 @pytest.mark.parametrize(
     ("mutation", "violation"),
     [
+        (swap_two_inputs, r"^\w+ is input 0, but the traced graph has input 1"),
         (return_another_value, r"^output is return .*, but the traced graph has return"),
         (swap_lowered_code, r"^lowered_0 holds other code"),
         (move_an_unknown_weight, r"^nothing: wait\w* moves it, but it is not streamed"),
