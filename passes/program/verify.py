@@ -10,7 +10,7 @@ of neighbouring steps.  The same holds of a course, whose step is a pass over it
 * Each weight is evicted once per step, after its last reader.
 * Two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
   other, wrap-around included.
-* Inputs, regions and collectives are those of the traced graph, in its order and on the same values.
+* Inputs, regions and collectives are those of the traced graph, in its order and on the same values (fidelity.py).
 * A jump to a call of a course fetches first what is on its way or in use there in a pass without jumps, in the same
   order.  So whatever ran before, the arena is then as it is in such a pass, and the proof of the pass holds from there.
 * Reads of the drive go into no bytes of the ring that an earlier copy may still use (reads.py).
@@ -26,29 +26,22 @@ Contract
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from torch.fx import Node
-from torch.fx.node import map_arg
-
 from chunkflow_compile.passes.errors import FindingError
-from chunkflow_compile.passes.graph.discover import collective_kind
-from chunkflow_compile.passes.graph.keys import structural_key
-from chunkflow_compile.passes.graph.regions import flow_line
-from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 
 from .borders import check_borders
 from .collectives import check_collectives
 from .course import Course
+from .fidelity import check_data_flow, check_order, check_readers
 from .happens_before import HappensBefore
 from .memory import Memory, memory_of
 from .reads import check_reads
-from .rewrite import SOURCE, Program
+from .rewrite import Program
 
 STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
@@ -113,9 +106,9 @@ def check(program: Program | Course, order: HappensBefore | None = None) -> Iter
     for call in course.calls:
         pace()
         memories.append(memory := memory_of(call))
-        yield from _check_order(call)
-        yield from _check_readers(call, memory)
-        yield from _check_data_flow(call, keys)
+        yield from check_order(call)
+        yield from check_readers(call, memory)
+        yield from check_data_flow(call, keys)
     yield from check_turns(order)
     yield from check_borders(course, order)
     yield from check_reads(course, order)
@@ -178,102 +171,6 @@ def _check_slots(course: Course) -> Iterator[str]:
             yield f"{weight.name}: slot ends at byte {end}, outside the arena of {plan.arena_bytes}"
 
 
-def _check_order(program: Program) -> Iterator[str]:
-    nodes = program.module.graph.nodes
-    calls = [n for n in nodes if n.op == "call_module"]
-    regions, expected = [n.name for n in calls], [r.name for r in program.problem.regions]
-    if regions != expected:
-        yield _first_difference("region", expected, regions)
-    weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
-    for call, region in zip(calls, program.problem.regions, strict=False):
-        reads = tuple(weights[str(a)] for a in call.args if str(a) in weights)
-        if call.name == region.name and reads != region.weights:
-            ours, theirs = (", ".join(names) or "no weight" for names in (reads, region.weights))
-            yield f"{region.name} reads {ours}, but the traced graph has {theirs} there"
-    collectives = [str(n.meta.get(SOURCE, n.name)) for n in nodes if collective_kind(n) is not None]
-    expected = [c.name for c in program.problem.collectives]
-    if collectives != expected:
-        yield _first_difference("collective", expected, collectives)
-
-
-def _check_readers(program: Program, memory: Memory) -> Iterator[str]:
-    """Check that only regions read streamed weights, as waits and evicts order no other reader; and only these move.
-
-    No region writes one: its slot is filled from host memory only, and the next copy would undo the write.
-    """
-    moved = {w.name for w in program.plan.streamed}
-    streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
-    for node in program.module.graph.nodes:
-        if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in moved:
-            yield f"{node.args[0]}: {node.name} moves it, but it is not streamed"
-    for node in program.module.graph.nodes:
-        if node.op == "placeholder" and node.name in streamed:
-            for user in node.users:
-                if user.op != "call_module":
-                    yield f"{streamed[node.name]}: {user.name} reads it outside a region"
-    for name, uses in memory.uses.items():
-        for place in sorted(place for place in uses.writes if place in streamed):
-            yield f"{streamed[place]}: {name} writes it, but its slot is filled from host memory only"
-
-
-def _check_data_flow(program: Program, keys: dict[int, str]) -> Iterator[str]:
-    """Check that every input, region, output, constant, collective, completion and result is that of the traced graph.
-
-    ``keys``: the structural keys of regions that other calls have too, by identity.
-    """
-    for target, region in program.regions.items():
-        held = getattr(program.module, target)
-        if id(held) not in keys:
-            keys[id(held)] = structural_key(held, region.info.index)
-        if keys[id(held)] != region.info.key:
-            yield f"{target} holds other code than its region"
-    inputs = {node: i for i, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}
-    seen, before = set(), set[Node]()
-    for node in program.module.graph.nodes:
-        for operand in node.all_input_nodes:
-            if operand not in before:
-                yield f"{node.name} takes {operand.name}, which comes only after it"
-        before.add(node)
-        if node.target in (PREFETCH, WAIT, EVICT):
-            continue
-        name = _source(node)
-        seen.add(name)
-        found = flow_line("input", inputs[node]) if node in inputs else _flow(program, node)
-        expected = program.data_flow.get(name)
-        if found != expected:
-            yield f"{name} is {found}, but the traced graph has {expected}"
-    for name in sorted(program.data_flow.keys() - seen):
-        yield f"{name} of the traced graph is missing"
-
-
-def _flow(program: Program, node: Node) -> str:
-    """The line of a node, as :meth:`Cut.data_flow` writes it."""
-    if node.op == "get_attr":
-        return flow_line("constant", str(node.target))
-    if node.op == "output":
-        return flow_line("return", map_arg(node.args, _source))
-    if node.op == "call_module":
-        known = program.regions.get(str(node.target))
-        operands = [
-            _source(a) if isinstance(a, Node) else f"the value {a!r}" for a in (*node.args, *node.kwargs.values())
-        ]
-        return flow_line(known.info.key if known else "?", operands)
-    if node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
-        return flow_line("output", [_source(node.all_input_nodes[0]), node.args[1]])
-    return flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), _source))
-
-
-def _source(node: Node) -> str:
-    return str(node.meta.get(SOURCE, node.name))
-
-
-def _first_difference(what: str, expected: list[str], found: list[str]) -> str:
-    for position, (a, b) in enumerate(zip(expected, found, strict=False)):
-        if a != b:
-            return f"{what} {position} is {b}, but the traced graph has {a} there: ranks would meet in the wrong order"
-    return f"the program has {len(found)} {what}s, the traced graph has {len(expected)}"
-
-
 def _lives(order: HappensBefore) -> _Lives:
     steps = range(order.steps + 1)
     lives = {(t, w.name, s): _Life(w, s) for t, p in enumerate(order.turns) for w in p.plan.streamed for s in steps}
@@ -295,9 +192,9 @@ def _lives(order: HappensBefore) -> _Lives:
 
 
 def _check_place(course: Course, call: int, program: Program) -> Iterator[str]:
-    yield from _check_order(program)
-    yield from _check_readers(program, memory := memory_of(program))
-    yield from _check_data_flow(program, {})
+    yield from check_order(program)
+    yield from check_readers(program, memory := memory_of(program))
+    yield from check_data_flow(program, {})
     yield from check_collectives(program, memory)
     streamed = {w.name for w in course.plan.streamed}  # others need not have the names of the course
     known, found = (

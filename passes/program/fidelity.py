@@ -1,0 +1,118 @@
+"""Fidelity: a program computes what the traced graph computes, in its order and on the same values.
+
+Contract
+    Reads programs only; it does not trust the passes that made them.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from chunkflow_compile.passes.graph.discover import collective_kind
+from chunkflow_compile.passes.graph.keys import structural_key
+from chunkflow_compile.passes.graph.regions import flow_line
+from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
+
+from .memory import Memory
+from .rewrite import SOURCE, Program
+
+
+def check_order(program: Program) -> Iterator[str]:
+    """Check that regions, their weights and collectives are those of the traced graph, in its order."""
+    nodes = program.module.graph.nodes
+    calls = [n for n in nodes if n.op == "call_module"]
+    regions, expected = [n.name for n in calls], [r.name for r in program.problem.regions]
+    if regions != expected:
+        yield _first_difference("region", expected, regions)
+    weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
+    for call, region in zip(calls, program.problem.regions, strict=False):
+        reads = tuple(weights[str(a)] for a in call.args if str(a) in weights)
+        if call.name == region.name and reads != region.weights:
+            ours, theirs = (", ".join(names) or "no weight" for names in (reads, region.weights))
+            yield f"{region.name} reads {ours}, but the traced graph has {theirs} there"
+    collectives = [str(n.meta.get(SOURCE, n.name)) for n in nodes if collective_kind(n) is not None]
+    expected = [c.name for c in program.problem.collectives]
+    if collectives != expected:
+        yield _first_difference("collective", expected, collectives)
+
+
+def check_readers(program: Program, memory: Memory) -> Iterator[str]:
+    """Check that only regions read streamed weights, as waits and evicts order no other reader; and only these move.
+
+    No region writes one: its slot is filled from host memory only, and the next copy would undo the write.
+    """
+    moved = {w.name for w in program.plan.streamed}
+    streamed = {place: name for name, place in program.weight_inputs.items() if name in moved}
+    for node in program.module.graph.nodes:
+        if node.target in (PREFETCH, WAIT, EVICT) and node.args[0] not in moved:
+            yield f"{node.args[0]}: {node.name} moves it, but it is not streamed"
+    for node in program.module.graph.nodes:
+        if node.op == "placeholder" and node.name in streamed:
+            for user in node.users:
+                if user.op != "call_module":
+                    yield f"{streamed[node.name]}: {user.name} reads it outside a region"
+    for name, uses in memory.uses.items():
+        for place in sorted(place for place in uses.writes if place in streamed):
+            yield f"{streamed[place]}: {name} writes it, but its slot is filled from host memory only"
+
+
+def check_data_flow(program: Program, keys: dict[int, str]) -> Iterator[str]:
+    """Check that every input, region, output, constant, collective, completion and result is that of the traced graph.
+
+    ``keys``: the structural keys of regions that other calls have too, by identity.
+    """
+    for target, region in program.regions.items():
+        held = getattr(program.module, target)
+        if id(held) not in keys:
+            keys[id(held)] = structural_key(held, region.info.index)
+        if keys[id(held)] != region.info.key:
+            yield f"{target} holds other code than its region"
+    inputs = {node: i for i, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}
+    seen, before = set(), set[Node]()
+    for node in program.module.graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in before:
+                yield f"{node.name} takes {operand.name}, which comes only after it"
+        before.add(node)
+        if node.target in (PREFETCH, WAIT, EVICT):
+            continue
+        name = _source(node)
+        seen.add(name)
+        found = flow_line("input", inputs[node]) if node in inputs else _flow(program, node)
+        expected = program.data_flow.get(name)
+        if found != expected:
+            yield f"{name} is {found}, but the traced graph has {expected}"
+    for name in sorted(program.data_flow.keys() - seen):
+        yield f"{name} of the traced graph is missing"
+
+
+def _flow(program: Program, node: Node) -> str:
+    """The line of a node, as :meth:`Cut.data_flow` writes it."""
+    if node.op == "get_attr":
+        return flow_line("constant", str(node.target))
+    if node.op == "output":
+        return flow_line("return", map_arg(node.args, _source))
+    if node.op == "call_module":
+        known = program.regions.get(str(node.target))
+        operands = [
+            _source(a) if isinstance(a, Node) else f"the value {a!r}" for a in (*node.args, *node.kwargs.values())
+        ]
+        return flow_line(known.info.key if known else "?", operands)
+    if node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
+        return flow_line("output", [_source(node.all_input_nodes[0]), node.args[1]])
+    return flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), _source))
+
+
+def _source(node: Node) -> str:
+    return str(node.meta.get(SOURCE, node.name))
+
+
+def _first_difference(what: str, expected: list[str], found: list[str]) -> str:
+    for position, (a, b) in enumerate(zip(expected, found, strict=False)):
+        if a != b:
+            return f"{what} {position} is {b}, but the traced graph has {a} there: ranks would meet in the wrong order"
+    return f"the program has {len(found)} {what}s, the traced graph has {len(expected)}"
