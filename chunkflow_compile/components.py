@@ -19,6 +19,12 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
 
+_INT8 = "bitsandbytes.nn.modules.Int8Params"
+_GGUF = "diffusers.quantizers.gguf.utils.GGUFParameter"
+_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
+# Beside weights of these modules the other weights of a component keep their dtype: casting them breaks the forward.
+_FIXED_DTYPES = ("bitsandbytes.", "optimum.quanto.", "diffusers.quantizers.gguf.")
+
 
 def components_of(pipe: Any) -> dict[str, nn.Module]:
     """The components with weights, by name, each once."""
@@ -39,10 +45,13 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
     if placement_of(model) is not None or placements_around(leaves_of(model)):
         raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
     if (hook := _moving_hook(model)) is not None:
-        raise ChunkflowError(
-            f"{what} is under {hook}, which moves its weights too: load the pipeline without device_map or group offloading, "
-            "or call pipe.remove_all_hooks() and pipe.reset_device_map() instead of enable_model_cpu_offload()."
+        undo = (
+            "load the pipeline without device_map or group offloading, or call pipe.remove_all_hooks() and "
+            "pipe.reset_device_map() instead of enable_model_cpu_offload()."
         )
+        if hasattr(model, "_hf_hook") and _quantiser(model) == "bitsandbytes":
+            undo = "accelerate may put it on models of bitsandbytes. Call pipe.remove_all_hooks() first."
+        raise ChunkflowError(f"{what} is under {hook}, which moves its weights too: {undo}")
     for leaf in leaves_of(model):
         if leaf.is_meta:
             raise ChunkflowError(f"{what} has parameters on the meta device, without values: load its weights first.")
@@ -50,6 +59,44 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
             raise ChunkflowError(
                 f"{what} is on {leaf.device}: pass device={str(leaf.device)!r}, or move it to the CPU."
             )
+        if _class_of(leaf) == _INT8 and leaf.device != device:
+            raise ChunkflowError(
+                f"{what} has int8 weights of bitsandbytes on {leaf.device}, whose scales only bitsandbytes moves: load it on "
+                f"{device}, where these weights stay, or quantise it with torchao or quanto, whose weights stream."
+            )
+
+
+def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Raise ChunkflowError if a cast to ``dtype`` would change weights beside those of a quantiser that does not allow it."""
+    fixed = next((t for _, t in tensors_of(model) if _class_of(t).startswith(_FIXED_DTYPES)), None)
+    if dtype is None or fixed is None:
+        return
+    dtype_of = cast_to(dtype, model)
+    changed = next((n for n, t in tensors_of(model) if _class_of(t) in _PLAIN and dtype_of(n, t) != t.dtype), None)
+    if changed is not None:
+        raise ChunkflowError(
+            f"pipe.{name} ({type(model).__name__}) has weights of {_class_of(fixed)}, which compute in a dtype of their own, "
+            f"so {changed} is not cast to {dtype}: load the component with torch_dtype={dtype}, or leave it out, "
+            f"dtype={{'default': {dtype}, {name!r}: None}}."
+        )
+
+
+def why_eager(model: nn.Module) -> str | None:
+    """Why a component is not compiled, None if it is."""
+    if any(_class_of(tensor) == _GGUF for _, tensor in tensors_of(model)):
+        return "torch.compile does not trace ops on GGUF weights, which stay on the device"
+    return None
+
+
+def _class_of(tensor: torch.Tensor) -> str:
+    kind = type(tensor)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _quantiser(model: nn.Module) -> str | None:
+    """The name of the library that quantised a model, as diffusers and transformers note it; None if they note none."""
+    found = getattr(model, "quantization_method", None)
+    return None if found is None else str(getattr(found, "value", found))
 
 
 def check_unmoved(name: str, model: nn.Module, device: torch.device) -> None:

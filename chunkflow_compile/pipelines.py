@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.compiling import compile_by_kind
-from chunkflow_compile.components import check_component, check_floor, components_of
+from chunkflow_compile.components import check_cast, check_component, check_floor, components_of, why_eager
 from chunkflow_compile.kinds import blocks_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -22,6 +23,8 @@ from chunkflow_compile.turns import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.limits import host_memory as machine_memory
+
+_log = logging.getLogger(__name__)
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
@@ -52,8 +55,10 @@ def apply(
     ``share``, ``host_memory``: see :func:`offload`; ``host_memory`` is for all components together.
     ``mode``, ``dynamic``, ``options``: see :func:`compile`.
     Components that another pipeline was given already are shared with it, with its budget.
+    A component with GGUF weights runs eagerly, because torch.compile fails on them, and a warning names it.
     Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
-    group offload, on another device, without values or compiled already, or if ``memory`` cannot hold one weight of it.
+    group offload, on another device, without values or compiled already, if ``memory`` cannot hold one weight of it, or if
+    ``dtype`` would cast what is beside weights of bitsandbytes, quanto or GGUF.
     """
     if mine := sorted({"arena", "slowdown", "plan", "policy"} & options.keys()):
         raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
@@ -140,6 +145,8 @@ def _add(
     """Place and compile components.  If that fails, they are ordinary again."""
     chosen = parse_options(options, mode)
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
+    for name, model in models.items():
+        check_cast(name, model, cast[name])
     check_floor(models, cast, budget, chosen.min_bytes)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
@@ -191,6 +198,11 @@ def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: O
         if blocks_of(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
             compile_by_kind(decoder, placement, given, chosen.min_bytes, dynamic)
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
+        return
+    if (reason := why_eager(model)) is not None:
+        _log.warning("pipe.%s runs eagerly, and each op fetches its weights: %s", phase.name, reason)
+        placement.store.warned = True
+        budget.add(phase, ())
         return
     if not blocks_of(model):  # compiled whole, and its first plan may keep as much as it is given
         given["memory"] = max(0, budget.usable - sum(p.kept for p in budget.phases))

@@ -1,75 +1,225 @@
-"""Pipelines whose transformer and text encoder are quantised: their bytes stream, in each phase."""
+"""Pipelines with a quantised transformer: what streams, what stays on the device, and what apply refuses."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from quantisers import quanto, torchao
 from test_pipelines import EAGER, WAN, models
+from test_pipelines_on_ranks import check_transfers, learn
 from torch import nn
 
-from chunkflow_compile import apply, programs, remove
+from chunkflow_compile import ChunkflowError, apply, programs, remove
+from chunkflow_compile.components import check_component
 from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.phases import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of, stream_inside
 
 pytest.importorskip("transformers")
-
-
-def cast_by_layer(model: nn.Module) -> None:
-    """Float8 in memory, each layer cast to float32 for its call, in the models of diffusers."""
-    if hasattr(model, "enable_layerwise_casting"):
-        model.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
-
-
-KINDS = {
-    "torchao int8": torchao("Int8WeightOnlyConfig"),
-    "quanto int8": quanto,
-    "layerwise casting": cast_by_layer,
-}
-
-
-def nbytes(model: nn.Module) -> int:
-    return sum(leaf.nbytes for leaf in leaves_of(model))
+MIN_BYTES = 1024
+OPTIONS = {**EAGER, "min_bytes": MIN_BYTES, "memory": "512KiB"}  # less than the quantised transformer and the encoder
 
 
 @pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
+    yield
 
 
-@pytest.mark.parametrize("kind", ["torchao int8", *(pytest.param(k, marks=pytest.mark.long) for k in [*KINDS][1:])])
-def test_a_quantised_pipeline(kind: str) -> None:
-    if kind != "layerwise casting" and not stream_inside():
-        pytest.skip("needs torch 2.13")
-    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
-    plain = nbytes(pipe.transformer)
-    for each in (pipe, twin):
-        KINDS[kind](each.transformer)
-        KINDS[kind](each.text_encoder)
-    assert nbytes(pipe.transformer) < 0.5 * plain, "most of it is quantised"
-    apply(pipe, memory="1MiB", **EAGER)
-    for seed, changed in enumerate([{}, {"prompt": "two cats"}, {"num_inference_steps": 2}]):
-        assert torch.equal(WAN.generate(pipe, seed, **changed), WAN.generate(twin, seed, **changed))
-    budget = budget_of(pipe)
-    assert budget is not None
-    for phase in budget.phases:
-        if phase.name != "vae":
-            check_transfers(phase)
+def replace_linear(blocks: nn.ModuleList, make: Callable[[nn.Linear], nn.Module]) -> None:
+    for name, linear in [*blocks.named_modules()]:
+        if type(linear) is nn.Linear:
+            parent, _, leaf = name.rpartition(".")
+            made = make(linear)
+            made.bias = linear.bias
+            setattr(blocks.get_submodule(parent), leaf, made)
+
+
+def nf4(blocks: nn.ModuleList) -> None:
+    library = pytest.importorskip("bitsandbytes").nn
+
+    def make(linear: nn.Linear) -> nn.Module:
+        made = library.Linear4bit(linear.in_features, linear.out_features, compute_dtype=torch.float32)
+        made.weight = library.Params4bit(linear.weight.data, quant_type="nf4", requires_grad=False, module=made)
+        return made.to("cpu")
+
+    replace_linear(blocks, make)
+
+
+def gguf(blocks: nn.ModuleList) -> None:
+    library = pytest.importorskip("gguf")
+    from diffusers.quantizers.gguf.utils import GGUFLinear, GGUFParameter
+
+    def make(linear: nn.Linear) -> nn.Module:
+        kind = library.GGMLQuantizationType.Q8_0
+        made = GGUFLinear(linear.in_features, linear.out_features, compute_dtype=torch.float32)
+        values = torch.from_numpy(library.quantize(linear.weight.detach().numpy(), kind))
+        made.weight = GGUFParameter(values, quant_type=kind)
+        return made
+
+    replace_linear(blocks, make)
+
+
+def quantised_pair(quantise: Callable[[nn.Module], None]) -> tuple[Any, Any]:
+    """The same pipeline twice."""
+    pair = small_pipeline("wan"), small_pipeline("wan")
+    for pipe in pair:
+        quantise(pipe.transformer.blocks)
+    return pair
+
+
+def generate(pipe: Any, twin: Any, generations: int = 3) -> torch.Tensor:
+    """Check generations of an applied pipeline against the plain one; return the first."""
+    want = [WAN.generate(twin, seed) for seed in range(generations)]
+    for seed in range(generations):
+        assert torch.equal(WAN.generate(pipe, seed), want[seed])
+        learn(budget_of(pipe))
+    return want[0]
+
+
+def assert_removed(pipe: Any, twin: Any, want: torch.Tensor) -> None:
     remove(pipe)
-    after, before = ([leaf for model in models(p).values() for leaf in leaves_of(model)] for p in (pipe, twin))
-    assert not any(isinstance(leaf, HostWeight) for leaf in after)
-    assert all(type(a) is type(b) and torch.equal(a, b) for a, b in zip(after, before, strict=True))
-    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))
+    for name, model in models(twin).items():
+        for a, b in zip(leaves_of(models(pipe)[name]), leaves_of(model), strict=True):
+            assert type(a) is type(b) and a.dtype == b.dtype and torch.equal(a, b), name
+    assert torch.equal(WAN.generate(pipe), want)
 
 
-def check_transfers(phase: Any) -> None:
-    """Programs have moved all that they read, and most of it is quantised."""
-    read = {id(home): home for program in programs(phase.root) for home in program.homes.values()}
-    quantised = sum(home.nbytes for home in read.values() if home.host.element_size() == 1)
-    moved = [m.moved_bytes + m.primed_bytes for p in programs(phase.root) for m in p.measurements]
-    assert quantised > 0 or phase.name == "text_encoder", phase.name
-    assert sum(moved) >= sum(home.nbytes for home in read.values()) > 0, phase.name
+@pytest.mark.parametrize(
+    "quantise",
+    [torchao("Int8WeightOnlyConfig"), *(pytest.param(kind, marks=pytest.mark.long) for kind in (quanto, nf4))],
+)
+def test_a_quantised_transformer(quantise: Callable[[nn.Module], None]) -> None:
+    """Its quantised bytes stream, and the image is that of the plain quantised pipeline, bit for bit."""
+    if quantise is not nf4 and not stream_inside():
+        pytest.skip("needs torch 2.13")
+    pipe, twin = quantised_pair(quantise)
+    small = {t.nbytes for t in leaves_of(twin.transformer.blocks) if t.dtype in (torch.int8, torch.uint8)}
+    assert small and max(small) < 64 * 256 * 4, "it is quantised"
+    apply(pipe, **OPTIONS)
+    large = [t for t in leaves_of(pipe.transformer) if t.nbytes >= MIN_BYTES]
+    assert sum(t.dtype in (torch.int8, torch.uint8) for t in large) == 30
+    assert all(isinstance(t, HostWeight) for t in large)
+    want = generate(pipe, twin)
+    assert not torch.equal(want, WAN.generate(small_pipeline("wan")))
+    for phase in budget_of(pipe).phases:
+        check_transfers(phase, generations=3)
+    read = {id(home): home.host.nbytes for p in programs(pipe.transformer) for home in p.homes.values()}
+    assert sum(read.values()) == budget_of(pipe).phase_of(pipe.transformer).streamed
+    assert_removed(pipe, twin, want)
+
+
+@pytest.mark.long
+def test_casting_by_layer() -> None:
+    """Float8 in host memory and across the link; each layer casts to float32 for its call."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    for each in (pipe, twin):
+        each.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
+    apply(pipe, **OPTIONS)
+    want = generate(pipe, twin)
+    homes = {id(home): home for p in programs(pipe.transformer) for home in p.homes.values()}
+    assert sum(home.host.dtype == torch.float8_e4m3fn for home in homes.values()) >= 30
+    check_transfers(budget_of(pipe).phase_of(pipe.transformer), generations=3)
+    assert_removed(pipe, twin, want)
+
+
+class GGUFParameter(nn.Parameter):
+    """Stands for a GGUF weight: it counts as one by its name, and its values are not quantised."""
+
+
+GGUFParameter.__module__ = "diffusers.quantizers.gguf.utils"
+
+
+def gguf_by_name(blocks: nn.ModuleList) -> None:
+    for module in blocks.modules():
+        if type(module) is nn.Linear:
+            module.weight = GGUFParameter(module.weight.data, requires_grad=False)
+
+
+@pytest.mark.parametrize("quantise", [gguf_by_name, pytest.param(gguf, marks=pytest.mark.long)])
+def test_a_transformer_that_runs_eagerly(
+    quantise: Callable[[nn.ModuleList], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch.compile fails on GGUF weights: they stay on the device, what is beside them is fetched op by op."""
+    pipe, twin = quantised_pair(quantise)
+    apply(pipe, **{**OPTIONS, "memory": "2MiB"})
+    assert "pipe.transformer runs eagerly" in caplog.text and "GGUF weights, which stay on the device" in caplog.text
+    want = generate(pipe, twin)
+    phases = {phase.name: phase for phase in budget_of(pipe).phases}
+    eager = phases.pop("transformer")
+    assert eager.calls == 18 and not programs(eager.root)
+    assert eager.kept > sum(t.nbytes for t in leaves_of(eager.root) if type(t).__name__ == "GGUFParameter") > 0
+    assert all(isinstance(p, HostWeight) for p in eager.root.patch_embedding.parameters() if p.nbytes >= MIN_BYTES)
+    check_transfers(phases["vae"], generations=3)
+    encoder = programs(phases["text_encoder"].root)
+    assert sum(m.moved_bytes + m.primed_bytes for p in encoder for m in p.measurements) > 0
+    assert_removed(pipe, twin, want)
+
+
+class Int8Params(nn.Parameter):
+    """Stands for an int8 weight of bitsandbytes, by its name."""
+
+
+Int8Params.__module__ = "bitsandbytes.nn.modules"
+
+
+def int8_by_name(blocks: nn.ModuleList) -> None:
+    for module in blocks.modules():
+        if type(module) is nn.Linear:
+            module.weight = Int8Params(module.weight.data, requires_grad=False)
+
+
+def test_a_component_that_bitsandbytes_has_placed() -> None:
+    """accelerate puts hooks on it, without device_map: the error says what removes them, and that does."""
+    accelerate = pytest.importorskip("accelerate")
+    pipe, twin = quantised_pair(int8_by_name)
+    pipe.transformer.quantization_method, pipe.transformer.is_quantized = "bitsandbytes", True
+    accelerate.hooks.attach_align_device_hook_on_blocks(pipe.transformer, execution_device={"": "cpu"})
+    with pytest.raises(
+        ChunkflowError,
+        match=r"pipe\.transformer \(WanTransformer3DModel\) is under a hook of accelerate, .*: accelerate may put it on "
+        r"models of bitsandbytes\. Call pipe\.remove_all_hooks\(\) first",
+    ):
+        apply(pipe, **OPTIONS)
+    assert budget_of(pipe) is None
+    pipe.remove_all_hooks()
+    apply(pipe, **{**OPTIONS, "memory": "2MiB"})
+    want = generate(pipe, twin, generations=1)
+    phase = budget_of(pipe).phase_of(pipe.transformer)
+    assert phase.kept >= sum(t.nbytes for t in leaves_of(phase.root) if isinstance(t, Int8Params)) > 0
+    assert sum(m.moved_bytes + m.primed_bytes for p in programs(phase.root) for m in p.measurements) > 0
+    assert_removed(pipe, twin, want)
+
+
+def test_int8_weights_on_another_device() -> None:
+    """Their scales are no parameters, so nothing here moves them."""
+    pipe, _ = quantised_pair(int8_by_name)
+    check_component("transformer", pipe.transformer, torch.device("cpu"))
+    with pytest.raises(
+        ChunkflowError,
+        match=r"pipe\.transformer .* has int8 weights of bitsandbytes on cpu, .*: load it on cuda:0, .* torchao or quanto",
+    ):
+        check_component("transformer", pipe.transformer, torch.device("cuda:0"))
+
+
+def test_a_cast_beside_quantised_weights() -> None:
+    """It is refused before any weight moves if it would change one; other components are cast."""
+    pipe, _ = quantised_pair(int8_by_name)
+    with pytest.raises(
+        ChunkflowError,
+        match=r"pipe\.transformer .* has weights of bitsandbytes\.nn\.modules\.Int8Params, .* so patch_embedding\.weight is "
+        r"not cast to torch\.bfloat16: load the component with torch_dtype=torch\.bfloat16, or leave it out, dtype=\{",
+    ):
+        apply(pipe, dtype=torch.bfloat16, **OPTIONS)
+    assert budget_of(pipe) is None and not any(
+        isinstance(p, HostWeight) for m in models(pipe).values() for p in leaves_of(m)
+    )
+    apply(pipe, dtype={"default": torch.bfloat16, "transformer": None}, **{**OPTIONS, "memory": "2MiB"})
+    assert pipe.vae.dtype == torch.bfloat16 and pipe.transformer.patch_embedding.weight.dtype == torch.float32
+    remove(pipe)
+    apply(pipe, dtype=torch.float32, **{**OPTIONS, "memory": "4MiB"})
+    remove(pipe)
