@@ -173,6 +173,7 @@ def int8_by_name(blocks: nn.ModuleList) -> None:
             module.weight = Int8Params(module.weight.data, requires_grad=False)
 
 
+@pytest.mark.long
 def test_a_component_that_bitsandbytes_has_placed() -> None:
     """accelerate puts hooks on it, without device_map: the error says what removes them, and that does."""
     accelerate = pytest.importorskip("accelerate")
