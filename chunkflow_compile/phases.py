@@ -47,6 +47,9 @@ class Allocator(Protocol):
     def peak(self) -> int | None:
         """Most bytes allocated since ``begin``; None where nothing counts them."""
 
+    def reserved(self) -> int | None:
+        """Bytes that it has from the device, those that nothing uses included; None where nothing counts them."""
+
     def trim(self) -> None:
         """Give unused memory back to the device."""
 
@@ -63,6 +66,9 @@ class CudaAllocator:
     def peak(self) -> int | None:
         return torch.cuda.max_memory_allocated(self._device)
 
+    def reserved(self) -> int | None:
+        return torch.cuda.memory_reserved(self._device)
+
     def trim(self) -> None:
         torch.cuda.empty_cache()
 
@@ -74,6 +80,9 @@ class Uncounted:
         pass
 
     def peak(self) -> int | None:
+        return None
+
+    def reserved(self) -> int | None:
         return None
 
     def trim(self) -> None:
@@ -268,9 +277,24 @@ class Budget:
             room = self.usable - phase.beside - min(phase.streamed, phase.goal - phase.kept)
         for other in self._last[:-1]:
             if self._held_beside(phase) <= room:
-                return
+                break
             if other.arena.held:
                 self._vacate([other])
+        self._give_cache_back(phase)
+
+    def _give_cache_back(self, phase: Phase) -> None:
+        """Give what the allocator keeps for nothing back to the device, if the phase could exceed the budget beside it.
+
+        The activations of one phase are of other sizes than those of the next, which would get new memory from the device.
+        """
+        reserved = self._allocator.reserved()
+        if reserved is None:
+            return
+        takes = phase.beside - sum(p.kept for p in self.phases)
+        if phase.goal is not None:
+            takes += max(0, min(phase.streamed, phase.goal - phase.kept) - phase.arena.held)
+        if phase.goal is None or reserved + takes > self.total:
+            self._allocator.trim()
 
     def _give_back(self, phase: Phase) -> None:
         """Free all weights on the device, and lower what the next plans of the phase may take."""

@@ -93,6 +93,9 @@ class FakeCuda:
         self.calls["allocate"] += 1
         return torch.empty(nbytes, dtype=torch.uint8)
 
+    def trim(self) -> None:
+        self.calls["trim"] += 1
+
     def keep(self, memory: torch.Tensor, stream: FakeStream) -> None:
         self.calls["keep"] += 1
 

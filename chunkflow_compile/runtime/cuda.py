@@ -49,6 +49,9 @@ class Cuda(Protocol):
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Device memory, uint8.  Raises RuntimeError if there is not enough."""
 
+    def trim(self) -> None:
+        """Give memory that was freed back to the device."""
+
     def keep(self, memory: torch.Tensor, stream: Any) -> None:
         """Let the allocator reuse ``memory``, once freed, only after the work that ``stream`` holds by then."""
 
@@ -136,6 +139,7 @@ class CudaDevice:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         self._memory = None
+        self.cuda.trim()  # a smaller arena that was freed would stay beside the new one, as memory that nothing uses
         self._memory = memory = self.cuda.allocate(nbytes)
         self.cuda.keep(memory, self.copy.stream)  # a model may be dropped while copies are in flight
         return memory
@@ -245,6 +249,9 @@ class TorchCuda:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+
+    def trim(self) -> None:
+        torch.cuda.empty_cache()
 
     def keep(self, memory: torch.Tensor, stream: Any) -> None:
         memory.record_stream(stream)

@@ -267,6 +267,9 @@ class Counting:
     def peak(self) -> int:
         return self.activations + sum(p.arena.held for p in self.budget.phases)
 
+    def reserved(self) -> int | None:
+        return None
+
     def trim(self) -> None:
         pass
 

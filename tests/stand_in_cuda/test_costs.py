@@ -14,6 +14,7 @@ from torch._inductor.utils import fresh_cache
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.runtime.cuda_time import FIRST_STEPS
+from chunkflow_compile.runtime.device import DeviceKind, make_device
 
 from . import control
 from .test_findings import MIB, OPTIONS, compiled, placed
@@ -90,3 +91,17 @@ def test_peak_memory_is_what_the_plan_says(
         )
         assert mine - most <= -saved + 0.02 * weights, kind
     restore(model)
+
+
+def test_a_smaller_arena_does_not_stay_beside_a_larger_one() -> None:
+    device = make_device(torch.device("cuda", 0), DeviceKind())
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    memory = device.allocate(30 * MIB)
+    assert torch.cuda.memory_reserved() - before == 30 * MIB
+    del memory
+    device.release()
+    memory = device.allocate(44 * MIB)
+    assert torch.cuda.memory_reserved() - before == 44 * MIB
+    del memory
+    device.close()

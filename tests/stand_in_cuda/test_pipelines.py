@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -54,6 +55,31 @@ def test_the_memory_of_each_phase(name: str) -> None:
     remove(pipe)
     torch.cuda.synchronize()
     assert sum(p.arena.nbytes for p in budget.phases) == 0
+
+
+def test_what_the_allocator_keeps_between_phases() -> None:
+    """The activations of each phase have other sizes, and no phase has new memory beside what another has left."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan").to("cuda")
+    sizes = {pipe.text_encoder: 48 * MIB, pipe.transformer: 80 * MIB, pipe.vae.decoder: 112 * MIB}
+    total = 160 * MIB  # less than their sum
+    apply(pipe, "cuda", memory=total, min_bytes=2048, lowering="eager")
+
+    def take(size: int, *_: Any) -> None:
+        torch.empty(size, dtype=torch.uint8, device="cuda")
+
+    for model, size in sizes.items():
+        model.register_forward_pre_hook(functools.partial(take, size))
+    want = [WAN.generate(twin, seed) for seed in range(3)]
+    twin.to("cpu")
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    for seed in range(3):
+        assert torch.equal(WAN.generate(pipe, seed), want[seed])
+    assert 112 * MIB < torch.cuda.max_memory_allocated() <= torch.cuda.max_memory_reserved() <= total
+    budget = budget_of(pipe)
+    assert budget is not None and all(p.streamed > 0 and p.beside > 48 * MIB for p in budget.phases)
+    remove(pipe)
 
 
 def test_a_budget_below_the_activations() -> None:
