@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.torch_version import TorchVersion
 
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.modules import hooks_of
 
 
@@ -18,9 +19,15 @@ def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
 
     torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph.
     The model need not have been called before, because one that does not fit the device could not be.
+    Raises ChunkflowError if there is no process group.
     """
     from diffusers import ContextParallelConfig
 
+    if not dist.is_initialized():
+        raise ChunkflowError(
+            "enable_ulysses splits a model over the ranks of a process group, and there is none: call "
+            'torch.distributed.init_process_group("nccl"), or "gloo" on CPUs, before it, and start the program with torchrun.'
+        )
     if TorchVersion(torch.__version__) < "2.13":
         # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)

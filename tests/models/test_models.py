@@ -142,3 +142,10 @@ def test_a_new_resolution_gets_a_program_of_its_own(lowering: str, no_grad: None
         inputs = small_inputs("wan", Size(height=height), height)
         torch.testing.assert_close(run(**inputs)[0], eager(**inputs)[0], atol=2e-5, rtol=1e-4)
     assert len(programs(model)) == 4  # 8 as it was compiled first, and 12, 8 and 16 of the graph with open sizes
+
+
+def test_ulysses_without_a_process_group_is_refused() -> None:
+    with pytest.raises(
+        chunkflow_compile.ChunkflowError, match=r"there is none: call torch\.distributed\.init_process_group"
+    ):
+        enable_ulysses(small_model("wan", Size(layers=1)), 2)
