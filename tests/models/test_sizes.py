@@ -64,7 +64,7 @@ def test_ten_resolutions_are_two_compilations_of_the_whole_model() -> None:
     assert len({id(p.program.module) for p in found}) == 2, "one for the first size, one for all others"
 
 
-@pytest.mark.parametrize("by_kind", [False, True])
+@pytest.mark.parametrize("by_kind", [pytest.param(False, marks=pytest.mark.long), True])
 def test_batches_and_resolutions_are_two_compilations(by_kind: bool) -> None:
     """Of each kind; from a batch of two on, because torch compiles a size of one for itself."""
     model = small_model("wan", SIZE)

@@ -134,7 +134,7 @@ def test_without_its_openings_a_copy_overwrites_a_weight_in_use(no_grad: None) -
     assert not torch.equal(run(x), twin(x))
 
 
-@examples(7, 25)
+@examples(7, 12)
 @given(specs, st.lists(choices, min_size=2, max_size=2))
 def test_random_programs(spec: Spec, plans: list[Choices]) -> None:
     """As on the threads device: several steps, new inputs, slots full of NaN between them."""
