@@ -12,16 +12,14 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phases import Budget
-from chunkflow_compile.placing import placement_of, placements_around, why_not
+from chunkflow_compile.placing import placement_of, placements_around
 from chunkflow_compile.simulate.generation import budget_for
 from chunkflow_compile.weights.filling import as_they_are, cast_to
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
+from chunkflow_compile.weights.streamable import BITSANDBYTES_INT8, GGUF, PLAIN, class_of, why_not
 
-_INT8 = "bitsandbytes.nn.modules.Int8Params"
-_GGUF = "diffusers.quantizers.gguf.utils.GGUFParameter"
-_PLAIN = ("torch.Tensor", "torch.nn.parameter.Parameter")
 # Beside weights of these modules the other weights of a component keep their dtype: casting them breaks the forward.
 _FIXED_DTYPES = ("bitsandbytes.", "optimum.quanto.", "diffusers.quantizers.gguf.")
 
@@ -59,7 +57,7 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
             raise ChunkflowError(
                 f"{what} is on {leaf.device}: pass device={str(leaf.device)!r}, or move it to the CPU."
             )
-        if _class_of(leaf) == _INT8 and leaf.device != device:
+        if class_of(leaf) == BITSANDBYTES_INT8 and leaf.device != device:
             raise ChunkflowError(
                 f"{what} has int8 weights of bitsandbytes on {leaf.device}, whose scales only bitsandbytes moves: load it on "
                 f"{device}, where these weights stay, or quantise it with torchao or quanto, whose weights stream."
@@ -68,14 +66,14 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
 
 def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
     """Raise ChunkflowError if a cast to ``dtype`` would change weights beside those of a quantiser that does not allow it."""
-    fixed = next((t for _, t in tensors_of(model) if _class_of(t).startswith(_FIXED_DTYPES)), None)
+    fixed = next((t for _, t in tensors_of(model) if class_of(t).startswith(_FIXED_DTYPES)), None)
     if dtype is None or fixed is None:
         return
     dtype_of = cast_to(dtype, model)
-    changed = next((n for n, t in tensors_of(model) if _class_of(t) in _PLAIN and dtype_of(n, t) != t.dtype), None)
+    changed = next((n for n, t in tensors_of(model) if type(t) in PLAIN and dtype_of(n, t) != t.dtype), None)
     if changed is not None:
         raise ChunkflowError(
-            f"pipe.{name} ({type(model).__name__}) has weights of {_class_of(fixed)}, which compute in a dtype of their own, "
+            f"pipe.{name} ({type(model).__name__}) has weights of {class_of(fixed)}, which compute in a dtype of their own, "
             f"so {changed} is not cast to {dtype}: load the component with torch_dtype={dtype}, or leave it out, "
             f"dtype={{'default': {dtype}, {name!r}: None}}."
         )
@@ -83,14 +81,9 @@ def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
 
 def why_eager(model: nn.Module) -> str | None:
     """Why a component is not compiled, None if it is."""
-    if any(_class_of(tensor) == _GGUF for _, tensor in tensors_of(model)):
+    if any(class_of(tensor) == GGUF for _, tensor in tensors_of(model)):
         return "torch.compile does not trace ops on GGUF weights, which stay on the device"
     return None
-
-
-def _class_of(tensor: torch.Tensor) -> str:
-    kind = type(tensor)
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _quantiser(model: nn.Module) -> str | None:

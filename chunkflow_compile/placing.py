@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
-from torch._subclasses.fake_tensor import FakeTensor
 
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -20,33 +19,23 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind, check_device
 from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.units import parse_bytes
-from chunkflow_compile.weights.bytes import is_dense
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.filling import DtypeOf, Filling, as_they_are, cast_to
 from chunkflow_compile.weights.guards import Guards, detach_guards
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, give_back, home_of, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, stream_inside, tensors_of
+from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.peers import Peers, peers_of, stay_away
 from chunkflow_compile.weights.progress import CompileProgress, moving
 from chunkflow_compile.weights.staging import GpuStagings
+from chunkflow_compile.weights.streamable import why_not
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.route import Route
     from chunkflow_compile.runtime.session import Session
 
-# A FakeTensor is a weight of a model that is planned without its values.
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
-# Parameters of libraries that differ from ordinary ones in their attributes only, by the name of the class.
-_WITH_ATTRIBUTES = ("bitsandbytes.nn.modules.Params4bit",)
-# Classes that cannot be streamed -> why, and what can.
-_NOT_STREAMED = {
-    "bitsandbytes.nn.modules.Int8Params": "its layer keeps the bytes a second time; int8 of torchao or quanto streams",
-    "diffusers.quantizers.gguf.utils.GGUFParameter": "its class takes part in every op; int8 or nf4 of torchao, quanto or "
-    "bitsandbytes streams",
-}
 # Attribute of a placed model: its Placement.
 _PLACEMENT = "_chunkflow_placement"
 
@@ -349,24 +338,6 @@ def _placements(model: nn.Module) -> list[Placement]:
     root = _unwrap(model)
     own = [p for m in root.modules() if (p := placement_of(m)) is not None]
     return list(dict.fromkeys([*own, *placements_around(leaves_of(root))]))
-
-
-def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str | None:
-    """Why a weight of a model cannot be streamed, None if it can.  ``inside``: where it is in a tensor subclass."""
-    if isinstance(parameter, HostWeight):
-        return None
-    if inside and not stream_inside():
-        return "inside a tensor subclass, which needs torch 2.13 to be streamed"
-    kind = type(parameter)
-    path = f"{kind.__module__}.{kind.__qualname__}"
-    if kind not in _PLAIN and path not in _WITH_ATTRIBUTES:
-        reason = _NOT_STREAMED.get(path)
-        return f"a tensor subclass ({kind.__name__})" + (f": {reason}" if reason else "")
-    if parameter.layout != torch.strided or not is_dense(parameter):
-        return "its elements do not fill one range of memory"
-    if id(parameter) in index.shared:
-        return "it shares memory with another tensor"
-    return None
 
 
 @contextlib.contextmanager

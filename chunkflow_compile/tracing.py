@@ -20,11 +20,11 @@ from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.problem import Parameter
-from chunkflow_compile.placing import why_not
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
 from chunkflow_compile.weights.modules import ModelIndex
+from chunkflow_compile.weights.streamable import why_not
 
 # ATen's ops for Tensor.to and Tensor.cuda.
 _MOVES = (torch.ops.aten._to_copy.default,)

@@ -39,6 +39,8 @@ class Reads:
 
 def reads_from(course: Course, call: int, drive: Collection[str]) -> Reads:
     """The reads from a cold start at a call, or a jump to it, on.  ``drive``: names of the weights on the drive."""
+    if not drive:
+        return Reads((), (), 0)
     found = [(number, op) for number, _, op in course.prefetches if op.weight in drive]
     first = (op for node in border(course, call).prefetches if (op := prefetch_of(node)) and op.weight in drive)
     return Reads(tuple(first), tuple(op for _, op in found), sum(number < call for number, _ in found))

@@ -64,6 +64,17 @@ def gguf(blocks: nn.ModuleList) -> None:
     replace_linear(blocks, make)
 
 
+def by_name(kind: type[nn.Parameter]) -> Callable[[nn.Module], None]:
+    """Gives the weights a class that stands for one of a library, by its name; the values are not quantised."""
+
+    def quantise(blocks: nn.Module) -> None:
+        for module in blocks.modules():
+            if type(module) is nn.Linear:
+                module.weight = kind(module.weight.data, requires_grad=False)
+
+    return quantise
+
+
 def quantised_pair(quantise: Callable[[nn.Module], None]) -> tuple[Any, Any]:
     """The same pipeline twice."""
     pair = small_pipeline("wan"), small_pipeline("wan")
@@ -134,13 +145,7 @@ class GGUFParameter(nn.Parameter):
 GGUFParameter.__module__ = "diffusers.quantizers.gguf.utils"
 
 
-def gguf_by_name(blocks: nn.ModuleList) -> None:
-    for module in blocks.modules():
-        if type(module) is nn.Linear:
-            module.weight = GGUFParameter(module.weight.data, requires_grad=False)
-
-
-@pytest.mark.parametrize("quantise", [gguf_by_name, pytest.param(gguf, marks=pytest.mark.long)])
+@pytest.mark.parametrize("quantise", [by_name(GGUFParameter), pytest.param(gguf, marks=pytest.mark.long)])
 def test_a_transformer_that_runs_eagerly(
     quantise: Callable[[nn.ModuleList], None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,17 +172,11 @@ class Int8Params(nn.Parameter):
 Int8Params.__module__ = "bitsandbytes.nn.modules"
 
 
-def int8_by_name(blocks: nn.ModuleList) -> None:
-    for module in blocks.modules():
-        if type(module) is nn.Linear:
-            module.weight = Int8Params(module.weight.data, requires_grad=False)
-
-
 @pytest.mark.long
 def test_a_component_that_bitsandbytes_has_placed() -> None:
     """accelerate puts hooks on it, without device_map: the error says what removes them, and that does."""
     accelerate = pytest.importorskip("accelerate")
-    pipe, twin = quantised_pair(int8_by_name)
+    pipe, twin = quantised_pair(by_name(Int8Params))
     pipe.transformer.quantization_method, pipe.transformer.is_quantized = "bitsandbytes", True
     accelerate.hooks.attach_align_device_hook_on_blocks(pipe.transformer, execution_device={"": "cpu"})
     with pytest.raises(
@@ -198,7 +197,7 @@ def test_a_component_that_bitsandbytes_has_placed() -> None:
 
 def test_int8_weights_on_another_device() -> None:
     """Their scales are no parameters, so nothing here moves them."""
-    pipe, _ = quantised_pair(int8_by_name)
+    pipe, _ = quantised_pair(by_name(Int8Params))
     check_component("transformer", pipe.transformer, torch.device("cpu"))
     with pytest.raises(
         ChunkflowError,
@@ -209,7 +208,7 @@ def test_int8_weights_on_another_device() -> None:
 
 def test_a_cast_beside_quantised_weights() -> None:
     """It is refused before any weight moves if it would change one; other components are cast."""
-    pipe, _ = quantised_pair(int8_by_name)
+    pipe, _ = quantised_pair(by_name(Int8Params))
     with pytest.raises(
         ChunkflowError,
         match=r"pipe\.transformer .* has weights of bitsandbytes\.nn\.modules\.Int8Params, .* so patch_embedding\.weight is "
