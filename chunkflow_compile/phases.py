@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any, NoReturn, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -180,6 +181,7 @@ class Budget:
         self.phases: list[Phase] = []
         self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # applied -> the components at that time
         self.arguments: dict[str, Any] = {}  # of the first apply, for components that come later
+        self.generated = False  # whether a generation has ended since apply
         self._allocator: Allocator = CudaAllocator(device) if device.type == "cuda" else Uncounted()
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
@@ -192,6 +194,11 @@ class Budget:
     def figures(self) -> PipelineFigures:
         """What is known of the phases now, in the order of the components."""
         return PipelineFigures(tuple(phase.figures() for phase in self.phases), self.total)
+
+    def show(self) -> None:
+        """Print what is known of the phases now, on the first rank only."""
+        if not dist.is_initialized() or dist.get_rank() == 0:
+            print(self.figures())
 
     def phase_of(self, module: nn.Module) -> Phase | None:
         """The phase of a component, None if it has none here."""

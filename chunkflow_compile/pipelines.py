@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.compiling import compile_by_kind
@@ -45,7 +44,8 @@ def apply(
 
     The weights of all components stream from host memory.  Transformers, encoders and ControlNets are compiled by kind,
     as :func:`compile` does, and a VAE's decoder; they run one after another, and give way to each other on the device.
-    ``pipe(...)`` may be called by several threads: one generation runs at a time.
+    ``pipe(...)`` may be called by several threads: one generation runs at a time.  After the first one the table is printed
+    again, with the predicted times of the components' calls, which depend on their sizes.
 
     ``device``: by default the GPU that torch uses, or else the CPU.
     ``memory``: most bytes that the process may take on the device, activations included, as bytes or "12GiB"; by default
@@ -66,8 +66,7 @@ def apply(
     given = {name: value for name, value in given.items() if value is not None}
     while (budget := _apply(pipe, device, memory, given)) is None:
         pass  # another thread applies a pipeline of the same components, and this one has waited for it
-    if not dist.is_initialized() or dist.get_rank() == 0:
-        print(budget.figures())
+    budget.show()
     return pipe
 
 
@@ -129,6 +128,7 @@ def _extend(
     budget.arguments = given
     pipe.__class__ = in_turns(type(pipe))
     budget.pipelines[pipe] = frozenset(models)
+    budget.generated = False
 
 
 def _add(

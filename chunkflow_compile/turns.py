@@ -34,7 +34,11 @@ def in_turns(cls: type) -> type:
                 _check(self, budget)
                 with budget.lock():
                     free(unused(budget), budget)
-                return call(self, *args, **kwargs)
+                result = call(self, *args, **kwargs)
+                if not budget.generated:
+                    budget.generated = True
+                    budget.show()
+                return result
         return __call__(self, *args, **kwargs)  # it was removed by another thread, which this one waited for
 
     body = {

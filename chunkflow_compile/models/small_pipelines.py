@@ -294,7 +294,8 @@ def _flux2() -> Components:
     return _parts(transformer, AutoencoderKLFlux2(**_IMAGE_VAE), _qwen3())
 
 
-def _qwen_image() -> Components:
+def _qwen_image(levels: int = 2) -> Components:
+    """``levels``: of the VAE, each with half the edge of the one before."""
     from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
 
     transformer = QwenImageTransformer2DModel(
@@ -310,9 +311,9 @@ def _qwen_image() -> Components:
     vae = AutoencoderKLQwenImage(
         base_dim=16,
         z_dim=4,
-        dim_mult=[1, 2, 4],
+        dim_mult=[*(1,) * (levels - 1), 2, 4],
         num_res_blocks=1,
-        temperal_downsample=[False, True],
+        temperal_downsample=[*(False,) * (levels - 1), True],
         latents_mean=[0.0] * 4,
         latents_std=[1.0] * 4,
     )
@@ -338,7 +339,7 @@ class _TextAndImages:
 
 
 def _qwen_image_edit() -> Components:
-    found = _qwen_image()
+    found = _qwen_image(levels=5)  # diffusers makes the image 1024x1024, and attention then has 1024 tokens
     return {**found, "processor": _TextAndImages(found["tokenizer"])}
 
 
@@ -463,7 +464,7 @@ SMALL_PIPELINES: Mapping[str, SmallPipeline] = {
     "qwen-image-edit": SmallPipeline(
         "QwenImageEditPipeline",
         _qwen_image_edit,
-        {**_IMAGE, "negative_prompt": "rain", "true_cfg_scale": 4.0},
+        {**_IMAGE, "height": 64, "width": 64, "negative_prompt": "rain", "true_cfg_scale": 4.0},
         image=True,
     ),
     "hunyuanvideo": SmallPipeline(

@@ -56,7 +56,8 @@ class PipelineFigures:
         lines.append(f"budget: {size(self.total)} on the device, weights and activations together")
         if not any(p.calls for p in self.phases):
             lines.append(
-                "The first call of each component compiles and measures it; its plan is made for the rest of the budget."
+                "The first call of each component compiles and measures it; its plan is made for the rest of the budget. "
+                "The predicted times follow after the first generation."
             )
         lines += [f"{p.name} ran out of memory {p.retries} times; weights gave way." for p in self.phases if p.retries]
         return "\n".join(lines)

@@ -74,12 +74,15 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
         assert large and sum(isinstance(t, HostWeight) for t in large) >= len(large) - 1  # one may be tied
     seen = []
     calls: list[dict[str, Any]] = [{}, {"prompt": "two cats"}, {"num_inference_steps": 2}]
-    for seed, changed in enumerate([{}] if name == "qwen-image-edit" else calls):
+    for seed, changed in enumerate(calls):
         want, got = small.generate(twin, seed, **changed), small.generate(pipe, seed, **changed)
         assert torch.allclose(got, want, rtol=0, atol=TOLERANCE) if options is INDUCTOR else torch.equal(got, want)
         assert sum(p.arena.held for p in budget.phases) + sum(p.kept for p in budget.phases) <= budget.total
         seen.append(want)
-    assert len(seen) == 1 or not torch.equal(seen[0], seen[1])
+        table = capsys.readouterr().out
+        assert ("predicted" in table) == (seed == 0), "the table follows the first generation"
+        assert all(p.predicted_s for p in budget.figures().phases if p.name.startswith("transformer"))
+    assert not torch.equal(seen[0], seen[1])
     for phase in budget.phases:
         steps = [m for program in programs(phase.root) for m in program.measurements]
         fetched = sum(m.moved_bytes + m.primed_bytes for m in steps)
@@ -93,8 +96,7 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
     assert remove(pipe) is pipe and type(pipe) is type(twin) and budget_of(pipe) is None
     assert same_weights(pipe, twin)
     assert not any(isinstance(t, HostWeight) for m in models(pipe).values() for t in m.parameters())
-    if name != "qwen-image-edit":
-        assert torch.equal(small.generate(pipe), seen[0])
+    assert torch.equal(small.generate(pipe), seen[0])
 
 
 def test_the_small_sd35_has_what_sd3_has_not() -> None:
