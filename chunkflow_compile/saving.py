@@ -54,8 +54,9 @@ def save(model: nn.Module, path: str | Path) -> int:
     regions = {id(region): region for s in programs(model) for region in s.code.regions.values()}
     artifacts = [region for region in regions.values() if isinstance(region, CompiledArtifact)]
     if not artifacts:
+        cause = "runs no regions lowered by Inductor" if regions else "has run no program of ChunkFlow"
         raise ChunkflowError(
-            "This model has no regions lowered by Inductor: call the compiled model once, then save it."
+            f"There is nothing to save: {type(model).__name__} {cause}. Compile it, call it once, then save."
         )
     target = Path(path)
     part = target.with_name(f"{target.name}.part")  # renamed below: a reader never sees half a file

@@ -11,11 +11,9 @@ from typing import Any
 
 import torch
 
-Components = dict[str, Any]
+from .small_encoders import TEXT, TextAndImages, clip, llama, qwen3, qwen_vl, t5, tokenizer, umt5
 
-# Width of the text encoders, and so of the prompt embeddings.
-_TEXT = 64
-_MARKS = ("<pad>", "</s>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+Components = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -59,28 +57,6 @@ def small_pipeline(name: str, seed: int = 0) -> Any:
     return SMALL_PIPELINES[name].build(seed)
 
 
-def _tokenizer(longest: int = 512) -> Any:
-    """A tokenizer of bytes, with a chat template."""
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = {mark: i for i, mark in enumerate(_MARKS)}
-    words |= {letter: len(words) + i for i, letter in enumerate(letters)}
-    made = Tokenizer(models.BPE(vocab=words, merges=[]))
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = decoders.ByteLevel()
-    made.add_special_tokens([AddedToken(mark, special=True) for mark in _MARKS])
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", eos_token="</s>", unk_token="<pad>", model_max_length=longest
-    )
-    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
-    return tokenizer
-
-
-_VOCABULARY = len(_MARKS) + 256
-
-
 def _scheduler(**config: Any) -> Any:
     from diffusers import FlowMatchEulerDiscreteScheduler
 
@@ -90,99 +66,7 @@ def _scheduler(**config: Any) -> Any:
 def _parts(transformer: Any, vae: Any, text_encoder: Any, tokens: int = 512, **more: Any) -> Components:
     """The components of a pipeline.  ``tokens``: most in a prompt.  ``more``: others, or one in place of these."""
     found = {"transformer": transformer, "vae": vae, "scheduler": _scheduler(), "text_encoder": text_encoder}
-    return {**found, "tokenizer": _tokenizer(tokens), **more}
-
-
-def _t5(width: int = _TEXT) -> Any:
-    from transformers import T5Config, T5EncoderModel
-
-    return T5EncoderModel(T5Config(vocab_size=_VOCABULARY, d_model=width, d_kv=16, d_ff=256, num_heads=4, num_layers=2))
-
-
-def _umt5() -> Any:
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(
-        UMT5Config(vocab_size=_VOCABULARY, d_model=_TEXT, d_kv=16, d_ff=4 * _TEXT, num_heads=4, num_layers=2)
-    )
-
-
-def _clip(projected: bool = False) -> Any:
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=_TEXT,
-        intermediate_size=4 * _TEXT,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=77,
-        projection_dim=_TEXT,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
-
-
-def _qwen3() -> Any:
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=_VOCABULARY,
-            hidden_size=_TEXT,
-            intermediate_size=4 * _TEXT,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-        )
-    )
-
-
-def _qwen_vl() -> Any:
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
-    mark = {name: i for i, name in enumerate(_MARKS)}
-    config = Qwen2_5_VLConfig(
-        text_config={
-            "vocab_size": _VOCABULARY,
-            "hidden_size": _TEXT,
-            "intermediate_size": 4 * _TEXT,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
-        },
-        vision_config={
-            "depth": 2,
-            "hidden_size": _TEXT,
-            "intermediate_size": 2 * _TEXT,
-            "num_heads": 4,
-            "out_hidden_size": _TEXT,
-            "fullatt_block_indexes": [1],
-        },
-        vision_start_token_id=mark["<|vision_start|>"],
-        vision_end_token_id=mark["<|vision_end|>"],
-        image_token_id=mark["<|image_pad|>"],
-    )
-    return Qwen2_5_VLForConditionalGeneration(config)
-
-
-def _llama() -> Any:
-    from transformers import LlamaConfig, LlamaModel
-
-    return LlamaModel(
-        LlamaConfig(
-            vocab_size=_VOCABULARY,
-            hidden_size=_TEXT,
-            intermediate_size=4 * _TEXT,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            pad_token_id=0,
-        )
-    )
+    return {**found, "tokenizer": tokenizer(tokens), **more}
 
 
 # Of AutoencoderKL and AutoencoderKLFlux2.
@@ -221,7 +105,7 @@ def _wan_transformer(channels: int = 16, **config: Any) -> Any:
         attention_head_dim=16,
         in_channels=channels,
         out_channels=16,
-        text_dim=_TEXT,
+        text_dim=TEXT,
         freq_dim=64,
         ffn_dim=256,
         num_layers=3,
@@ -231,7 +115,7 @@ def _wan_transformer(channels: int = 16, **config: Any) -> Any:
 
 
 def _wan() -> Components:
-    return _parts(_wan_transformer(), _wan_vae(), _umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None)
+    return _parts(_wan_transformer(), _wan_vae(), umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None)
 
 
 def _wan_two_experts() -> Components:
@@ -242,17 +126,17 @@ def _wan_from_image() -> Components:
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
 
     vision = CLIPVisionConfig(
-        hidden_size=_TEXT,
-        intermediate_size=4 * _TEXT,
+        hidden_size=TEXT,
+        intermediate_size=4 * TEXT,
         num_hidden_layers=3,
         num_attention_heads=4,
         image_size=32,
         patch_size=16,
-        projection_dim=_TEXT,
+        projection_dim=TEXT,
     )
     return {
         **_wan(),
-        "transformer": _wan_transformer(36, image_dim=_TEXT, added_kv_proj_dim=_TEXT),
+        "transformer": _wan_transformer(36, image_dim=TEXT, added_kv_proj_dim=TEXT),
         "image_encoder": CLIPVisionModel(vision),
         "image_processor": CLIPImageProcessor(crop_size=32, size=32),
     }
@@ -268,12 +152,12 @@ def _flux() -> Components:
         num_single_layers=3,
         attention_head_dim=16,
         num_attention_heads=4,
-        joint_attention_dim=_TEXT,
-        pooled_projection_dim=_TEXT,
+        joint_attention_dim=TEXT,
+        pooled_projection_dim=TEXT,
         guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
     )
-    return _parts(transformer, _image_vae(), _clip(), 77, text_encoder_2=_t5(), tokenizer_2=_tokenizer())
+    return _parts(transformer, _image_vae(), clip(), 77, text_encoder_2=t5(), tokenizer_2=tokenizer())
 
 
 def _flux2() -> Components:
@@ -286,12 +170,12 @@ def _flux2() -> Components:
         num_single_layers=3,
         attention_head_dim=16,
         num_attention_heads=4,
-        joint_attention_dim=2 * _TEXT,
+        joint_attention_dim=2 * TEXT,
         timestep_guidance_channels=64,
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    return _parts(transformer, AutoencoderKLFlux2(**_IMAGE_VAE), _qwen3())
+    return _parts(transformer, AutoencoderKLFlux2(**_IMAGE_VAE), qwen3())
 
 
 def _qwen_image(levels: int = 2) -> Components:
@@ -305,7 +189,7 @@ def _qwen_image(levels: int = 2) -> Components:
         num_layers=3,
         attention_head_dim=16,
         num_attention_heads=4,
-        joint_attention_dim=_TEXT,
+        joint_attention_dim=TEXT,
         axes_dims_rope=(8, 4, 4),
     )
     vae = AutoencoderKLQwenImage(
@@ -317,30 +201,12 @@ def _qwen_image(levels: int = 2) -> Components:
         latents_mean=[0.0] * 4,
         latents_std=[1.0] * 4,
     )
-    return _parts(transformer, vae, _qwen_vl(), 2048)
-
-
-class _TextAndImages:
-    """What Qwen's processor does, without torchvision: the pixels as patches, and a mark in the text for each four."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
-
-        self.tokenizer = tokenizer
-        self._pixels = Qwen2VLImageProcessorPil(size={"shortest_edge": 56 * 56, "longest_edge": 56 * 56})
-
-    def __call__(self, *, text: list[str], images: Any, **_: Any) -> Any:
-        from transformers import BatchFeature
-
-        pixels = self._pixels(images=images, return_tensors="pt")
-        marks = "<|image_pad|>" * (int(pixels["image_grid_thw"][0].prod()) // 4)
-        tokens = self.tokenizer([t.replace("<|image_pad|>", marks) for t in text], padding=True, return_tensors="pt")
-        return BatchFeature({**tokens, **pixels})
+    return _parts(transformer, vae, qwen_vl(), 2048)
 
 
 def _qwen_image_edit() -> Components:
     found = _qwen_image(levels=5)  # diffusers makes the image 1024x1024, and attention then has 1024 tokens
-    return {**found, "processor": _TextAndImages(found["tokenizer"])}
+    return {**found, "processor": TextAndImages(found["tokenizer"])}
 
 
 def _hunyuan_video() -> Components:
@@ -356,8 +222,8 @@ def _hunyuan_video() -> Components:
         num_refiner_layers=1,
         patch_size=1,
         patch_size_t=1,
-        text_embed_dim=_TEXT,
-        pooled_projection_dim=_TEXT,
+        text_embed_dim=TEXT,
+        pooled_projection_dim=TEXT,
         rope_axes_dim=(8, 4, 4),
     )
     vae = AutoencoderKLHunyuanVideo(
@@ -369,7 +235,7 @@ def _hunyuan_video() -> Components:
         norm_num_groups=4,
     )
     return _parts(
-        transformer, vae, _llama(), scheduler=_scheduler(shift=7.0), text_encoder_2=_clip(), tokenizer_2=_tokenizer(77)
+        transformer, vae, llama(), scheduler=_scheduler(shift=7.0), text_encoder_2=clip(), tokenizer_2=tokenizer(77)
     )
 
 
@@ -383,7 +249,7 @@ def _ltx() -> Components:
         attention_head_dim=16,
         cross_attention_dim=64,
         num_layers=3,
-        caption_channels=_TEXT,
+        caption_channels=TEXT,
     )
     vae = AutoencoderKLLTXVideo(
         latent_channels=8,
@@ -394,7 +260,7 @@ def _ltx() -> Components:
         spatio_temporal_scaling=(True, True, False, False),
         decoder_spatio_temporal_scaling=(True, True, False, False),
     )
-    return _parts(transformer, vae, _t5())
+    return _parts(transformer, vae, t5())
 
 
 def _z_image() -> Components:
@@ -409,11 +275,11 @@ def _z_image() -> Components:
         n_refiner_layers=1,
         n_heads=4,
         n_kv_heads=4,
-        cap_feat_dim=_TEXT,
+        cap_feat_dim=TEXT,
         axes_dims=[8, 4, 4],
         axes_lens=[256, 32, 32],
     )
-    return _parts(transformer, _image_vae(), _qwen3())
+    return _parts(transformer, _image_vae(), qwen3())
 
 
 def _sd3(**config: Any) -> Components:
@@ -426,21 +292,21 @@ def _sd3(**config: Any) -> Components:
         num_layers=3,
         attention_head_dim=16,
         num_attention_heads=4,
-        joint_attention_dim=2 * _TEXT,
+        joint_attention_dim=2 * TEXT,
         caption_projection_dim=64,
-        pooled_projection_dim=2 * _TEXT,
+        pooled_projection_dim=2 * TEXT,
         out_channels=4,
         **config,
     )
     return _parts(
         transformer,
         _image_vae(),
-        _clip(projected=True),
+        clip(projected=True),
         77,
-        text_encoder_2=_clip(projected=True),
-        tokenizer_2=_tokenizer(77),
-        text_encoder_3=_t5(2 * _TEXT),
-        tokenizer_3=_tokenizer(),
+        text_encoder_2=clip(projected=True),
+        tokenizer_2=tokenizer(77),
+        text_encoder_3=t5(2 * TEXT),
+        tokenizer_3=tokenizer(),
     )
 
 

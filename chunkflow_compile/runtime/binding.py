@@ -47,10 +47,14 @@ class Cost:
 
 @dataclass
 class Step:
-    """One run: the values of the program's nodes by number, and its cost, which is complete later than its outputs."""
+    """One run: the values of the program's nodes by number, and its cost, which is complete later than its outputs.
+
+    ``number``: that of the step.
+    """
 
     env: list[Any]
     cost: Cost
+    number: int
 
     @property
     def outputs(self) -> Any:

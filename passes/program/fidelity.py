@@ -60,6 +60,16 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
             yield f"{streamed[place]}: {name} writes it, but its slot is filled from host memory only"
 
 
+def check_operands(program: Program) -> Iterator[str]:
+    """Check that every operand comes before its readers: the other checks follow operands to where they come from."""
+    before = set[Node]()
+    for node in program.module.graph.nodes:
+        for operand in node.all_input_nodes:
+            if operand not in before:
+                yield f"{node.name} takes {operand.name}, which comes only after it"
+        before.add(node)
+
+
 def check_data_flow(program: Program, keys: dict[int, str]) -> Iterator[str]:
     """Check that every input, region, output, constant, collective, completion and result is that of the traced graph.
 
@@ -72,12 +82,8 @@ def check_data_flow(program: Program, keys: dict[int, str]) -> Iterator[str]:
         if keys[id(held)] != region.info.key:
             yield f"{target} holds other code than its region"
     inputs = {node: i for i, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}
-    seen, before = set(), set[Node]()
+    seen = set[str]()
     for node in program.module.graph.nodes:
-        for operand in node.all_input_nodes:
-            if operand not in before:
-                yield f"{node.name} takes {operand.name}, which comes only after it"
-        before.add(node)
         if node.target in (PREFETCH, WAIT, EVICT):
             continue
         name = _source(node)

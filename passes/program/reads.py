@@ -19,7 +19,7 @@ from chunkflow_compile.passes.ops import Prefetch, prefetch_of
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.ring import Ring, RingSlot, ring_bytes
 
-from .course import Course, border
+from .course import Border, Course, border
 from .happens_before import HappensBefore
 
 
@@ -37,12 +37,15 @@ class Reads:
         return chain(self.first, *(around for _ in range(count)))
 
 
-def reads_from(course: Course, call: int, drive: Collection[str]) -> Reads:
-    """The reads from a cold start at a call, or a jump to it, on.  ``drive``: names of the weights on the drive."""
+def reads_from(course: Course, call: int, at: Border, drive: Collection[str]) -> Reads:
+    """The reads from a cold start at a call, or a jump to it, on.
+
+    ``at``: what such a start fetches first.  ``drive``: names of the weights on the drive.
+    """
     if not drive:
         return Reads((), (), 0)
     found = [(number, op) for number, _, op in course.prefetches if op.weight in drive]
-    first = (op for node in border(course, call).prefetches if (op := prefetch_of(node)) and op.weight in drive)
+    first = (op for node in at.prefetches if (op := prefetch_of(node)) and op.weight in drive)
     return Reads(tuple(first), tuple(op for _, op in found), sum(number < call for number, _ in found))
 
 
@@ -59,7 +62,7 @@ def check_reads(course: Course, order: HappensBefore) -> Iterator[str]:
         return end - begin
 
     for call in range(len(course.calls)):
-        reads = reads_from(course, call, drive)
+        reads = reads_from(course, call, border(course, call), drive)
         if call == 0:
             yield from _check_order(reads, order, drive)
         capacity = ring_bytes([nbytes(op) for op in reads.cycle])

@@ -37,7 +37,7 @@ from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 from .borders import check_borders
 from .collectives import check_collectives
 from .course import Course
-from .fidelity import check_data_flow, check_order, check_readers
+from .fidelity import check_data_flow, check_operands, check_order, check_readers
 from .happens_before import HappensBefore
 from .memory import Memory, memory_of
 from .reads import check_reads
@@ -105,10 +105,14 @@ def check(program: Program | Course, order: HappensBefore | None = None) -> Iter
     memories = list[Memory]()
     for call in course.calls:
         pace()
-        memories.append(memory := memory_of(call))
+        misplaced = list(check_operands(call))
+        yield from misplaced
         yield from check_order(call)
-        yield from check_readers(call, memory)
         yield from check_data_flow(call, keys)
+        if misplaced:
+            return  # what follows goes from values to their operands, which may be a circle
+        memories.append(memory := memory_of(call))
+        yield from check_readers(call, memory)
     yield from check_turns(order)
     yield from check_borders(course, order)
     yield from check_reads(course, order)

@@ -128,7 +128,7 @@ def test_without_its_openings_a_copy_overwrites_a_weight_in_use(no_grad: None) -
     x = torch.randn(4, 8)
     assert torch.equal(run(x), twin(x))
     executor = programs(model)[0].executor
-    first = [i for i in executor._instructions if "_prefetch" in repr(i)]
+    first = [i for i in executor._instructions if ".prefetch" in repr(i)]
     rest = [i for i in executor._instructions if i not in first]
     executor._instructions = [*first, lambda step: executor.device.copy.synchronize(), *rest]
     assert not torch.equal(run(x), twin(x))

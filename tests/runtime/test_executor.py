@@ -73,7 +73,7 @@ def test_without_window_openings_a_copy_overwrites_a_weight_in_use(no_grad: None
     executor, x = runner.executor, torch.randn(4, 8)
     assert torch.equal(run(x), twin(x))
     instructions = list(executor._instructions)
-    prefetches = [entry for entry in instructions if "_prefetch" in repr(entry)]
+    prefetches = [entry for entry in instructions if ".prefetch" in repr(entry)]
     assert len(prefetches) == len(runner.plan.streamed)
     rest = [entry for entry in instructions if entry not in prefetches]
     executor._instructions = [*prefetches, lambda step: executor.device.copy.synchronize(), *rest]
@@ -140,7 +140,7 @@ def test_two_threads_take_turns(no_grad: None) -> None:
 def test_values_are_released_at_their_last_use(no_grad: None) -> None:
     _, _, run, runner = streaming()
     alive: list[int] = []
-    regions = runner.executor._regions
+    regions = runner.executor._issuer._regions
     seen: list[object] = []
 
     def spy(function: Callable[..., object]) -> Callable[..., object]:
@@ -154,8 +154,9 @@ def test_values_are_released_at_their_last_use(no_grad: None) -> None:
 
         return call
 
-    runner.executor._regions = {n: spy(f) for n, f in regions.items()}
-    runner.executor._instructions = list(runner.executor._prepare(runner.program.module))
+    issuer = runner.executor._issuer
+    issuer._regions = {n: spy(f) for n, f in regions.items()}
+    runner.executor._instructions = list(issuer.instructions())
     run(torch.randn(4, 8))
     assert max(alive) <= 2, "a region's input and output, and no older activation"
 

@@ -29,7 +29,7 @@ def _skip(executor: Executor, skipped: Any) -> None:
 
 
 def without_openings(executor: Executor) -> None:
-    _skip(executor, executor._opening)
+    _skip(executor, executor._issuer._opening)
 
 
 def without_handovers(executor: Executor) -> None:

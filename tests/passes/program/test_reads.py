@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import cycle, islice
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.program import reads
-from chunkflow_compile.passes.program.course import Call, Course, join, write
+from chunkflow_compile.passes.program.course import Call, Course, border, join, write
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import STEPS, check, verify
@@ -133,8 +134,8 @@ def test_rejects_another_order_than_that_of_the_copies(
 ) -> None:
     plain = reads.reads_from
 
-    def changed(of: Course, call: int, drive: frozenset[str]) -> Reads:
-        return change(plain(of, call, drive))  # type: ignore[operator]
+    def changed(*args: Any) -> Reads:
+        return change(plain(*args))  # type: ignore[operator]
 
     monkeypatch.setattr(reads, "reads_from", changed)
     assert any(named in said for said in violations(course()))
@@ -149,7 +150,7 @@ def test_reads_begin_again_at_every_call() -> None:
         return cycle(op for _, _, op in found.prefetches if op.weight in drive)
 
     for call in range(2):
-        of = reads.reads_from(found, call, drive)
+        of = reads.reads_from(found, call, border(found, call), drive)
         assert of.begin == call * len(of.cycle) // 2 and len(of.cycle) >= 4
         expected = islice(loop(), of.begin, of.begin + 2 * len(of.cycle))
         assert list(of.passes(2)) == [*of.first, *expected]

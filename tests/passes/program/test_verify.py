@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -299,9 +300,16 @@ def swap_two_inputs(copied: Program) -> None:
     first.prepend(second)
 
 
+def take_an_output_of_itself(copied: Program) -> None:
+    """A cycle of values, which no check may follow for ever."""
+    node = next(n for n in copied.module.graph.nodes if n.target is operator.getitem)
+    node.replace_input_with(node.all_input_nodes[0], node)
+
+
 @pytest.mark.parametrize(
     ("mutation", "violation"),
     [
+        (take_an_output_of_itself, r"^getitem\w* takes getitem\w*, which comes only after it"),
         (swap_two_inputs, r"^\w+ is input 0, but the traced graph has input 1"),
         (return_another_value, r"^output is return .*, but the traced graph has return"),
         (swap_lowered_code, r"^lowered_0 holds other code"),

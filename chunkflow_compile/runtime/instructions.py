@@ -1,0 +1,290 @@
+"""Instructions: for each node of a program, the function that issues it to the streams of a device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor, list_of
+from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
+from chunkflow_compile.passes.plan import runs
+from chunkflow_compile.passes.program.arrivals import Arrivals
+from chunkflow_compile.passes.program.lifetimes import over
+from chunkflow_compile.passes.program.rewrite import SOURCE, Program
+from chunkflow_compile.weights.source import DriveBytes, Source
+
+from .arena import Occupancy
+from .binding import Binding, Step
+from .host_flag import HostFlag
+from .measurement import RegionWatch
+from .outputs import owning
+from .read_ahead import Reading
+from .traffic import Traffic
+
+Issue = Callable[[Step], None]
+
+
+class Issuer:
+    """Makes the instructions of one program.
+
+    ``traffic``: the transfers that they issue.  ``flag``: holds copies back beside collectives, in the policy that does so.
+    ``on_drive``: weights that the arena's reader brings from the drive.  ``number``: of each node, its place in a step.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        regions: Mapping[str, Callable[..., Sequence[Any]]],
+        binding: Binding,
+        *,
+        occupancy: Occupancy,
+        arrivals: Arrivals,
+        poison: bool,
+    ) -> None:
+        """``binding``, ``occupancy``: the memory of the program, and what lies in it.  ``arrivals``: of its course.
+
+        ``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
+        """
+        self.binding = binding
+        self.traffic = Traffic()
+        self.flag = HostFlag() if program.plan.policy == "host-yield" else None
+        # checked chunk by chunk, copies read the drive themselves
+        held = {} if self.flag is not None else binding.hosts
+        self.on_drive = frozenset(name for name, source in held.items() if isinstance(source, DriveBytes))
+        self.number = {n: i for i, n in enumerate(program.module.graph.nodes)}
+        self._program = program
+        self._regions = regions
+        self._device = device = binding.arena.streams
+        self._occupancy = occupancy
+        self._arrivals = arrivals
+        self._poison = poison
+        self._opening, self._started, self._ended = device.event(), device.event(), device.event()
+        self._crossing = {c.name: c.nbytes for c in program.problem.collectives}
+
+    def instructions(self) -> Iterator[Issue]:
+        """One function for each node, which issues it; after it, one that drops the values no longer needed."""
+        module, windows = self._program.module, len(self._program.problem.regions)
+        number = {node.name: i for node, i in self.number.items()}
+        opened: int | None = None
+        window = 0  # the region that runs next
+        for node in module.graph.nodes:
+            if node.op == "placeholder":
+                continue
+            issue = self._issue(module, node, min(window, windows - 1))
+            window += node.op == "call_module"
+            if (prefetch := prefetch_of(node)) is not None:
+                if prefetch.window != opened:
+                    issue = partial(self._open, issue)
+                opened = prefetch.window
+            yield issue
+            if values := self._program.releases.get(node.name):
+                yield partial(self._drop, tuple(number[value] for value in values))
+
+    def _drop(self, numbers: tuple[int, ...], step: Step) -> None:
+        env = step.env
+
+        def work() -> None:
+            for number in numbers:
+                env[number] = None
+
+        self._device.compute.run(work)
+
+    def _issue(self, module: GraphModule, node: Node, window: int) -> Issue:
+        function: Any = node.target
+        if (prefetch := prefetch_of(node)) is not None:
+            return self.prefetch(prefetch, node)
+        if node.target is WAIT:
+            awaited = self._arrivals.awaited.get(node)
+            return _nothing if awaited is None else partial(self._wait, self._occupancy.arrived[awaited], window)
+        if node.target is EVICT:
+            return self._evict(str(node.args[0]))
+        if node.op == "get_attr":
+            constant = getattr(module, str(node.target))
+            return self._call(node, lambda: constant)
+        if node.op == "output":
+            return self._call(node, lambda outputs: outputs)
+        if node.op == "call_module":
+            return self._call(node, owning(self._regions[str(node.target)], self.binding.slots), window)
+        # an element of a collective's results is taken on the collective stream; of awaited results, on compute
+        if list_of(node) is not None or collective_kind(node) is not None or is_wait_tensor(node):
+            return self._collective(node, window)
+        return self._call(node, function)
+
+    def mark(self, copied: Node | str) -> None:
+        """Record the arrival after a copy, if a region waits for it."""
+        if (number := self._arrivals.marked.get(copied)) is not None:
+            self._device.copy.record(self._occupancy.arrived[number])
+
+    def prefetch(self, prefetch: Prefetch, node: Node) -> Issue:
+        """A function that issues the copies of a prefetch, and marks their arrival."""
+        weight = prefetch.weight
+        slot, host, size = self.binding.slots[weight], self.binding.hosts[weight], self._program.plan.chunk_bytes
+        first, end = prefetch.first * size, prefetch.end * size
+        nbytes = host[first:end].numel()
+        # adjacent chunks of one window are one copy, unless the flag is checked before each chunk
+        length = size if self.flag is not None else end - first
+        parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
+        reading = weight in self.on_drive
+        copies = [(slot[part], self.reading(prefetch) if reading else host[part]) for part in parts]
+        stream, flag, writes = self._device.copy, self.flag, self._occupancy.writes
+        name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"
+
+        def issue(step: Step) -> None:
+            for target, source in copies:
+                if flag is not None:
+                    stream.run(flag.hold)
+                self.copy(target, source, name)
+            self.mark(node)
+            step.cost.moved += nbytes
+            writes.pop(prefetch, None)
+            writes[prefetch] = None
+
+        return issue
+
+    def copy(self, target: torch.Tensor, source: Source | Reading, name: str) -> None:
+        """Enqueue a copy on the copy stream."""
+        work = partial(self._device.copy_bytes, target, source)
+        self._device.copy.run(work, self.traffic.copy(source.numel()), name)
+
+    def reading(self, op: Prefetch) -> Reading:
+        """The bytes of a prefetch as the reader of the drive brings them."""
+        source, size = self.binding.hosts[op.weight], self._program.plan.chunk_bytes
+        assert isinstance(source, DriveBytes)
+        part = source[op.first * size : op.end * size]
+        return Reading(self.binding.arena.reader, (op.weight, op.first, op.end), part)
+
+    def _open(self, issue: Issue, step: Step) -> None:
+        self._device.compute.record(self._opening)
+        self._device.copy.wait(self._opening)
+        issue(step)
+
+    def _wait(self, arrival: Any, window: int, step: Step) -> None:
+        exposed = step.cost.windows.exposed_s
+
+        def waited(seconds: float) -> None:
+            exposed[window] += seconds
+
+        if self.flag is not None:
+            self.flag.drop()  # no deadlock: compute beside a collective would wait for a copy that the flag holds
+        self._device.compute.wait(arrival, waited)
+
+    def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> Issue:
+        """A function that issues a node on the compute stream.  ``window``: where its compute time counts, or None."""
+        number, run, read = self.number[node], self._device.compute.run, self._reader(node)
+        name = (
+            ""
+            if window is None
+            else " ".join(w for w in (node.name, *self._program.plan.regions[self._program.start + window]) if w)
+        )
+
+        def issue(step: Step) -> None:
+            env = step.env
+
+            def work() -> None:
+                args, kwargs = read(env)
+                env[number] = function(*args, **kwargs)
+
+            run(work, None if window is None else RegionWatch(step.cost.windows, window), name)
+
+        return issue
+
+    def _reader(self, node: Node) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
+        """A function from a step's values to a node's operands.  Fast for regions, whose operands are all values."""
+        number = self.number
+        if node.op == "call_module":
+            numbers = [number[n] for n in node.args]
+            return lambda env: ([env[n] for n in numbers], {})
+
+        def read(env: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
+            return map_arg((node.args, node.kwargs), lambda n: env[number[n]])
+
+        return read
+
+    def _collective(self, node: Node, window: int) -> Issue:
+        """A function that issues a collective, its completion, or one of its results on the collective stream.
+
+        A collective starts when compute has reached it.  After its completion, compute continues when the collective
+        stream has reached that.
+        """
+        compute, stream, started, ended = self._device.compute, self._device.collective, self._started, self._ended
+        number, function, read = self.number[node], self._told(node), self._reader(node)
+        begins = collective_kind(node) is not None
+        ends = is_wait_tensor(node) or (begins and over(node, self.number) is node)
+        name = str(node.meta.get(SOURCE, node.name))
+
+        def issue(step: Step) -> None:
+            env, at = step.env, step.number
+
+            def work() -> None:
+                args, kwargs = read(env)
+                env[number] = function(at, *args, **kwargs)
+
+            if begins and self.flag is not None:
+                self.flag.set()
+            if begins and stream is not compute:
+                compute.record(started)
+                stream.wait(started)
+            stream.run(work, self.traffic.collective(step.cost.windows, window), name)
+            step.cost.collectives += begins
+            if ends and stream is not compute:
+                stream.record(ended)
+                compute.wait(ended)
+            if ends and self.flag is not None:
+                self.flag.clear()
+
+        return issue
+
+    def _told(self, node: Node) -> Callable[..., Any]:
+        """The op of a node of a collective, which gets the number of the step too, with errors that name the collective and
+        the fix.  The last completion of the collective reports the bytes received.
+        """
+        function: Any = node.target
+        collective = node
+        while collective_kind(collective) is None:
+            collective = collective.all_input_nodes[0]
+        name = str(collective.meta.get(SOURCE, collective.name))
+        brought = self._crossing.get(name, 0) if over(collective, self.number) is node else 0
+
+        def call(step: int, *args: Any, **kwargs: Any) -> Any:
+            try:
+                result = function(*args, **kwargs)
+                if brought:
+                    self._device.received(brought)
+                return result
+            except RuntimeError as error:
+                cause = self.binding.arena.disagreement() or "a rank died or did not arrive in time"
+                raise ChunkflowError(
+                    f"The collective {name} failed in step {step}: {cause.rstrip('.')} ({error}). The model is "
+                    "intact: restore(model) brings its weights back."
+                ) from error
+
+        return call
+
+    def _evict(self, weight: str) -> Issue:
+        """A function that poisons the evicted bytes, if asked to.
+
+        It needs no event: the opening of the next window over these bytes comes after it on the compute stream.
+        """
+        if not self._poison:
+            return _nothing
+        plan = self._program.plan
+        found = next(w for w in plan.streamed if w.name == weight)
+        spans = [plan.span(found, r.first, r.end) for r in runs(found.windows) if r.window is not None]
+        pieces = [self.binding.slots[weight][begin:end] for begin, end in spans]
+        return lambda step: self._device.compute.run(partial(_poison, pieces))
+
+
+def _nothing(step: Step) -> None:
+    """Issue nothing: another event, or the order of a stream, does the work of this node."""
+
+
+def _poison(pieces: Sequence[torch.Tensor]) -> None:
+    """Set all bits, which is NaN in every floating type except the ``fnuz`` variants of float8."""
+    for piece in pieces:
+        piece.fill_(255)
