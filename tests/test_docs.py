@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from dataclasses import fields
 from pathlib import Path
 
@@ -65,3 +66,10 @@ def test_every_command_is_described() -> None:
     api = (ROOT / "docs" / "api.md").read_text()
     names = [command.__name__.rpartition(".")[2] for command in COMMANDS]
     assert [name for name in names if f"\n| `chunkflow {name}` |" not in api] == []
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "docs" / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
+def test_a_benchmark_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it imports is there; to run it takes minutes."""
+    monkeypatch.syspath_prepend(str(script.parent))
+    assert runpy.run_path(str(script))

@@ -55,7 +55,11 @@ class BenchRecord:
         A round holds one step of every arm.  Other processes that slow the machine for some seconds slow both arms of a
         round, and hardly change their ratio.
         """
-        return median(a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True))
+        return median(self.ratios(arm, base))
+
+    def ratios(self, arm: str, base: str) -> list[float]:
+        """The step time of ``arm`` divided by that of ``base``, in each round."""
+        return [a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True)]
 
     def to_json(self) -> str:
         body = {

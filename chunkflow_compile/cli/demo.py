@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import RESIDENT, Job
@@ -89,10 +90,16 @@ def _finding(found: BenchRecord) -> str:
     mine = found.record.arms["chunkflow"]
     share = (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
     return (
-        f"a step of chunkflow takes {found.ratio('chunkflow', RESIDENT):.2f} times as long as the resident step, with "
-        f"{100 * share:.0f} % of the weights on the device; it is {found.ratio('layerwise', 'chunkflow'):.2f}x as fast as "
-        "layerwise"
+        f"a step of chunkflow takes {_ratio(found, 'chunkflow', RESIDENT)} times as long as the resident step, with "
+        f"{100 * share:.0f} % of the weights on the device; it is {_ratio(found, 'layerwise', 'chunkflow')} times as fast "
+        "as layerwise"
     )
+
+
+def _ratio(found: BenchRecord, arm: str, base: str) -> str:
+    """The median of all rounds, and the rounds it comes from: far apart, they say that the machine was busy."""
+    rounds = found.ratios(arm, base)
+    return f"{median(rounds):.2f} ({min(rounds):.2f} to {max(rounds):.2f})"
 
 
 def _to_json(found: Mapping[str, BenchRecord]) -> str:

@@ -22,7 +22,7 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.runtime import executor
+from chunkflow_compile.runtime import instructions
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.runtime.runner import Runner
 from chunkflow_compile.runtime.session import Session
@@ -55,12 +55,12 @@ class Clock:
 
 @contextmanager
 def watched(clock: Clock) -> Iterator[None]:
-    owning = executor.owning
+    owning = instructions.owning
     with (
         mock.patch.object(Runner, "__call__", clock.around(1, Runner.__call__)),
         mock.patch.object(Session, "run", clock.around(2, Session.run)),
         mock.patch.object(Executor, "run", clock.around(3, Executor.run)),
-        mock.patch.object(executor, "owning", lambda region, slots: clock.around(4, owning(region, slots))),
+        mock.patch.object(instructions, "owning", lambda region, slots: clock.around(4, owning(region, slots))),
     ):
         yield
 

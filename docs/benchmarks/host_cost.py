@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from sixty_blocks import sixty_blocks
@@ -23,11 +24,12 @@ from torch.fx import Node
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
+from chunkflow_compile.runtime import executor as executors
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.binding import Binding
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import FIRST_STEPS
-from chunkflow_compile.runtime.executor import Executor
+from chunkflow_compile.runtime.instructions import Issuer
 
 STEPS = 3 * FIRST_STEPS
 ALSO = "[host_by_part.md](host_by_part.md) has the parts of a call that runs on the CPU."
@@ -90,8 +92,8 @@ class Tenant:
         """Never called: no other program joins the arena."""
 
 
-class IdleExecutor(Executor):
-    """An executor whose collectives return nothing, because there is no process group."""
+class IdleIssuer(Issuer):
+    """Instructions whose collectives return nothing, because there is no process group."""
 
     def _told(self, node: Node) -> Callable[..., Any]:
         return lambda *_: None
@@ -106,7 +108,8 @@ def _issue(program: Program) -> list[float]:
     regions: dict[str, Callable[..., Sequence[Any]]] = {
         name: partial(_nothing, len(region.outputs)) for name, region in program.regions.items()
     }
-    executor = IdleExecutor(program, regions, Binding(arena, {}, slots, slots))
+    with mock.patch.object(executors, "Issuer", IdleIssuer):
+        executor = executors.Executor(program, regions, Binding(arena, {}, slots, slots))
     inputs = [None] * len(program.module.graph.find_nodes(op="placeholder"))
     times = []
     for _ in range(STEPS):
