@@ -11,7 +11,7 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Settings, Stage, StageName, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Parameter, Problem
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placing import Placement, large_weights, placement_of, placements_around
 from chunkflow_compile.plan_cache import DiskPlans
@@ -94,7 +94,6 @@ def chunkflow(
     _check_options(chosen, device)
     if chosen.lowering != "eager":
         warm_up(device)
-    seen = (lambda: None) if index.root is None else weakref.ref(index.root)  # compiled code keeps no model alive
     parameters = describe_parameters(example_inputs, index, min_bytes)
     part = is_part(found.values(), index.root, min_bytes)
     if part:
@@ -106,24 +105,58 @@ def chunkflow(
     settings = replace(
         chosen.settings(), likes=_likes(index.root, chosen), part=part, outside=outside, cache=DiskPlans.here()
     )
-    programs = list[Program]()
+    make_runner = _MakeRunner(
+        chosen=chosen,
+        settings=settings,
+        parameters=parameters,
+        index=index,
+        device=device,
+        min_bytes=min_bytes,
+        told=told,
+    )
+    compiled = lower_to_aten(graph, example_inputs, make_runner)
+    if progress is not None:
+        progress.compiled()
+    if index.root is not None and (placed is not None or _is_first_compilation()):
+        wanted = [found[p.key] for p in parameters if p.name in make_runner.programs[-1].offloaded]
+        if part and wanted:  # its guards then fit the other blocks too
+            wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
+        _move(index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if home_of(w) is None])
+    return compiled
 
-    def compile_inference(aten: GraphModule, _: Sequence[Any]) -> Runner:
-        told("planning")
-        tables = move_tables(aten, device)
-        traced = describe_graph(aten, parameters, index.blocks)
+
+@dataclass(frozen=True, kw_only=True)
+class _MakeRunner:
+    """Plans, verifies and lowers the ATen graph that AOTAutograd has made of a Dynamo graph.
+
+    ``index``: of the model around its weights.  ``told``: called with what is being done.  ``programs``: made so far.
+    """
+
+    chosen: Options
+    settings: Settings
+    parameters: Sequence[Parameter]
+    index: ModelIndex
+    device: torch.device
+    min_bytes: int
+    told: Callable[[str], object]
+    programs: list[Program] = field(default_factory=list)
+
+    def __call__(self, aten: GraphModule, _: Sequence[Any]) -> Runner:
+        self.told("planning")
+        chosen, tables = self.chosen, move_tables(aten, self.device)
+        traced = describe_graph(aten, self.parameters, self.index.blocks)
         notes = list[str]()
         note_estimates(traced, notes.append)
-        make = partial(run_passes, traced, settings, chosen.dump)
+        make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
         program = stage.program
         assert program is not None and stage.cut is not None
-        programs.append(program)
+        self.programs.append(program)
         code = Code(
             program=program,
             cut=stage.cut,
-            settings=settings,
-            regions=lower_regions(program, chosen.lowering, chosen.inductor, told, notes.append),
+            settings=self.settings,
+            regions=lower_regions(program, chosen.lowering, chosen.inductor, self.told, notes.append),
             notes=_logged(notes),
             make=make,
             replan_after=chosen.replan_after,
@@ -133,20 +166,12 @@ def chunkflow(
             verified="verify" not in chosen.disable,
             pin_bytes=chosen.pin_bytes(),
             goal=chosen,
-            advice=partial(_advice, program, chosen, outside, memory=chosen.memory_bytes()),
+            advice=partial(_advice, program, chosen, self.settings.outside, memory=chosen.memory_bytes()),
         )
-        place = partial(_place, device, min_bytes, code.kind, seen)
-        return Runner(Codes(code, traced), place, chosen.arena, Tables(device, tables))
-
-    compiled = lower_to_aten(graph, example_inputs, compile_inference)
-    if progress is not None:
-        progress.compiled()
-    if index.root is not None and (placed is not None or _is_first_compilation()):
-        wanted = [found[p.key] for p in parameters if p.name in programs[-1].offloaded]
-        if part and wanted:  # its guards then fit the other blocks too
-            wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
-        _move(index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if home_of(w) is None])
-    return compiled
+        root = self.index.root
+        seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
+        place = partial(_place, self.device, self.min_bytes, code.kind, seen)
+        return Runner(Codes(code, traced), place, chosen.arena, Tables(self.device, tables))
 
 
 def _check_options(chosen: Options, device: torch.device) -> None:
