@@ -1,7 +1,8 @@
 """The drive: weights that find no room in host memory stay in a file, and every step reads them from there.
 
 A weight that is a part of its checkpoint stays in it.  Any other one (cast, split, quantised, or written before) goes to a
-scratch file in its final layout.  The scratch file has no name, and is gone with the process.
+scratch file in its final layout, one for all ranks that share weights.  The scratch file has no name, and is gone with the
+last process that has it open.
 """
 
 from __future__ import annotations
@@ -23,20 +24,72 @@ from chunkflow_compile.passes.problem import Problem
 from .bytes import as_weight, flat_bytes, memory_of
 from .checkpoint import FilePart
 from .mapping import Descriptor, map_file, whole_pages
-from .source import DriveBytes, DriveFile
+from .source import DriveBytes, DriveFile, checksums
 
 # File systems in memory: a scratch file there would take what it is to save.
 _IN_MEMORY = ("tmpfs", "ramfs")
 
 
+class Scratch:
+    """A file without a name that weights are written to, each on pages of its own."""
+
+    def __init__(self, descriptor: Descriptor, where: str) -> None:
+        """``where``: for errors."""
+        self._where = where
+        self.file = DriveFile(descriptor, f"the scratch file {where}")
+
+    @staticmethod
+    def made(folder: Path, nbytes: int) -> Scratch:
+        """A new one, in which ``nbytes`` are going to be written.
+
+        Raises ChunkflowError if the file system is full, or is in memory itself.
+        """
+        where = f"in {folder}"
+        if (kind := _file_system(folder)) in _IN_MEMORY:
+            raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})"))
+        if (free := shutil.disk_usage(folder).free) < nbytes:
+            raise ChunkflowError(_no_room(where, f"{free} bytes are free"))
+        try:
+            with tempfile.TemporaryFile(prefix="chunkflow-", dir=folder) as made:
+                return Scratch(Descriptor(os.dup(made.fileno())), where)
+        except OSError as error:
+            raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
+
+    def write(self, begin: int, weight: torch.Tensor) -> list[int]:
+        """Write a dense host tensor behind all others; return its checksums.
+
+        Raises ChunkflowError if the file system is full.
+        """
+        number, view, done = self.file.descriptor.number, memoryview(memory_of(flat_bytes(weight))).cast("B"), 0
+        try:
+            os.ftruncate(number, begin + whole_pages(weight.nbytes))
+            while done < len(view):
+                done += os.pwritev(number, [view[done:]], begin + done)
+        except OSError as error:
+            raise ChunkflowError(_no_room(self._where, error.strerror or str(error))) from error
+        sums = checksums(view)
+        self.file.sums.add(begin, weight.nbytes, sums)
+        return sums
+
+    def mapped(self, begin: int, nbytes: int, kind: int) -> tuple[torch.Tensor, DriveBytes]:
+        """A mapping, uint8, of bytes that were written, and the bytes as a source of copies.
+
+        ``kind``: MAP_SHARED for one whose writes go to the file.  Raises ChunkflowError if the kernel refuses.
+        """
+        found = map_file(self.file.descriptor, nbytes, kind, begin)
+        if found is None:
+            raise ChunkflowError(_no_room(self._where, "a weight in it cannot be mapped"))
+        return found, DriveBytes(self.file, begin, nbytes)
+
+
 class Drive:
-    """The files of the weights of one model that are on the drive."""
+    """The files of the weights of one model that are on the drive, and that no other rank writes."""
 
     def __init__(self, folder: Path | None = None) -> None:
         """``folder``: of the scratch file; by default that for temporary files."""
         self._files: dict[str, DriveFile] = {}
-        self._folder = folder or Path(tempfile.gettempdir())
-        self._scratch: DriveFile | None = None
+        self._folder = folder or scratch_folder()
+        self._scratch: Scratch | None = None
         self._end = 0
 
     def part(self, part: FilePart) -> DriveBytes:
@@ -50,32 +103,17 @@ class Drive:
 
         Raises ChunkflowError if the file system is full, or is in memory itself.
         """
-        file = self._scratch = self._scratch or self._made(weight.nbytes)
-        begin, size = self._end, whole_pages(weight.nbytes)
-        try:
-            os.ftruncate(file.descriptor.number, begin + size)
-            view, done = memoryview(memory_of(flat_bytes(weight))).cast("B"), 0
-            while done < len(view):
-                done += os.pwritev(file.descriptor.number, [view[done:]], begin + done)
-        except OSError as error:
-            raise ChunkflowError(_no_scratch(self._folder, error.strerror or str(error))) from error
-        file.sums.add(begin, view)
-        mapped = map_file(file.descriptor, weight.nbytes, mmap.MAP_SHARED, begin)
-        if mapped is None:
-            raise ChunkflowError(_no_scratch(self._folder, "a weight in it cannot be mapped"))
-        self._end += size
-        return as_weight(mapped, weight), DriveBytes(file, begin, weight.nbytes)
+        self._scratch = self._scratch or Scratch.made(self._folder, weight.nbytes)
+        begin = self._end
+        self._scratch.write(begin, weight)
+        host, kept = self._scratch.mapped(begin, weight.nbytes, mmap.MAP_SHARED)
+        self._end += whole_pages(weight.nbytes)
+        return as_weight(host, weight), kept
 
-    def _made(self, nbytes: int) -> DriveFile:
-        if (kind := _file_system(self._folder)) in _IN_MEMORY:
-            raise ChunkflowError(_no_scratch(self._folder, f"it is in memory itself ({kind})"))
-        if (free := shutil.disk_usage(self._folder).free) < nbytes:
-            raise ChunkflowError(_no_scratch(self._folder, f"{free} bytes are free"))
-        try:
-            with tempfile.TemporaryFile(prefix="chunkflow-", dir=self._folder) as made:
-                return DriveFile(Descriptor(os.dup(made.fileno())), f"the scratch file in {self._folder}")
-        except OSError as error:
-            raise ChunkflowError(_no_scratch(self._folder, error.strerror or str(error))) from error
+
+def scratch_folder() -> Path:
+    """The folder for temporary files."""
+    return Path(tempfile.gettempdir())
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:
@@ -105,9 +143,9 @@ def with_drive(problem: Problem, budget: int) -> Problem:
     return replace(problem, weights=tuple(replace(w, drive=w.name in drive) for w in problem.weights))
 
 
-def _no_scratch(folder: Path, cause: str) -> str:
+def _no_room(where: str, cause: str) -> str:
     fix = "Set TMPDIR to a folder on a drive, or raise host_memory."
-    return f"There is no room for a scratch file in {folder}: {cause}. {fix}"
+    return f"There is no room for a scratch file {where}: {cause}. {fix}"
 
 
 def _file_system(folder: Path) -> str:

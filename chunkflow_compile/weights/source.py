@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import zlib
 from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,11 @@ from .mapping import Descriptor
 _SUMMED = 1 << 18
 
 
+def checksums(written: memoryview) -> list[int]:
+    """Those of bytes that are written to a file."""
+    return [zlib.crc32(written[start : start + _SUMMED]) for start in range(0, len(written), _SUMMED)]
+
+
 class Checksums:
     """Of what was written to a file.  Each is compared once, when its bytes are read back for the first time: a checksum
     takes longer than a fast drive."""
@@ -26,12 +32,11 @@ class Checksums:
         self._starts: list[int] = []
         self._sums: dict[int, tuple[int, int]] = {}
 
-    def add(self, begin: int, written: memoryview) -> None:
-        """Note bytes that were written after all others."""
-        for start in range(0, len(written), _SUMMED):
-            part = written[start : start + _SUMMED]
+    def add(self, begin: int, nbytes: int, sums: Sequence[int]) -> None:
+        """Note bytes that were written after all others, with the :func:`checksums` of them."""
+        for start, found in zip(range(0, nbytes, _SUMMED), sums, strict=True):
             self._starts.append(begin + start)
-            self._sums[begin + start] = len(part), zlib.crc32(part)
+            self._sums[begin + start] = min(_SUMMED, nbytes - start), found
 
     def forget(self, offset: int, nbytes: int) -> None:
         """Bytes may be written where the file sees it, but this does not."""
