@@ -18,7 +18,7 @@ from .drive import Drive
 from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
 from .peers import Peers
-from .sharing import SharedPages, SharedWeight, Wanted
+from .sharing import Role, SharedPages, SharedWeight, Wanted
 from .source import DriveBytes
 from .staging import GpuStagings
 
@@ -33,13 +33,14 @@ class Placed:
     """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
 
     ``shared``: its place, if other ranks have the memory too.  ``drive``: its bytes in a file, if it is on the drive;
-    ``scratch``: in a scratch file, where writes to ``host`` go too.
+    ``scratch``: in a scratch file; ``through``: writes to ``host`` go to the file.
     """
 
     host: torch.Tensor
     shared: SharedWeight | None = None
     drive: DriveBytes | None = None
     scratch: bool = False
+    through: bool = False
 
 
 class Filling:
@@ -68,15 +69,16 @@ class Filling:
         self._stagings = GpuStagings()
         self._peers = peers
         self._on_drive = on_drive
-        self._parts: dict[str, FilePart | None] = {}
         self._left: list[tuple[torch.Tensor, FilePart, torch.dtype]] = []  # to other ranks
         self._kept: set[str] = set()
         self._unchecked = 0
         self._shared: SharedPages | None = None
         try:
+            self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
             if peers is not None:
-                self._shared = SharedPages(peers, [self._wanted(*w) for w in weights if w[0] not in on_drive])
-            self._todo = sum(self._taken(*w) for w in weights)
+                self._shared = SharedPages(peers, [w for w in self._weights.values() if not w.stays])
+            self._taken = {name: self._takes(self._weights[name], tensor) for name, tensor in weights}
+            self._todo = sum(self._taken.values())
             check_room(self._todo)
         except BaseException as error:
             self.close(error)
@@ -87,36 +89,42 @@ class Filling:
 
         Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
         """
-        values, dtype = tensor.detach(), self._dtype_of(name, tensor)
-        if self._stays(values, dtype):
+        weight, values = self._weights[name], tensor.detach()
+        if weight.stays:
+            if weight.drive and weight.part is not None:
+                return Placed(values, drive=self._drive.part(weight.part))
             return Placed(ordinary(values))
-        self._take(self._taken(name, tensor))
-        part = self._part(name, values)
-        if name in self._on_drive:
-            return self._on_the_drive(values, dtype, part)
-        found = None if self._shared is None else self._shared.pages(name)
-        if self._shared is not None and found is not None:
-            role, equal = self._shared.role(name), True
-            if role == "fill":
-                self._fill(found.host, values, part)
-                self._shared.written(name)
-            elif role == "leave" and part is not None:
-                self._left.append((found.host, part, values.dtype))
-            else:
-                equal = self._shared.same(name, values)
-            if equal:
-                self._kept.add(name)
-                return Placed(found.host, shared=found)
-        made = empty_pages(values, dtype)
-        self._fill(made, values, part)
-        return Placed(made)
-
-    def _on_the_drive(self, values: torch.Tensor, dtype: torch.dtype, part: FilePart | None) -> Placed:
-        if part is not None and dtype == values.dtype and not values.is_inference():
-            return Placed(values, drive=self._drive.part(part))
-        made = empty_pages(values, dtype)
-        self._fill(made, values, part)
+        self._take(self._taken[name])
+        if self._shared is not None and (role := self._shared.role(name)) is not None:
+            share = self._share_file if weight.drive else self._share_pages
+            if (placed := share(self._shared, role, weight, values)) is not None:
+                return placed
+        made = self._filled(weight, values)
+        if not weight.drive:
+            return Placed(made)
         host, kept = self._drive.keep(made)
+        return Placed(host, drive=kept, scratch=True, through=True)
+
+    def _share_pages(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
+        """The values in memory that other ranks map too; None if those there are others."""
+        name, found = weight.name, shared.pages(weight.name)
+        if role == "fill":
+            self._fill(found.host, weight, values)
+            shared.written(name)
+        elif role == "leave" and weight.part is not None:
+            self._left.append((found.host, weight.part, weight.read_as))
+        elif not shared.same(name, found.host, values):
+            return None
+        self._kept.add(name)
+        return Placed(found.host, shared=found)
+
+    def _share_file(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
+        """The values in the scratch file of all ranks; None if those there are others."""
+        if role == "fill":
+            shared.keep(weight.name, self._filled(weight, values))
+        host, kept = shared.kept(weight.name)
+        if role == "compare" and not shared.same(weight.name, host, values):
+            return None
         return Placed(host, drive=kept, scratch=True)
 
     def finish(self) -> None:
@@ -142,21 +150,23 @@ class Filling:
         if self._shared is not None:
             self._shared.leave(self._kept)
 
-    def _stays(self, values: torch.Tensor, dtype: torch.dtype) -> bool:
-        """Whether a weight keeps its memory."""
-        return not self._pages and values.device.type == "cpu" and dtype == values.dtype
-
-    def _taken(self, name: str, tensor: torch.Tensor) -> int:
-        """Bytes of host memory that a weight takes from this rank.  One that is there already gives its own back."""
+    def _wanted(self, name: str, tensor: torch.Tensor) -> Wanted:
         values, dtype = tensor.detach(), self._dtype_of(name, tensor)
-        if name in self._on_drive or self._stays(values, dtype):
+        drive, same = name in self._on_drive, dtype == values.dtype
+        stays = same and not self._pages and values.device.type == "cpu"
+        part = None if stays else self._mappings.part(values)
+        stays = stays or (same and drive and part is not None and not values.is_inference())
+        return Wanted(name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays)
+
+    def _takes(self, weight: Wanted, values: torch.Tensor) -> int:
+        """Bytes of host memory that a weight takes from this rank.  One that is there already gives its own back."""
+        if weight.drive or weight.stays:
             return 0
-        nbytes = values.numel() * dtype.itemsize
-        if self._shared is not None and self._shared.pages(name) is not None:
-            return nbytes if self._shared.role(name) == "fill" else 0
-        if values.device.type == "cpu" and self._part(name, values) is None:
-            return max(0, nbytes - values.nbytes)
-        return nbytes
+        if self._shared is not None and (role := self._shared.role(weight.name)) is not None:
+            return weight.nbytes if role == "fill" else 0
+        if values.device.type == "cpu" and weight.part is None:
+            return max(0, weight.nbytes - values.nbytes)
+        return weight.nbytes
 
     def _take(self, nbytes: int) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
@@ -166,22 +176,17 @@ class Filling:
             check_room(self._todo)
         self._todo -= nbytes
 
-    def _fill(self, made: torch.Tensor, values: torch.Tensor, part: FilePart | None) -> None:
-        if part is not None:
-            self._reader.read(part, made, values.dtype)
+    def _filled(self, weight: Wanted, values: torch.Tensor) -> torch.Tensor:
+        made = empty_pages(values, weight.dtype)
+        self._fill(made, weight, values)
+        return made
+
+    def _fill(self, made: torch.Tensor, weight: Wanted, values: torch.Tensor) -> None:
+        if weight.part is not None:
+            self._reader.read(weight.part, made, weight.read_as)
         elif made.numel():
             with running_on(self._cpus):  # the first thread to write a page decides its memory node
                 fill(made, values, self._stagings.of(values.device))
-
-    def _part(self, name: str, values: torch.Tensor) -> FilePart | None:
-        if name not in self._parts:
-            self._parts[name] = self._mappings.part(values)
-        return self._parts[name]
-
-    def _wanted(self, name: str, tensor: torch.Tensor) -> Wanted:
-        values = tensor.detach()
-        part = self._part(name, values)
-        return Wanted(name, (*values.shape,), (*values.stride(),), self._dtype_of(name, tensor), values.dtype, part)
 
     @cached_property
     def _cpus(self) -> frozenset[int]:

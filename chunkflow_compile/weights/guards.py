@@ -226,7 +226,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
     shared, home = tensor.cell.shared, tensor.home
-    if home is not None and home.scratch:
+    if home is not None and home.through:
         home.may_change()  # as part of the scratch file, unseen from here on
     # other ranks read shared memory, and a write to it would go unnoticed here
     return tensor.host.detach() if shared is None else shared.to_write(tensor.host)

@@ -44,7 +44,7 @@ class Home:
     _weight: weakref.ref[HostWeight]
     grad: torch.Tensor | None = None
     was_shared: bool = False
-    scratch: bool = False
+    through: bool = False  # writes to the host tensor go to the drive
     _drive: tuple[DriveBytes, int] | None = None  # and the version of the host tensor that it has the values of
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
     _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
@@ -70,9 +70,10 @@ class Home:
     def drive(self) -> DriveBytes | None:
         """The bytes on the drive, None if the values are in host memory.
 
-        A mapping of a checkpoint is the process's own: the file does not see a write to it.  A scratch file does.
+        A mapping of a checkpoint, or of a scratch file that ranks share, is the process's own: the file does not see a write
+        to it.  A scratch file of this rank alone does.
         """
-        if self._drive is None or (not self.scratch and self._drive[1] != self.host._version):
+        if self._drive is None or (not self.through and self._drive[1] != self.host._version):
             return None
         return self._drive[0]
 
@@ -130,8 +131,8 @@ class Home:
         self.cell.version += 1  # programs pin it again
 
     def may_change(self) -> None:
-        """The values are about to be written: a scratch file sees it, a checkpoint does not."""
-        if self.scratch and self._drive is not None:
+        """The values are about to be written, and the file sees it or does not."""
+        if self.through and self._drive is not None:
             self._drive[0].may_change()
         else:
             self._drive = None
@@ -208,9 +209,9 @@ class HostStore:
             home = self._adopt(names, tensor, origin)
             home.grad = grad
             weight: Any = tensor
-            weight.cell.shared = placed.shared
+            weight.cell.shared, weight.cell.scratch = placed.shared, placed.scratch
             home.was_shared = placed.shared is not None
-            home.scratch = placed.scratch
+            home.through = placed.through
             home._drive = None if placed.drive is None else (placed.drive, home.host._version)
             return home
 
@@ -347,7 +348,7 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
             home.check()
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
-            plain = stagings.brought(weight.host, device, copy=home is not None and home.scratch)
+            plain = stagings.brought(weight.host, device, copy=weight.cell.scratch)
         become(weight, weight.plain(plain))
         if home is not None and home.grad is not None:
             weight.grad = home.grad.to(device)

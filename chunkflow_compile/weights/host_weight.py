@@ -67,6 +67,7 @@ class HostBytes:
     ``order``: of the store that it belongs to; an op that writes several weights enters ``writing`` in this order.
     ``writing``: entered around each write; it waits for the steps and copies that read the memory.  ``read``: called with
     the bytes of each fetch.  ``shared``: its place, if other ranks have the memory too; ``writing`` ends that.
+    ``scratch``: whether the memory is a mapping of a scratch file.
     """
 
     def __init__(self) -> None:
@@ -75,6 +76,7 @@ class HostBytes:
         self.writing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.read: Callable[[int], None] = _ignore
         self.shared: SharedWeight | None = None
+        self.scratch = False
 
 
 def _ignore(nbytes: int) -> None:

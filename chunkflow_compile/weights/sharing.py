@@ -1,8 +1,8 @@
-"""Sharing: one copy of the weights on a machine, in memory that its ranks map together.
+"""Sharing: one copy of the weights on a machine, in memory that its ranks map together, or in one file on the drive.
 
 The memory is a sealed memfd: a file without a name, which is gone when the last process that maps it has ended, however it
-ended.  That a weight is the same on all ranks is proved, not assumed: it is the same part of the same file everywhere, or
-each rank compares all bytes of its own with those that the first rank has written.
+ended.  So is the file on the drive.  That a weight is the same on all ranks is proved, not assumed: it is the same part of
+the same file everywhere, or each rank compares all bytes of its own with those that the first rank has written.
 """
 
 from __future__ import annotations
@@ -21,14 +21,16 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .checkpoint import FilePart
+from .drive import Scratch, scratch_folder
 from .limits import check_room, no_room
 from .mapping import ACCESS, FAILED, MAP_FIXED, Descriptor, libc, map_file, whole_pages
 from .peers import Peers
+from .source import DriveBytes
 
 _log = logging.getLogger(__name__)
 
-# What a rank does with a weight: writes its pages, compares its own values with them, or leaves it to another rank, which
-# reads the same part of the same file.
+# What a rank does with a weight: writes it, compares its own values with what is written, or leaves it to another rank,
+# which reads the same part of the same file.
 Role = Literal["fill", "compare", "leave"]
 # Elements of a weight that are cast and compared at a time.
 _PIECE = 1 << 20
@@ -40,7 +42,10 @@ _NAMED = 5
 
 @dataclass(frozen=True)
 class Wanted:
-    """A weight to share: its name, shape, strides and dtype, and the part of a file that it is, if it is one."""
+    """A weight to place: its name, shape, strides and dtype, and the part of a file that it is, if it is one.
+
+    ``drive``: whether it goes to the drive.  ``stays``: whether it keeps its memory, or its place in a file on the drive.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -48,6 +53,8 @@ class Wanted:
     dtype: torch.dtype
     read_as: torch.dtype
     part: FilePart | None
+    drive: bool
+    stays: bool
 
     @property
     def nbytes(self) -> int:
@@ -59,7 +66,12 @@ class Wanted:
     def told(self) -> dict[str, Any]:
         """As JSON holds it."""
         part = None if self.part is None else asdict(self.part)
-        return {"as": [self.name, [*self.shape], [*self.stride], str(self.dtype)], "from": [part, str(self.read_as)]}
+        kind = [self.name, [*self.shape], [*self.stride], str(self.dtype), self.drive]
+        return {"as": kind, "from": [part, str(self.read_as)]}
+
+    def view(self, data: torch.Tensor) -> torch.Tensor:
+        """The weight whose bytes are ``data``, uint8."""
+        return data.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class SharedWeight:
@@ -115,13 +127,15 @@ class SharedWeight:
 
 
 class SharedPages:
-    """The pages of the weights of one move, and what this rank does with each."""
+    """The weights of one move that ranks share, in memory or in a scratch file, and what this rank does with each."""
 
     def __init__(self, peers: Peers, wanted: Sequence[Wanted]) -> None:
         """All peers create it, each with its own weights.  Raises ChunkflowError if there is no room, or a peer has ended."""
         self._peers = peers
         self._pages: dict[str, SharedWeight] = {}
+        self._on_drive: dict[str, tuple[int, Wanted]] = {}  # and where each begins in the scratch file
         self._roles: dict[str, Role] = {}
+        self._awaited: set[str] = set()  # until the leader has written them
         self._written: set[str] = set()  # by the leader, as it has told
         self._differ: list[str] = []
         told = peers.gather([w.told() for w in wanted])
@@ -141,16 +155,28 @@ class SharedPages:
                 len(common),
                 len(wanted),
             )
-        places = self._places(common)
-        total = places[-1] if common else 0
-        if not total:
-            return
-        memory, descriptor = self._mapped(total)
         self._assign(common, {w.name: sources[repr(w.told()["as"])] for w in common})
-        for weight, begin in zip(common, places, strict=False):
-            raw = memory[begin : begin + weight.nbytes]
-            host = raw.view(weight.dtype).as_strided(weight.shape, weight.stride)
+        if memory := [w for w in common if not w.drive]:
+            self._share_memory(memory)
+        if drive := [w for w in common if w.drive]:
+            self._share_file(drive)
+
+    def _share_memory(self, weights: Sequence[Wanted]) -> None:
+        places = self._places(weights)
+        memory, descriptor = self._mapped(places[-1])
+        for weight, begin in zip(weights, places, strict=False):
+            host = weight.view(memory[begin : begin + weight.nbytes])
             self._pages[weight.name] = SharedWeight(descriptor, begin, host)
+
+    def _share_file(self, weights: Sequence[Wanted]) -> None:
+        """The leader makes the scratch file, and the others get it."""
+        places = self._places(weights)
+        self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
+        if self._peers.leads:
+            self._scratch = Scratch.made(scratch_folder(), places[-1])
+            self._peers.hand(self._scratch.file.descriptor.number)
+        else:
+            self._scratch = Scratch(_opened_again(self._peers.take()), f"of rank {self._peers.ranks[0]}")
 
     @staticmethod
     def _places(weights: Sequence[Wanted]) -> list[int]:
@@ -179,48 +205,75 @@ class SharedPages:
         return pages, descriptor
 
     def _assign(self, weights: Sequence[Wanted], sources: dict[str, list[Any]]) -> None:
-        """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest."""
+        """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.
+
+        The leader also reads what it writes to the drive.
+        """
         same = {
             w.name for w in weights if sources[w.name][0][0] and all(s == sources[w.name][0] for s in sources[w.name])
         }
-        total, done = sum(w.nbytes for w in weights if w.name in same), 0
+        total, done = sum(w.nbytes for w in weights if w.name in same and not w.drive), 0
         for weight in weights:
-            if weight.name in same:
+            if weight.name in same and not weight.drive:
                 reader = self._peers.ranks[min(len(self._peers.ranks) * done // total, len(self._peers.ranks) - 1)]
                 self._roles[weight.name] = "fill" if reader == self._peers.rank else "leave"
                 done += weight.nbytes
-            else:
-                self._roles[weight.name] = "fill" if self._peers.leads else "compare"
-        self._compared = {w.name for w in weights} - same
+                continue
+            self._awaited.add(weight.name)
+            other: Role = "leave" if weight.name in same else "compare"
+            self._roles[weight.name] = "fill" if self._peers.leads else other
 
-    def pages(self, name: str) -> SharedWeight | None:
-        """The pages of a weight; None if it is not shared."""
-        return self._pages.get(name)
+    def pages(self, name: str) -> SharedWeight:
+        """The pages of a weight that is shared in memory."""
+        return self._pages[name]
 
-    def role(self, name: str) -> Role:
-        return self._roles[name]
+    def role(self, name: str) -> Role | None:
+        """None for a weight that is not shared."""
+        return self._roles.get(name)
 
     def leave(self, kept: Collection[str]) -> None:
         """Unmap the pages of all weights but those ``kept``."""
         for name in self._pages.keys() - kept:
             self._pages.pop(name).leave()
 
-    def written(self, name: str) -> None:
-        """Tell the others that the pages of a weight are written, if they wait to compare them."""
-        if name in self._compared:
-            self._peers.say(name)
+    def written(self, name: str, sums: Sequence[int] = ()) -> None:
+        """Tell the others that a weight is written, if they wait for it.  ``sums``: its checksums on the drive."""
+        if name in self._awaited:
+            self._written.add(name)
+            self._peers.say([name, sums])
 
-    def same(self, name: str, values: torch.Tensor) -> bool:
-        """Whether a weight has the bytes that the leader has written.  Waits for that."""
-        while name not in self._written:
-            self._written.add(self._peers.hear())
-        equal = _same_bytes(self._pages[name].host, values)
+    def keep(self, name: str, made: torch.Tensor) -> None:
+        """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
+        self.written(name, self._scratch.write(self._on_drive[name][0], made))
+
+    def kept(self, name: str) -> tuple[torch.Tensor, DriveBytes]:
+        """A weight in the scratch file, and its bytes there; waits until the leader has written it.
+
+        Writes to the tensor are this rank's own: neither the file nor another rank sees them.
+        """
+        self._wait(name)
+        begin, weight = self._on_drive[name]
+        data, found = self._scratch.mapped(begin, weight.nbytes, mmap.MAP_PRIVATE)
+        return weight.view(data), found
+
+    def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
+        """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""
+        self._wait(name)
+        equal = _same_bytes(host, values)
         if not equal:
             self._differ.append(name)
         return equal
 
+    def _wait(self, name: str) -> None:
+        while name not in self._written:
+            written, sums = self._peers.hear()
+            self._written.add(written)
+            if written in self._on_drive:
+                begin, weight = self._on_drive[written]
+                self._scratch.file.sums.add(begin, weight.nbytes, sums)
+
     def finish(self) -> None:
-        """Wait until all pages are written and compared.  Weights that differ are named on all ranks."""
+        """Wait until all weights are written and compared.  Those that differ are named on all ranks."""
         for rank, names in zip(self._peers.ranks, self._peers.gather(self._differ), strict=True):
             if names:
                 more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
@@ -242,6 +295,18 @@ def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
         if ctypes.CDLL(None).memcmp(ctypes.c_void_p(held.data_ptr()), ctypes.c_void_p(piece.data_ptr()), held.nbytes):
             return False
     return True
+
+
+def _opened_again(number: int) -> Descriptor:
+    """Another opening, to read, of a file that is closed here.
+
+    The kernel reads ahead for each opening: ranks that read one at different places would disturb each other.
+    """
+    given = Descriptor(number)
+    try:
+        return Descriptor(os.open(f"/proc/self/fd/{number}", os.O_RDONLY))
+    except OSError:  # without /proc
+        return given
 
 
 def _no_memory(weight: torch.Tensor, cause: str) -> str:

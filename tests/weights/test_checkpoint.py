@@ -63,7 +63,7 @@ def test_a_weight_that_was_written_is_no_part_of_its_file(saved: Path) -> None:
         weight[0, 0] = 3  # type: ignore[index]
     assert Mappings().part(weight.detach()) is None
     assert Mappings().part(torch.randn(2048)) is None
-    filling = Filling(CPU, [], as_they_are, pages=True)
+    filling = Filling(CPU, [("weight", weight)], as_they_are, pages=True)
     assert torch.equal(filling.place("weight", weight).host, weight.detach())
     filling.close()
 

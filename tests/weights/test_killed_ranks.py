@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import tempfile
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -21,7 +22,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
-from chunkflow_compile.weights import filling
+from chunkflow_compile.weights import drive, filling
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.limits import meminfo
 
@@ -76,6 +77,14 @@ def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
     assert run_two(one_is_absent, str(tmp_path)) == [0, 0]
 
 
+def without_name() -> int:
+    """Files without a name that this process has open, and mappings of them."""
+    held = [os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink()]
+    held += Path("/proc/self/maps").read_text().splitlines()
+    folder = f"{tempfile.gettempdir()}/"
+    return sum("memfd:chunkflow" in f or (folder in f and f.endswith("(deleted)")) for f in held)
+
+
 def large() -> nn.Module:
     """64 MiB of weights."""
     torch.manual_seed(0)
@@ -91,6 +100,7 @@ def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
             "fill": (filling, "fill"),
             "proof": (filling.SharedPages, "same" if rank else "written"),
             "finish": (filling.SharedPages, "finish"),
+            "drive": (drive.Scratch, "mapped" if rank else "write"),
         }[when]
         if when == "fill" and rank == 1:
             owner, name = filling.SharedPages, "role"
@@ -104,9 +114,9 @@ def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
             return plain(*args)
 
         setattr(owner, name, dies)
-    began, said = time.monotonic(), ""
+    began, said, files = time.monotonic(), "", without_name()
     try:
-        offload(model, min_bytes=LEAST, share=True)
+        offload(model, min_bytes=LEAST, share=True, host_memory=0 if when == "drive" else None)
     except ChunkflowError as error:
         said = str(error)
     if len(who) > 1:
@@ -115,16 +125,16 @@ def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     assert time.monotonic() - began < 30 and not shared(model)
     gc.collect()
-    assert "memfd:chunkflow-weights" not in Path("/proc/self/maps").read_text()
-    assert not any("chunkflow" in os.readlink(f) for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+    assert without_name() == files
     os._exit(0)
 
 
-CASES = [(who, when) for who in WHO for when in ("fill", "proof", "finish")]
+CASES = [(who, when) for who in WHO for when in ("fill", "proof", "finish", "drive")]
+SHORT = (((0,), "finish"), ((0,), "drive"))
 
 
 @pytest.mark.parametrize(
-    ("who", "when"), [pytest.param(*c, marks=() if c == ((0,), "finish") else pytest.mark.long) for c in CASES]
+    ("who", "when"), [pytest.param(*c, marks=() if c in SHORT else pytest.mark.long) for c in CASES]
 )
 def test_a_rank_is_killed(tmp_path: Path, who: tuple[int, ...], when: str) -> None:
     before = meminfo()["Shmem"]

@@ -261,7 +261,7 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
     assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(homes)
     # buffers are shared too, and each begins at a page
     one, other = homes[min(memory)], homes[min(drive)]
-    assert one.cell.shared is not None and other.scratch == (cast is not None)
+    assert one.cell.shared is not None and other.cell.scratch == (cast is not None)
     placed = [home for home in one.store.homes if home.drive is None]
     assert sum(home.nbytes for home in placed) <= budget
     held = os.fstat(one.cell.shared._descriptor.number).st_size
@@ -275,9 +275,9 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
                     m.get_parameter(home.name).mul_(2)
         dist.barrier()
         steps(run, twin, 5, dtype)
-    # a written part of a checkpoint is in the rank's own memory from then on
+    # what a rank has written is in its own memory from then on
     assert shared(model) == (memory - {one.name} if rank else memory)
-    assert (other.drive is None) == (rank == 1 and cast is None)
+    assert (other.drive is None) == (rank == 1)
     with writing(model), torch.no_grad():
         for m in (model, twin):
             for home in (one, other):

@@ -1,0 +1,196 @@
+"""Weights on the drive in one scratch file that ranks share: written once, proved equal, and private where a rank writes."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from test_drive import counted_reads, homes, planned_reads
+from test_killed_ranks import without_name
+from test_shared_memory import LEAST, OPTIONS, SIZE, large, steps
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
+from chunkflow_compile.models.small import small_model
+from chunkflow_compile.weights.host_store import Home
+from chunkflow_compile.weights.mapping import whole_pages
+
+BF16 = torch.bfloat16
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    return str(tmp_path / "wan")
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def pair(folder: str) -> tuple[nn.Module, nn.Module]:
+    """A model in float32, and one cast to bfloat16 by diffusers."""
+    kind = diffusers.WanTransformer3DModel
+    return kind.from_pretrained(folder), kind.from_pretrained(folder, torch_dtype=BF16)
+
+
+def file_of(home: Home) -> tuple[int, int]:
+    assert home.drive is not None
+    told = os.fstat(home.drive.file.descriptor.number)
+    return told.st_dev, told.st_ino
+
+
+def in_scratch(model: nn.Module) -> dict[str, Home]:
+    return {name: home for name, home in homes(model).items() if home.cell.scratch}
+
+
+def one_file(rank: int, folder: str) -> None:
+    before = without_name()
+    model, twin = pair(folder)
+    names = large(model)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
+    assert {name for name, home in homes(model).items() if home.drive is not None} == names
+    found = in_scratch(model)  # the others are in float32 in the model too, and stay in its checkpoint
+    (file,) = {home.drive.file for home in found.values() if home.drive is not None}
+    ((device, inode),) = {file_of(home) for home in found.values()}
+    assert everywhere((device, inode)) == [(device, inode)] * 2, "one file a machine"
+    placed = [home for home in next(iter(found.values())).store.homes if home.cell.scratch]  # with buffers
+    assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(home.nbytes) for home in placed)
+
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    steps(run, twin, dtype=BF16)
+    (program,) = programs(model)
+    copies = program.arena.streams.copy
+    copies.synchronize()
+    with counted_reads() as taken:
+        taken.append(0)
+        steps(run, twin, 3, BF16)
+        copies.synchronize()
+    assert taken == [3 * planned_reads(program.plan, [*homes(model).values()])]
+
+    # one rank writes a part of a weight, what state_dict gave it, a weight's data, and all of another: only it sees them
+    names, mine = iter(sorted(found)), set[str]()
+    for writer in (1, 0):
+        written = [next(names) for _ in range(4)]
+        before_it = [found[name].drive.read_all() for name in written]  # type: ignore[union-attr]
+        dist.barrier()
+        if rank == writer:
+            mine.update(written)
+            for m in (model, twin):
+                m.get_parameter(written[0])[:1].mul_(2)
+                m.state_dict()[written[1]].add_(1)
+                m.get_parameter(written[2]).data += 1
+                m.load_state_dict({written[3]: torch.full_like(twin.get_parameter(written[3]), 0.01)}, strict=False)
+        dist.barrier()
+        if rank != writer:
+            after_it = [found[name].drive.read_all() for name in written]  # type: ignore[union-attr]
+            assert all(torch.equal(a, b) for a, b in zip(before_it, after_it, strict=True))
+        assert {name for name, home in found.items() if home.drive is None} == mine
+        steps(run, twin, 5, BF16)
+    with writing(model):  # both write
+        for m in (model, twin):
+            m.get_parameter(next(iter(found))).fill_(0.02)
+    steps(run, twin, 7, BF16)
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    del file, placed, run, program, copies, found, before_it
+    torch._dynamo.reset()
+    gc.collect()
+    assert without_name() == before, "no ordinary tensor keeps the file"
+
+
+def test_one_scratch_file_for_all_ranks(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(one_file, saved)
+
+
+def differs(rank: int, folder: str) -> None:
+    """In one weight; and what one rank has cast is compared with what another read."""
+    model, twin = pair(folder)
+    names = [f"blocks.{i}.attn1.to_q.weight" for i in range(2)]
+    if rank == 1:
+        for m in (model, twin):
+            m.get_parameter(names[0])[-1, -1] += 1
+        model.get_parameter(names[1]).add_(0)  # equal, but no part of the file
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("chunkflow_compile").addHandler(handler)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
+    assert [r for r in records if "other values" in r] == [
+        f"rank 1 has other values than rank 0 in {names[0]}, and keeps its own copy of them"
+    ]
+    found = in_scratch(model)
+    mine, theirs = everywhere({name: file_of(home) for name, home in found.items()})
+    assert {name for name in mine if mine[name] != theirs[name]} == {names[0]}
+    assert found[names[0]].through == (rank == 1)
+    steps(torch.compile(model, backend="chunkflow", options=OPTIONS), twin, dtype=BF16)
+
+
+def test_a_weight_that_differs_is_named_and_private(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(differs, saved)
+
+
+def spoilt(rank: int, folder: str) -> None:
+    model, _ = pair(folder)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
+    first, second = list(in_scratch(model).values())[:2]
+    assert first.drive is not None and second.drive is not None
+    number, at = second.drive.file.descriptor.number, second.drive._offset + 3
+    if rank == 0:
+        os.pwrite(number, bytes([os.pread(number, 1, at)[0] ^ 1]), at)
+    else:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.pwrite(number, b"x", at)  # only the leader can write
+    dist.barrier()
+    first.drive.read_all()
+    with pytest.raises(ChunkflowError, match=r"scratch file .* does not have at byte \d+ what was written there"):
+        second.drive.read_all()
+
+
+def test_a_drive_that_loses_what_was_written_is_found_on_each_rank(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(spoilt, saved)
+
+
+def no_room(rank: int, folder: str) -> None:
+    before = without_name()
+    plain, left = os.pwritev, [3]
+
+    def full(*args: Any) -> int:
+        left[0] -= 1
+        if not left[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return plain(*args)
+
+    model, twin = pair(folder)[0], pair(folder)[0]
+    for said in (r"/dev/shm: it is in memory itself \(tmpfs\)", f"{tempfile.gettempdir()}: No space left on device"):
+        told = f"There is no room for a scratch file in {said}"
+        with pytest.MonkeyPatch.context() as patch:
+            if "tmpfs" in said:
+                patch.setattr(tempfile, "tempdir", "/dev/shm" if rank == 0 else None)
+            elif rank == 0:
+                patch.setattr(os, "pwritev", full)
+            with pytest.raises(ChunkflowError, match=told if rank == 0 else f"another rank failed. rank 0: {told}"):
+                offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
+        assert all(
+            torch.equal(a.to(BF16), b.to(BF16)) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+        )
+        gc.collect()
+        assert not homes(model) and without_name() == before
+        dist.barrier()
+
+
+def test_no_room_for_the_file(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(no_room, saved)
