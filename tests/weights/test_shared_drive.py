@@ -22,6 +22,7 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
 from chunkflow_compile.models.small import small_model
+from chunkflow_compile.weights import drive
 from chunkflow_compile.weights.host_store import Home
 from chunkflow_compile.weights.mapping import whole_pages
 
@@ -175,13 +176,21 @@ def no_room(rank: int, folder: str) -> None:
         return plain(*args)
 
     model, twin = pair(folder)[0], pair(folder)[0]
-    for said in (r"/dev/shm: it is in memory itself \(tmpfs\)", f"{tempfile.gettempdir()}: No space left on device"):
+    free = sum(p.nbytes for p in model.parameters()) // 8  # for each weight, and not for all of them
+    cases = {
+        r"/dev/shm: it is in memory itself \(tmpfs\)": (tempfile, "tempdir", "/dev/shm"),
+        f"{tempfile.gettempdir()}: {free} bytes are free": (
+            drive.shutil,
+            "disk_usage",
+            lambda _: type("", (), {"free": free}),
+        ),
+        f"{tempfile.gettempdir()}: No space left on device": (os, "pwritev", full),
+    }
+    for said, change in cases.items():
         told = f"There is no room for a scratch file in {said}"
         with pytest.MonkeyPatch.context() as patch:
-            if "tmpfs" in said:
-                patch.setattr(tempfile, "tempdir", "/dev/shm" if rank == 0 else None)
-            elif rank == 0:
-                patch.setattr(os, "pwritev", full)
+            if rank == 0:
+                patch.setattr(*change)
             with pytest.raises(ChunkflowError, match=told if rank == 0 else f"another rank failed. rank 0: {told}"):
                 offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
         assert all(
