@@ -7,6 +7,7 @@ import gc
 import logging
 import os
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,12 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
 from chunkflow_compile.models.small import small_model
 from chunkflow_compile.weights import drive
+from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.drive import Scratch
 from chunkflow_compile.weights.host_store import Home
 from chunkflow_compile.weights.mapping import whole_pages
+from chunkflow_compile.weights.sharing import SharedPages
+from chunkflow_compile.weights.source import DriveBytes
 
 BF16 = torch.bfloat16
 
@@ -117,6 +122,23 @@ def test_one_scratch_file_for_all_ranks(on_ranks: Callable[..., None], saved: st
     on_ranks(one_file, saved)
 
 
+def slow_leader(patch: pytest.MonkeyPatch) -> None:
+    """The leader writes late, and each rank looks at once at what it gets."""
+    write, kept = Scratch.write, SharedPages.kept
+
+    def late(self: Scratch, *args: Any) -> list[int]:
+        time.sleep(0.02)
+        return write(self, *args)
+
+    def there(self: SharedPages, name: str) -> tuple[torch.Tensor, DriveBytes]:
+        host, found = kept(self, name)
+        assert torch.equal(found.read_all(), flat_bytes(host))
+        return host, found
+
+    patch.setattr(Scratch, "write", late)
+    patch.setattr(SharedPages, "kept", there)
+
+
 def differs(rank: int, folder: str) -> None:
     """In one weight; and what one rank has cast is compared with what another read."""
     model, twin = pair(folder)
@@ -129,7 +151,9 @@ def differs(rank: int, folder: str) -> None:
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("chunkflow_compile").addHandler(handler)
-    offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
+    with pytest.MonkeyPatch.context() as patch:
+        slow_leader(patch)
+        offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
     assert [r for r in records if "other values" in r] == [
         f"rank 1 has other values than rank 0 in {names[0]}, and keeps its own copy of them"
     ]
