@@ -20,6 +20,7 @@ from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.problem import Parameter
+from chunkflow_compile.placing import large_weights
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
@@ -51,7 +52,8 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
         try:
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**inputs)
         except _TracedError:
-            return found[-1]
+            large = large_weights([model], index, min_bytes)
+            return replace(found[-1], large=tuple((index.names[id(w)][0], w.nbytes) for w in large))
     raise AssertionError("a traced graph is never run")
 
 

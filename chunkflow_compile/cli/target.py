@@ -25,7 +25,7 @@ from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
-from chunkflow_compile.weights.drive import with_drive
+from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
 from .output import Progress, save_traceback
 
@@ -53,7 +53,9 @@ class Target:
 
     @cached_property
     def problem(self) -> Problem:
-        return self._problem if self.host_memory is None else with_drive(self._problem, self.host_memory)
+        if self.host_memory is None:
+            return self._problem
+        return with_drive(self._problem, for_the_drive(self.traced.large, self.host_memory))
 
     @property
     def _problem(self) -> Problem:

@@ -12,7 +12,7 @@ import mmap
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -117,8 +117,8 @@ def scratch_folder() -> Path:
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:
-    """The names of the weights, given with their bytes in the order of a step, that go to the drive, so that the others take
-    at most ``budget``.  They are spread evenly over the step, because the drive reads all the time."""
+    """The names of the weights, given with their bytes in the order of the model, that go to the drive, so that the others
+    take at most ``budget``.  They are spread evenly over the model, because a step reads the drive all the time."""
     total = sum(nbytes for _, nbytes in weights)
     if total <= budget:
         return frozenset()
@@ -136,11 +136,9 @@ def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[
     return frozenset(chosen)
 
 
-def with_drive(problem: Problem, budget: int) -> Problem:
-    """The problem with at most ``budget`` bytes of its weights in host memory, and the others on the drive."""
-    streamed = sorted((w for w in problem.weights if w.keep is None and w.uses), key=lambda w: (w.uses[0], w.name))
-    drive = for_the_drive([(w.name, w.nbytes) for w in streamed], budget)
-    return replace(problem, weights=tuple(replace(w, drive=w.name in drive) for w in problem.weights))
+def with_drive(problem: Problem, names: Collection[str]) -> Problem:
+    """The problem with the weights of these names on the drive."""
+    return replace(problem, weights=tuple(replace(w, drive=w.name in names) for w in problem.weights))
 
 
 def _no_room(where: str, cause: str) -> str:

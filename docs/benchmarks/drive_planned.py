@@ -22,7 +22,7 @@ from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import seconds, size
-from chunkflow_compile.weights.drive import with_drive
+from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
 MODEL, MACHINE = "wan2.2-t2v-a14b", "h100-pcie-x2"
 SIZE = Sizes(height=480, width=832, frames=81)
@@ -58,9 +58,9 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = []
     for degree in DEGREES:
-        problem = make_cut(PRESETS[MODEL].trace(degree, SIZE)).problem
-        streamed = sum(w.nbytes for w in problem.weights if w.keep is None and w.uses)
-        halved, machine = with_drive(problem, int(SHARE * streamed)), load_profile(MACHINE)
+        traced = PRESETS[MODEL].trace(degree, SIZE)
+        problem, machine = make_cut(traced).problem, load_profile(MACHINE)
+        halved = with_drive(problem, for_the_drive(traced.large, int(SHARE * sum(n for _, n in traced.large))))
         memory = place(problem, machine, chunk_bytes=CHUNK, memory=BUDGET)
         assert memory.predicted is not None
         resident = memory.predicted.resident_step_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -17,10 +18,15 @@ from conftest import HERE, MODEL, SIZES
 from helpers import Stack
 
 from chunkflow_compile import offload, programs
+from chunkflow_compile.cli import target
 from chunkflow_compile.cli.main import COMMANDS, main
+from chunkflow_compile.cli.output import Progress
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.weights.drive import for_the_drive
+from chunkflow_compile.weights.host_store import home_of
 
 OWN = "examples/ulysses_dit.py:planned"
 
@@ -255,3 +261,24 @@ def test_json_on_stdout_is_json_alone(tmp_path: Path, capsys: pytest.CaptureFixt
         result = main(arguments)
         assert code is None or result == code
         assert json.loads(capsys.readouterr().out)
+
+
+def test_a_plan_has_the_weights_on_the_drive_that_offload_puts_there(tmp_path: Path) -> None:
+    """The order of the model, in which they are chosen, is not that of the step."""
+    (tmp_path / "wan.py").write_text(
+        "from chunkflow_compile.models.small import Size, small_inputs, small_model\n"
+        "def wan(): return small_model('wan', Size(layers=2)), small_inputs('wan', Size(layers=2), 0)\n"
+    )
+    model = small_model("wan", Size(layers=2))
+    half, parser = sum(p.nbytes for p in model.parameters()) // 2, argparse.ArgumentParser()
+    target.add_arguments(parser, or_blocks=True)
+    sizes = ("--hardware", "cpu", "--min-bytes", "1024", "--chunk-bytes", "4096")
+    arguments = parser.parse_args([f"{tmp_path}/wan.py:wan", *sizes, "--host-memory", str(half)])
+    planned = target.load(arguments, Progress(1)).problem.weights
+    offload(model, "cpu", min_bytes=1024, host_memory=half)
+    store = next(home.store for w in model.parameters() if (home := home_of(w)) is not None)
+    homes = {home.name: home for home in store.homes}  # with buffers
+    drive = {name for name, home in homes.items() if home.drive is not None}
+    assert {w.name for w in planned if w.drive} == drive and 0.3 < len(drive) / len(homes) < 0.7
+    by_use = sorted((w for w in planned if w.name in homes and w.uses), key=lambda w: (w.uses[0], w.name))
+    assert for_the_drive([(w.name, w.nbytes) for w in by_use], half) != drive

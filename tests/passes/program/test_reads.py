@@ -21,7 +21,7 @@ from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import STEPS, check, verify
 from chunkflow_compile.passes.ring import Ring, RingSlot
-from chunkflow_compile.weights.drive import with_drive
+from chunkflow_compile.weights.drive import for_the_drive
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 
@@ -43,8 +43,8 @@ def test_a_byte_has_one_read_at_a_time(step: list[int], spare: int, count: int) 
 def course() -> Course:
     """Two calls of a small model, half of whose weights are on the drive, with a ring that is used several times a step."""
     cut = cut_of(Stack(4), torch.randn(4, 8))
-    half = sum(w.nbytes for w in cut.problem.weights) // 2
-    drive = {w.name for w in with_drive(cut.problem, half).weights if w.drive}
+    weights = [(w.name, w.nbytes) for w in cut.problem.weights]
+    drive = for_the_drive(weights, sum(nbytes for _, nbytes in weights) // 2)
     calls = []
     for number in range(2):
         names = {w.name: f"{number}.{w.name}" for w in cut.problem.weights}
