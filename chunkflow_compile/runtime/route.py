@@ -152,8 +152,9 @@ class Route:
         names = [self._name(home, call) for home in session.homes.values()]
         known = tuple(self._versions.get(name) for name in names)
         if known != session.versions:
-            if any(isinstance(source, DriveBytes) and self._home(n).drive is None for n, source in self._hosts.items()):
-                self.unbind()  # a weight that was on the drive is in host memory now
+            drive = {name: source for name, source in self._hosts.items() if isinstance(source, DriveBytes)}
+            if any(self._home(name).drive is not source for name, source in drive.items()):
+                self.unbind()  # a weight that was on the drive is in host memory now, or in another file
             if self._occupancy is not None and self.arena.holder is self._occupancy:
                 self.arena.holder = None
             self._versions = {name: home.version for name, ref in self.homes.items() if (home := ref()) is not None}

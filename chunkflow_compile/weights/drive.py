@@ -23,7 +23,7 @@ from chunkflow_compile.passes.problem import Problem
 
 from .bytes import as_weight, flat_bytes, memory_of
 from .checkpoint import FilePart
-from .mapping import Descriptor, map_file, whole_pages
+from .mapping import Descriptor, map_file, map_over, whole_pages
 from .source import DriveBytes, DriveFile, checksums
 
 # File systems in memory: a scratch file there would take what it is to save.
@@ -81,6 +81,14 @@ class Scratch:
             raise ChunkflowError(_no_room(self._where, "a weight in it cannot be mapped"))
         return found, DriveBytes(self.file, begin, nbytes)
 
+    def over(self, begin: int, host: torch.Tensor, kind: int) -> DriveBytes:
+        """As ``mapped``, at the address of ``host``, a mapping of the same bytes, which it replaces."""
+        try:
+            map_over(host, self.file.descriptor, kind, begin)
+        except OSError as error:
+            raise ChunkflowError(_no_room(self._where, f"a weight in it cannot be mapped: {error.strerror}")) from error
+        return DriveBytes(self.file, begin, host.nbytes)
+
 
 class Drive:
     """The files of the weights of one model that are on the drive, and that no other rank writes."""
@@ -103,12 +111,21 @@ class Drive:
 
         Raises ChunkflowError if the file system is full, or is in memory itself.
         """
-        self._scratch = self._scratch or Scratch.made(self._folder, weight.nbytes)
-        begin = self._end
-        self._scratch.write(begin, weight)
-        host, kept = self._scratch.mapped(begin, weight.nbytes, mmap.MAP_SHARED)
-        self._end += whole_pages(weight.nbytes)
+        scratch, begin = self._written(weight)
+        host, kept = scratch.mapped(begin, weight.nbytes, mmap.MAP_SHARED)
         return as_weight(host, weight), kept
+
+    def keep_in_place(self, host: torch.Tensor) -> DriveBytes:
+        """The same for a tensor in a scratch file of all ranks, which keeps its address."""
+        scratch, begin = self._written(host)
+        return scratch.over(begin, host, mmap.MAP_SHARED)
+
+    def _written(self, weight: torch.Tensor) -> tuple[Scratch, int]:
+        scratch = self._scratch = self._scratch or Scratch.made(self._folder, weight.nbytes)
+        begin = self._end
+        scratch.write(begin, weight)
+        self._end += whole_pages(weight.nbytes)
+        return scratch, begin
 
 
 def scratch_folder() -> Path:

@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,9 +18,10 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import flat_bytes
+from .drive import Drive
 from .filling import Filling
 from .host_weight import HostBytes, HostWeight, become, like
-from .limits import host_memory, pin_budget
+from .limits import Room, host_memory, pin_budget
 from .progress import moving
 from .reader import HostReader
 from .sharing import SharedWeight
@@ -131,7 +132,13 @@ class Home:
         self.cell.version += 1  # programs pin it again
 
     def may_change(self) -> None:
-        """The values are about to be written, and the file sees it or does not."""
+        """The values are about to be written: a scratch file of this rank sees it, and any other file does not.
+
+        A weight in a scratch file of all ranks goes to one of this rank first.  Raises ChunkflowError if there is no room.
+        """
+        if self.drive is not None and self.cell.scratch and not self.through:
+            self._drive = self.store.drive.keep_in_place(self.host), self.host._version
+            self.through = True
         if self.through and self._drive is not None:
             self._drive[0].may_change()
         else:
@@ -145,20 +152,6 @@ class Home:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
             device.settle()
-
-
-@dataclass
-class Room:
-    """Bytes that may still be pinned, and what limits them."""
-
-    left: int
-    why: str
-
-    def take(self, nbytes: int) -> None:
-        """Raises OSError if they are too many."""
-        if nbytes > self.left:
-            raise OSError(self.why)
-        self.left -= nbytes
 
 
 @dataclass(eq=False)
@@ -183,6 +176,11 @@ class HostStore:
     def root(self) -> nn.Module | None:
         """The model, None if a weight has outlived it."""
         return self._root()
+
+    @cached_property
+    def drive(self) -> Drive:
+        """For the weights that this rank has written, and others have not."""
+        return Drive()
 
     @property
     def homes(self) -> list[Home]:

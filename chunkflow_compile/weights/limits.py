@@ -35,6 +35,20 @@ class HostMemory:
         return max(LEAST_RESERVED, int(RESERVED_SHARE * self.total))
 
 
+@dataclass
+class Room:
+    """Bytes that may still be pinned, and what limits them."""
+
+    left: int
+    why: str
+
+    def take(self, nbytes: int) -> None:
+        """Raises OSError if they are too many."""
+        if nbytes > self.left:
+            raise OSError(self.why)
+        self.left -= nbytes
+
+
 def host_memory(root: Path = Path("/")) -> HostMemory:
     """The least of what the machine and each control group leave.  ``root``: where the file systems are, for tests."""
     machine = meminfo(root)

@@ -51,5 +51,15 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
+def map_over(host: torch.Tensor, descriptor: Descriptor, kind: int, offset: int) -> None:
+    """Map a file at the address of ``host``, whole pages of the same bytes: views of it stay views.
+
+    Raises OSError if the kernel refuses; nothing has changed then.
+    """
+    size, there = whole_pages(host.nbytes), host.data_ptr()
+    if libc().mmap(there, size, ACCESS, kind | MAP_FIXED, descriptor.number, offset) != there:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
 def whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE) * PAGE

@@ -23,7 +23,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .checkpoint import FilePart
 from .drive import Scratch, scratch_folder
 from .limits import check_room, no_room
-from .mapping import ACCESS, FAILED, MAP_FIXED, Descriptor, libc, map_file, whole_pages
+from .mapping import ACCESS, FAILED, MAP_FIXED, Descriptor, libc, map_file, map_over, whole_pages
 from .peers import Peers
 from .source import DriveBytes
 
@@ -109,9 +109,10 @@ class SharedWeight:
 
         Raises ChunkflowError if the kernel refuses.
         """
-        size, there, flags = whole_pages(host.nbytes), host.data_ptr(), mmap.MAP_SHARED | MAP_FIXED
-        if libc().mmap(there, size, ACCESS, flags, self._descriptor.number, self._offset) != there:
-            raise ChunkflowError(f"A weight cannot be shared again: {os.strerror(ctypes.get_errno())}.")
+        try:
+            map_over(host, self._descriptor, mmap.MAP_SHARED, self._offset)
+        except OSError as error:
+            raise ChunkflowError(f"A weight cannot be shared again: {error.strerror}.") from error
         return SharedWeight(self._descriptor, self._offset, host)
 
     def to_write(self, view: torch.Tensor) -> torch.Tensor:

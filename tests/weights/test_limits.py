@@ -13,8 +13,8 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import filling, limits
-from chunkflow_compile.weights.host_store import Home, Room, home_of, pin_all
-from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, host_memory, no_room, pin_budget
+from chunkflow_compile.weights.host_store import Home, home_of, pin_all
+from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room, pin_budget
 
 GIB = 1 << 30
 V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"

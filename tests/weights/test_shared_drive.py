@@ -16,12 +16,14 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import OPTIONS as SLOW
 from test_drive import counted_reads, homes, planned_reads
 from test_killed_ranks import without_name
 from test_shared_memory import LEAST, OPTIONS, SIZE, large, steps
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
+import chunkflow_compile
+from chunkflow_compile import ChunkflowError, courses, offload, programs, restore, writing
 from chunkflow_compile.models.small import small_model
 from chunkflow_compile.weights import drive
 from chunkflow_compile.weights.bytes import flat_bytes
@@ -104,7 +106,8 @@ def one_file(rank: int, folder: str) -> None:
         if rank != writer:
             after_it = [found[name].drive.read_all() for name in written]  # type: ignore[union-attr]
             assert all(torch.equal(a, b) for a, b in zip(before_it, after_it, strict=True))
-        assert {name for name, home in found.items() if home.drive is None} == mine
+        private = {name for name, home in found.items() if home.drive is None or home.drive.file is not file}
+        assert private == mine
         steps(run, twin, 5, BF16)
     with writing(model):  # both write
         for m in (model, twin):
@@ -120,6 +123,32 @@ def one_file(rank: int, folder: str) -> None:
 
 def test_one_scratch_file_for_all_ranks(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(one_file, saved)
+
+
+def in_a_course(rank: int, folder: str) -> None:
+    """A course has the sources of its copies from its first call on."""
+    model, twin = pair(folder)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
+    run = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
+    for _ in range(4):
+        steps(run, twin, dtype=BF16)
+        programs(model)[0].arena.courses.settle()  # type: ignore[union-attr]
+    assert courses(model)
+    name = "blocks.1.ffn.net.0.proj.weight"
+    for factor in (2, 3):
+        if rank == 1:
+            for m in (model, twin):
+                m.get_parameter(name).mul_(factor)
+        dist.barrier()
+        steps(run, twin, factor, BF16)
+    with writing(model):
+        for m in (model, twin):
+            m.get_parameter(name).fill_(0.01)
+    steps(run, twin, 5, BF16)
+
+
+def test_a_course_reads_what_its_rank_has_written(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(in_a_course, saved)
 
 
 def slow_leader(patch: pytest.MonkeyPatch) -> None:

@@ -275,9 +275,9 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
                     m.get_parameter(home.name).mul_(2)
         dist.barrier()
         steps(run, twin, 5, dtype)
-    # what a rank has written is in its own memory from then on
+    # a written part of a checkpoint is in the rank's own memory from then on
     assert shared(model) == (memory - {one.name} if rank else memory)
-    assert (other.drive is None) == (rank == 1)
+    assert (other.drive is None) == (rank == 1 and cast is None) and other.through == (rank == 1 and cast is not None)
     with writing(model), torch.no_grad():
         for m in (model, twin):
             for home in (one, other):
