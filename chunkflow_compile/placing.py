@@ -148,23 +148,23 @@ class Placement:
         Raises ChunkflowError if another rank ends or fails; the weights are right then, and not all of them are shared.
         """
         with self.quiet():
-            lost = {h.name: h for h in self.store.homes if h.was_shared and h.cell.shared is None}
+            lost = {h.name: h for h in self.store.homes if h.was_shared and not h.shares}
+            on_drive = {name for name, home in lost.items() if home.cell.scratch}
             peers = peers_of(self.share, self.store.device)
             if peers is None:
                 return
-            filling = Filling(
-                self.store.device, [(n, h.host) for n, h in lost.items()], as_they_are, pages=True, peers=peers
-            )
+            weights, device = [(name, home.host) for name, home in lost.items()], self.store.device
+            filling = Filling(device, weights, as_they_are, pages=True, peers=peers, on_drive=on_drive)
             try:
-                found = {name: filling.place(name, home.host).shared for name, home in lost.items()}
+                found = [(home, filling.place(name, home.host)) for name, home in lost.items()]
                 filling.finish()
-                for name, shared in found.items():
-                    if shared is not None:
-                        lost[name].share(shared)
+                for home, placed in found:
+                    home.share(placed)
             except BaseException as error:
                 filling.close(error)
                 raise
             filling.close()
+            self.store.drive = None  # the file ends with the last weight in it
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = as_they_are) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them."""

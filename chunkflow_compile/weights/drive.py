@@ -23,7 +23,7 @@ from chunkflow_compile.passes.problem import Problem
 
 from .bytes import as_weight, flat_bytes, memory_of
 from .checkpoint import FilePart
-from .mapping import Descriptor, map_file, map_over, whole_pages
+from .mapping import Descriptor, whole_pages
 from .source import DriveBytes, DriveFile, checksums
 
 # File systems in memory: a scratch file there would take what it is to save.
@@ -71,24 +71,6 @@ class Scratch:
         self.file.sums.add(begin, weight.nbytes, sums)
         return sums
 
-    def mapped(self, begin: int, nbytes: int, kind: int) -> tuple[torch.Tensor, DriveBytes]:
-        """A mapping, uint8, of bytes that were written, and the bytes as a source of copies.
-
-        ``kind``: MAP_SHARED for one whose writes go to the file.  Raises ChunkflowError if the kernel refuses.
-        """
-        found = map_file(self.file.descriptor, nbytes, kind, begin)
-        if found is None:
-            raise ChunkflowError(_no_room(self._where, "a weight in it cannot be mapped"))
-        return found, DriveBytes(self.file, begin, nbytes)
-
-    def over(self, begin: int, host: torch.Tensor, kind: int) -> DriveBytes:
-        """As ``mapped``, at the address of ``host``, a mapping of the same bytes, which it replaces."""
-        try:
-            map_over(host, self.file.descriptor, kind, begin)
-        except OSError as error:
-            raise ChunkflowError(_no_room(self._where, f"a weight in it cannot be mapped: {error.strerror}")) from error
-        return DriveBytes(self.file, begin, host.nbytes)
-
 
 class Drive:
     """The files of the weights of one model that are on the drive, and that no other rank writes."""
@@ -111,21 +93,21 @@ class Drive:
 
         Raises ChunkflowError if the file system is full, or is in memory itself.
         """
-        scratch, begin = self._written(weight)
-        host, kept = scratch.mapped(begin, weight.nbytes, mmap.MAP_SHARED)
-        return as_weight(host, weight), kept
+        kept = self._written(weight)
+        return as_weight(kept.mapped(mmap.MAP_SHARED), weight), kept
 
     def keep_in_place(self, host: torch.Tensor) -> DriveBytes:
         """The same for a tensor in a scratch file of all ranks, which keeps its address."""
-        scratch, begin = self._written(host)
-        return scratch.over(begin, host, mmap.MAP_SHARED)
+        kept = self._written(host)
+        kept.map_over(host, mmap.MAP_SHARED)
+        return kept
 
-    def _written(self, weight: torch.Tensor) -> tuple[Scratch, int]:
-        scratch = self._scratch = self._scratch or Scratch.made(self._folder, weight.nbytes)
-        begin = self._end
-        scratch.write(begin, weight)
+    def _written(self, weight: torch.Tensor) -> DriveBytes:
+        self._scratch = self._scratch or Scratch.made(self._folder, weight.nbytes)
+        kept = DriveBytes(self._scratch.file, self._end, weight.nbytes)
+        self._scratch.write(self._end, weight)
         self._end += whole_pages(weight.nbytes)
-        return scratch, begin
+        return kept
 
 
 def scratch_folder() -> Path:

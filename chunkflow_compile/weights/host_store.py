@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,12 +20,11 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import flat_bytes
 from .drive import Drive
-from .filling import Filling
+from .filling import Filling, Placed
 from .host_weight import HostBytes, HostWeight, become, like
 from .limits import Room, host_memory, pin_budget
 from .progress import moving
 from .reader import HostReader
-from .sharing import SharedWeight
 from .source import DriveBytes, Source
 from .staging import GpuStagings
 
@@ -124,11 +124,25 @@ class Home:
             self._unpin()
             self._unpin = None
 
-    def share(self, shared: SharedWeight) -> None:
-        """Replace the memory by the same bytes in shared memory, at the same address.  No program of the model may run."""
+    @property
+    def shares(self) -> bool:
+        """Whether other ranks have the same memory, or the same bytes on the drive."""
+        return self.cell.shared is not None or (self.cell.scratch and not self.through and self.drive is not None)
+
+    def share(self, placed: Placed) -> None:
+        """Replace the memory by the same bytes where other ranks have them, at the same address, if they do.
+
+        No program of the model may run.
+        """
+        if placed.through or (placed.shared is None and placed.drive is None):
+            return
         self.settle()
         self.unpin()
-        self.cell.shared = shared.over(self.host)
+        if placed.shared is not None:
+            self.cell.shared = placed.shared.over(self.host)
+        elif placed.drive is not None:
+            placed.drive.map_over(self.host, mmap.MAP_PRIVATE)
+            self._drive, self.through = (placed.drive, self.host._version), False
         self.cell.version += 1  # programs pin it again
 
     def may_change(self) -> None:
@@ -137,8 +151,8 @@ class Home:
         A weight in a scratch file of all ranks goes to one of this rank first.  Raises ChunkflowError if there is no room.
         """
         if self.drive is not None and self.cell.scratch and not self.through:
-            self._drive = self.store.drive.keep_in_place(self.host), self.host._version
-            self.through = True
+            drive = self.store.drive = self.store.drive or Drive()
+            self._drive, self.through = (drive.keep_in_place(self.host), self.host._version), True
         if self.through and self._drive is not None:
             self._drive[0].may_change()
         else:
@@ -159,7 +173,7 @@ class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``; it ends with the model.
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
-    after pinning failed once.  ``fetched_bytes``: those copied for ops outside programs.
+    after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.  ``drive``: of weights this rank wrote.
     """
 
     _root: weakref.ref[nn.Module]
@@ -167,6 +181,7 @@ class HostStore:
     quiet: Callable[[], AbstractContextManager[object]]
     pins: bool = True
     fetched_bytes: int = 0
+    drive: Drive | None = None
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
@@ -176,11 +191,6 @@ class HostStore:
     def root(self) -> nn.Module | None:
         """The model, None if a weight has outlived it."""
         return self._root()
-
-    @cached_property
-    def drive(self) -> Drive:
-        """For the weights that this rank has written, and others have not."""
-        return Drive()
 
     @property
     def homes(self) -> list[Home]:
@@ -208,9 +218,9 @@ class HostStore:
             home.grad = grad
             weight: Any = tensor
             weight.cell.shared, weight.cell.scratch = placed.shared, placed.scratch
-            home.was_shared = placed.shared is not None
             home.through = placed.through
             home._drive = None if placed.drive is None else (placed.drive, home.host._version)
+            home.was_shared = home.shares
             return home
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:

@@ -254,8 +254,8 @@ class SharedPages:
         """
         self._wait(name)
         begin, weight = self._on_drive[name]
-        data, found = self._scratch.mapped(begin, weight.nbytes, mmap.MAP_PRIVATE)
-        return weight.view(data), found
+        found = DriveBytes(self._scratch.file, begin, weight.nbytes)
+        return weight.view(found.mapped(mmap.MAP_PRIVATE)), found
 
     def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import zlib
 from bisect import bisect_left
@@ -13,7 +14,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import copy_host_bytes, memory_of
-from .mapping import Descriptor
+from .mapping import Descriptor, map_file, map_over
 
 # Bytes with one checksum.  A chunk holds whole ones, and a weight of a few MiB has few.
 _SUMMED = 1 << 18
@@ -123,6 +124,23 @@ class DriveBytes:
     def read(self, target: torch.Tensor) -> None:
         """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`DriveFile.read`."""
         self.file.read(target, self._offset)
+
+    def mapped(self, kind: int) -> torch.Tensor:
+        """A mapping of them, uint8.  ``kind``: MAP_SHARED for one whose writes go to the file.
+
+        Raises ChunkflowError if the kernel refuses.
+        """
+        found = map_file(self.file.descriptor, self._nbytes, kind, self._offset)
+        if found is None:
+            raise ChunkflowError(f"A weight in {self.file.name} cannot be mapped: {os.strerror(ctypes.get_errno())}.")
+        return found
+
+    def map_over(self, host: torch.Tensor, kind: int) -> None:
+        """As ``mapped``, at the address of ``host``, a mapping of the same bytes, which it replaces."""
+        try:
+            map_over(host, self.file.descriptor, kind, self._offset)
+        except OSError as error:
+            raise ChunkflowError(f"A weight in {self.file.name} cannot be mapped: {error.strerror}.") from error
 
     def read_all(self) -> torch.Tensor:
         """Read them into new host memory."""

@@ -22,9 +22,11 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
-from chunkflow_compile.weights import drive, filling
+from chunkflow_compile.weights import filling
+from chunkflow_compile.weights.drive import Scratch
 from chunkflow_compile.weights.host_store import home_of
 from chunkflow_compile.weights.limits import meminfo
+from chunkflow_compile.weights.source import DriveBytes
 
 SIZE = Size(layers=2)
 LEAST = 1024
@@ -100,7 +102,7 @@ def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
             "fill": (filling, "fill"),
             "proof": (filling.SharedPages, "same" if rank else "written"),
             "finish": (filling.SharedPages, "finish"),
-            "drive": (drive.Scratch, "mapped" if rank else "write"),
+            "drive": (DriveBytes, "mapped") if rank else (Scratch, "write"),
         }[when]
         if when == "fill" and rank == 1:
             owner, name = filling.SharedPages, "role"

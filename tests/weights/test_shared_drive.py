@@ -109,10 +109,20 @@ def one_file(rank: int, folder: str) -> None:
         private = {name for name, home in found.items() if home.drive is None or home.drive.file is not file}
         assert private == mine
         steps(run, twin, 5, BF16)
-    with writing(model):  # both write
+    both = next(name for name in found if name not in everywhere(mine)[0] | everywhere(mine)[1])
+    places = {name: home.host.data_ptr() for name, home in found.items()}
+    with writing(model):
         for m in (model, twin):
-            m.get_parameter(next(iter(found))).fill_(0.02)
+            m.get_parameter(both).fill_(0.02)
+        assert found[both].through and everywhere(file_of(found[both]))[0] != everywhere(file_of(found[both]))[1]
+    assert found[both].shares and everywhere(file_of(found[both]))[0] == everywhere(file_of(found[both]))[1]
+    assert file_of(found[both]) != (device, inode) and places == {n: h.host.data_ptr() for n, h in found.items()}
     steps(run, twin, 7, BF16)
+    if rank == 0:
+        for m in (model, twin):
+            m.get_parameter(both).mul_(2)
+    dist.barrier()
+    steps(run, twin, 9, BF16)
     restore(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     del file, placed, run, program, copies, found, before_it
