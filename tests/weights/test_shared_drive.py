@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from chunkflow_compile import ChunkflowError, courses, offload, programs, restor
 from chunkflow_compile.models.small import small_model
 from chunkflow_compile.weights import drive
 from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.checkpoint import _mapped
 from chunkflow_compile.weights.drive import Scratch
 from chunkflow_compile.weights.host_store import Home
 from chunkflow_compile.weights.mapping import whole_pages
@@ -116,7 +118,9 @@ def one_file(rank: int, folder: str) -> None:
             m.get_parameter(both).fill_(0.02)
         assert found[both].through and everywhere(file_of(found[both]))[0] != everywhere(file_of(found[both]))[1]
     assert found[both].shares and everywhere(file_of(found[both]))[0] == everywhere(file_of(found[both]))[1]
-    assert file_of(found[both]) != (device, inode) and places == {n: h.host.data_ptr() for n, h in found.items()}
+    start = found[both].host.data_ptr()
+    assert file_of(found[both]) == next(m.inode for m in _mapped() if m.begin <= start < m.end) != (device, inode)
+    assert places == {n: h.host.data_ptr() for n, h in found.items()}
     steps(run, twin, 7, BF16)
     if rank == 0:
         for m in (model, twin):
@@ -145,6 +149,7 @@ def in_a_course(rank: int, folder: str) -> None:
         programs(model)[0].arena.courses.settle()  # type: ignore[union-attr]
     assert courses(model)
     name = "blocks.1.ffn.net.0.proj.weight"
+    home = homes(model)[name]
     for factor in (2, 3):
         if rank == 1:
             for m in (model, twin):
@@ -154,7 +159,11 @@ def in_a_course(rank: int, folder: str) -> None:
     with writing(model):
         for m in (model, twin):
             m.get_parameter(name).fill_(0.01)
+        own = weakref.ref(home.drive.file)  # type: ignore[union-attr]
     steps(run, twin, 5, BF16)
+    steps(run, twin, 7, BF16)
+    gc.collect()
+    assert own() is None, "the program reads the file of all ranks, and the rank's own is gone"
 
 
 def test_a_course_reads_what_its_rank_has_written(on_ranks: Callable[..., None], saved: str) -> None:
