@@ -160,6 +160,7 @@ def in_a_course(rank: int, folder: str) -> None:
         for m in (model, twin):
             m.get_parameter(name).fill_(0.01)
         own = weakref.ref(home.drive.file)  # type: ignore[union-attr]
+        steps(run, twin, 4, BF16)
     steps(run, twin, 5, BF16)
     steps(run, twin, 7, BF16)
     gc.collect()
