@@ -118,6 +118,7 @@ def scratch_folder() -> Path:
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:
     """The names of the weights, given with their bytes in the order of the model, that go to the drive, so that the others
     take at most ``budget``.  They are spread evenly over the model, because a step reads the drive all the time."""
+    weights = [(name, nbytes) for name, nbytes in weights if nbytes]  # nothing of an empty one can be mapped
     total = sum(nbytes for _, nbytes in weights)
     if total <= budget:
         return frozenset()
