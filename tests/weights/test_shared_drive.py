@@ -272,6 +272,15 @@ def no_room(rank: int, folder: str) -> None:
         gc.collect()
         assert not homes(model) and without_name() == before
         dist.barrier()
+    # a write, too, takes room
+    offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
+    name, home = next(iter(in_scratch(model).items()))
+    with pytest.MonkeyPatch.context() as patch:
+        left[0] = 1
+        patch.setattr(os, "pwritev", full)
+        with pytest.raises(ChunkflowError, match=r"No space left on device\. Set TMPDIR"):
+            model.get_parameter(name).mul_(2)
+    assert home.shares and torch.equal(model.get_parameter(name), twin.get_parameter(name).to(BF16))
 
 
 def test_no_room_for_the_file(on_ranks: Callable[..., None], saved: str) -> None:
