@@ -56,7 +56,7 @@ class Scratch:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
     def write(self, begin: int, weight: torch.Tensor) -> list[int]:
-        """Write a dense host tensor behind all others; return its checksums.
+        """Write a dense host tensor after all others; return its checksums.
 
         Raises ChunkflowError if the file system is full.
         """
