@@ -156,7 +156,7 @@ class _MakeRunner:
             program=program,
             cut=stage.cut,
             settings=self.settings,
-            regions=lower_regions(program, chosen.lowering, chosen.inductor, self.told, notes.append),
+            regions=lower_regions(program, chosen.lowering, chosen.inductor, self.device, self.told, notes.append),
             notes=_logged(notes),
             make=make,
             replan_after=chosen.replan_after,

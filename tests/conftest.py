@@ -13,6 +13,8 @@ from typing import Any
 # Before torch is imported.  Otherwise every stream's thread starts a team of OpenMP threads, which spin for the cores.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"  # of processes that set their number of threads
+# Two tests run at once, on two cores: Inductor needs no threads or processes beside them.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 # Mutated programs leave collectives without a completion, and torch warns of each when the process ends.
 os.environ["TORCH_CPP_LOG_LEVEL"] = "ERROR"
 os.environ["DIFFUSERS_VERBOSITY"] = "error"  # read when a test imports diffusers; most need not

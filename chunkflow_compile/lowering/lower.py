@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -11,20 +12,19 @@ from torch.fx import Graph, GraphModule, Node
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 
-from .tensorrt import Region, through_tensorrt
+from .beside import Workers
+from .inductor import Region, through_inductor
+from .tensorrt import through_tensorrt
 from .warm_up import warmed_up
 
 Lowering = Literal["inductor", "eager", "tensorrt"]
-
-# standalone_compile would tune kernels while it compiles, on random tensors of full size: memory that a card may not have
-# before the model is placed.  They are tuned in the first step instead, which it would do once more in any case.
-_TUNING = {"triton.autotune_at_compile_time": False}
 
 
 def lower_regions(
     program: Program,
     lowering: Lowering,
     inductor: Mapping[str, Any],
+    device: torch.device,
     told: Callable[[str], object] = str,
     note: Callable[[str], object] = str,
 ) -> dict[str, Region]:
@@ -34,30 +34,36 @@ def lower_regions(
     called with what the user asked for and does not get.  Must be called inside a torch.compile backend: the metadata of
     the regions belong to its fake mode.
     """
+    modules = {name: region.module for name, region in program.regions.items()}
     if lowering == "eager":
-        return {name: region.module.forward for name, region in program.regions.items()}
+        return {name: module.forward for name, module in modules.items()}
     warmed_up()
     lowered = dict[str, Region]()
-    for number, (name, region) in enumerate(program.regions.items(), 1):
-        told(f"lowering region {number} of {len(program.regions)}")
-        if lowering == "tensorrt":
+    if lowering == "tensorrt":
+        for number, (name, module) in enumerate(modules.items(), 1):
+            told(f"building engine {number} of {len(modules)}")
             try:
-                lowered[name] = through_tensorrt(region.module)
-                continue
+                lowered[name] = through_tensorrt(module)
             except Exception as error:  # noqa: BLE001  (any op or type that TensorRT does not support)
                 note(f"{name} goes to Inductor: TensorRT says {first_line(error)}")
-        lowered[name] = _through_inductor(region.module, inductor)
+    rest = {name: _named_by_place(module) for name, module in modules.items() if name not in lowered}
+    lowered |= _through_inductor(rest, inductor, device, told)
+    return {name: lowered[name] for name in modules}
+
+
+def _through_inductor(
+    modules: Mapping[str, GraphModule], inductor: Mapping[str, Any], device: torch.device, told: Callable[[str], object]
+) -> dict[str, Region]:
+    """All of them, with the help of workers where that pays."""
+    left, lowered = dict(modules), dict[str, Region]()
+    start = time.perf_counter()
+    with Workers(inductor, device) as workers:
+        while left:
+            told(f"lowering region {len(lowered) + 1} of {len(modules)}")
+            name = workers.next(left)
+            lowered[name] = through_inductor(left.pop(name), inductor)
+            workers.lend(left, (time.perf_counter() - start) / len(lowered))
     return lowered
-
-
-def _through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Region:
-    module = _named_by_place(module)
-    inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
-    # standalone_compile gives each region a TracingContext of its own.  Weights stay inputs, so Inductor never takes
-    # memory of a slot for a buffer of its own.
-    return torch._inductor.standalone_compile(
-        module, inputs, dynamic_shapes="from_tracing_context", options={"config_patches": {**_TUNING, **inductor}}
-    )
 
 
 def _named_by_place(module: GraphModule) -> GraphModule:

@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.graph.sizes import symbols_of
 
-Region = Callable[..., Sequence[Any]]
+from .inductor import Region
 
 # The whole region, or an error that says why not; engines are kept in memory only, because Inductor's cache has no place
 # for them.

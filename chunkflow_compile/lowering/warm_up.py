@@ -68,8 +68,7 @@ def find_vector_instructions() -> None:
         start, candidates = time.perf_counter(), _of_this_cpu()
         first = candidates[:1] if _strongest_is_taken() else []
         if any(first):
-            with config.patch({"cpp.vec_isa_ok": True}):  # the weaker ones are parts of it, and are not taken
-                cpu_vec_isa.valid_vec_isa_list()
+            _take_strongest()
             return
         complete = _probed(candidates[len(first) :]) and not first
         if complete or time.perf_counter() - start < _PROBE_S:
@@ -81,6 +80,19 @@ def find_vector_instructions() -> None:
         _ATTEMPTS,
         cpu_vec_isa.pick_vec_isa(),
     )
+
+
+def take_vector_instructions(name: str) -> None:
+    """Let Inductor take those that another process has found, without a probe if they are the strongest."""
+    if _strongest_is_taken() and [str(isa) for isa in _of_this_cpu()[:1]] == [name]:
+        _take_strongest()
+    else:
+        find_vector_instructions()
+
+
+def _take_strongest() -> None:
+    with config.patch({"cpp.vec_isa_ok": True}):  # the weaker ones are parts of it, and are not taken
+        cpu_vec_isa.valid_vec_isa_list()
 
 
 def _probed(candidates: Sequence[cpu_vec_isa.VecISA]) -> bool:
