@@ -6,7 +6,6 @@ import copy
 import functools
 import inspect
 import logging
-import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -51,10 +50,13 @@ def compile(
     are left open from the second compilation on.  ``options``: those of the backend.
     Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
     """
-    if isinstance(model, OptimizedModule) or model._compiled_call_impl is not None:
-        raise ChunkflowError("This model is compiled already: pass the model itself, before torch.compile.")
-    if any(m._compiled_call_impl is not None for m in model.modules()):
-        raise ChunkflowError("A part of this model is compiled already: pass a model without compiled parts.")
+    _check(model, dynamic, options)
+    given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory}
+    if placement_of(model) is not None and (named := [k for k, v in given_place.items() if v is not None]):
+        raise ChunkflowError(
+            f"This model is placed already, so {' and '.join(named)} would change nothing: leave out what offload() was "
+            "given, or call chunkflow_compile.restore(model) first."
+        )
     chosen = parse_options(options, mode)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else options
     placement = placement_of(model)
@@ -69,6 +71,24 @@ def compile(
     return model
 
 
+def _check(model: nn.Module, dynamic: bool | None, options: Mapping[str, Any]) -> None:
+    """Raise ChunkflowError for what cannot be compiled by kind, and for arguments that are those of torch.compile."""
+    if not isinstance(model, nn.Module):
+        raise ChunkflowError(f"compile takes a torch.nn.Module, not {type(model).__name__}.")
+    if dynamic not in (None, True, False):
+        raise ChunkflowError(f"dynamic={dynamic!r} must be True, False or None, as in torch.compile.")
+    if theirs := [name for name in ("backend", "fullgraph", "options", "recompile_limit") if name in options]:
+        raise ChunkflowError(
+            f"{theirs[0]} is an argument of torch.compile: pass options of ChunkFlow by name, such as memory='8GiB'."
+        )
+    whole = isinstance(model, OptimizedModule) or model._compiled_call_impl is not None
+    if whole or any(m._compiled_call_impl is not None for m in model.modules()):
+        raise ChunkflowError(
+            f"{'This model' if whole else 'A part of this model'} is compiled already: call the model as it is, also after "
+            "restore(), which its next call undoes; or pass one that was never compiled."
+        )
+
+
 def compile_by_kind(
     model: nn.Module, placement: Placement | None, options: Mapping[str, Any], min_bytes: int, dynamic: bool | None
 ) -> None:
@@ -79,20 +99,19 @@ def compile_by_kind(
     blocks = blocks_of(model)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
-        if placement is not None:
-            placement.progress = CompileProgress(weakref.ref(model), 1)
         _compile(model, options, dynamic)
+        _show_first_call(model, placement, 1)
         return
     parts = parts_of(model, blocks.values(), min_bytes)
     compiled = between_hooks(blocks, min_bytes)
     kinds = kinds_of(compiled)
     for kind in kinds:
         _warn_of_counters(kind)
-    if placement is not None:
-        placement.progress = CompileProgress(weakref.ref(model), len(kinds) + len(parts))
-    _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *kinds_of(parts)]))
+    others = kinds_of(parts)
+    _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *others]))
     for module in (*compiled.values(), *parts.values()):
         _compile(module, options, dynamic)
+    _show_first_call(model, placement, len(kinds) + len(others))
 
 
 class Compiled:
@@ -130,6 +149,22 @@ def _eager(forward: Any) -> Any:
     return forward.eager if isinstance(forward, Compiled) else forward
 
 
+def _show_first_call(model: nn.Module, placement: Placement | None, kinds: int) -> None:
+    """Show the progress of the compilations in the first call of a model."""
+    if placement is None:
+        return
+    progress = placement.progress = CompileProgress(kinds)
+    called = model._compiled_call_impl
+
+    def first_call(*args: Any, **kwargs: Any) -> Any:
+        if model._compiled_call_impl is first_call:  # nothing was put around it since
+            model._compiled_call_impl = called
+        with progress:
+            return (called or model._call_impl)(*args, **kwargs)
+
+    model._compiled_call_impl = first_call
+
+
 def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None) -> None:
     """Compile a module in place, at its first call."""
     known = inspect.signature(torch.compile).parameters
@@ -150,6 +185,7 @@ def _through(call: Callable[..., Any]) -> Callable[..., Any]:
     def called(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
+    called.__code__ = called.__code__.replace()  # of its own: Dynamo counts compilations by code
     return called
 
 
@@ -160,8 +196,8 @@ def _said(kinds: list[Kind]) -> str:
 def _warn_of_counters(kind: Kind) -> None:
     if kind.counters:
         _log.warning(
-            "The %s blocks of %s differ in %s, which their code reads: each is compiled by itself, as long as the whole "
-            "model would take. Pass what depends on it to forward, or read it outside the blocks.",
+            "The %s blocks of %s differ in %s, which their code reads: each is compiled by itself, which takes as long as "
+            "compiling the whole model. Pass what depends on it to forward, or read it outside the blocks.",
             len(kind.members),
             kind.name,
             " and ".join(kind.counters),

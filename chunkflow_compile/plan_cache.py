@@ -1,7 +1,7 @@
 """Plans on disk, by a digest of all that they were made from: a second process does not search for them again.
 
 They lie in the folder of Inductor's cache, beside the lowered regions, and go with it.  Only the search is saved: a plan
-from here is rewritten and verified as a new one is, so a file that is wrong can be slow or refused, and no more.
+from here is rewritten and verified as a new one is, so a file that is wrong costs time or is refused, and nothing worse.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import logging
 import os
-import tempfile
+import threading
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -58,12 +58,15 @@ class DiskPlans:
         self.used[key] = None
 
     def put(self, key: str, text: str) -> None:
+        path = self._path(key)
+        part = path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
         with contextlib.suppress(OSError):
             self.folder.mkdir(parents=True, exist_ok=True)
-            handle, part = tempfile.mkstemp(dir=self.folder)
-            with os.fdopen(handle, "w") as file:
-                file.write(text)
-            os.replace(part, self._path(key))
+            try:
+                part.write_text(text)
+                part.replace(path)
+            finally:
+                part.unlink(missing_ok=True)
 
     def texts(self) -> dict[str, str]:
         """The plans that this process found or kept, by key, as far as they are still there."""

@@ -2,8 +2,8 @@
 
 The file is a zip archive: a manifest, the plans, and for each region what Inductor's ``CompiledArtifact.save`` writes.
 ``load`` puts the regions into Inductor's caches, where the next compilation finds them by Inductor's own keys, which cover
-the graph, the configuration, the device and torch, and checks their guards.  So a region is never used where it does not
-fit.  The plans lie beside them (plan_cache.py).
+the graph, the configuration, the device and torch, and checks their guards; lowering adds the vector instructions of a
+CPU.  So a region is never used where it does not fit.  The plans lie beside them (plan_cache.py).
 """
 
 from __future__ import annotations
@@ -15,15 +15,18 @@ import platform
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.convert_frame import compile_lock
+from torch._inductor import cpu_vec_isa
 from torch._inductor.standalone_compile import CompiledArtifact
 
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.lowering.warm_up import warm_up, warmed_up
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.placing import programs
 from chunkflow_compile.plan_cache import DiskPlans
 
@@ -31,7 +34,7 @@ _log = logging.getLogger(__name__)
 
 _MANIFEST = "manifest.json"
 _PLAN = "plan_"
-_FORMAT = 2
+_FORMAT = 3
 # What zipfile and json raise on bytes that were changed.
 _DAMAGED = (
     OSError,
@@ -49,7 +52,8 @@ _DAMAGED = (
 def save(model: nn.Module, path: str | Path) -> int:
     """Write the lowered regions and the plans of a compiled model to a file; return the number of regions.
 
-    Raises ChunkflowError if the model has run no program lowered by Inductor: call it once first.
+    Several processes may write the same path.  Raises ChunkflowError if the model has run no program lowered by Inductor
+    (call it once first), or if the file cannot be written.
     """
     regions = {id(region): region for s in programs(model) for region in s.code.regions.values()}
     artifacts = [region for region in regions.values() if isinstance(region, CompiledArtifact)]
@@ -59,24 +63,36 @@ def save(model: nn.Module, path: str | Path) -> int:
             f"There is nothing to save: {type(model).__name__} {cause}. Compile it, call it once, then save."
         )
     target = Path(path)
-    part = target.with_name(f"{target.name}.part")  # renamed below: a reader never sees half a file
-    with tempfile.TemporaryDirectory() as folder, zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
-        digests = dict[str, str]()
+    try:
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}_", dir=target.parent) as folder:
+            part = Path(folder, target.name)
+            saved = _write(part, artifacts, _plans(model))
+            if saved:
+                part.replace(target)  # a reader never sees half of it, and of several ranks one is the last
+    except OSError as error:
+        raise ChunkflowError(f"{path} cannot be written: {error.strerror or error}.") from error
+    if not saved:
+        raise ChunkflowError(f"No region of {type(model).__name__} can be saved; the log says why of each.")
+    return saved
+
+
+def _write(part: Path, artifacts: Sequence[CompiledArtifact], plans: Mapping[str, str]) -> int:
+    """Write the archive; return the number of regions in it."""
+    digests = dict[str, str]()
+    with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
         for number, artifact in enumerate(artifacts):
-            one = Path(folder, f"region_{number}")
+            one = part.with_name(f"region_{number}")
             try:
                 artifact.save(path=str(one), format="binary")
             except Exception as error:  # noqa: BLE001  such as an op that cannot be pickled: it is compiled anew
-                _log.warning("region %d cannot be saved (%s)", number, str(error).splitlines()[0])
+                _log.warning("region %d of %d cannot be saved (%s)", number + 1, len(artifacts), first_line(error))
                 continue
             digests[one.name] = hashlib.sha256(one.read_bytes()).hexdigest()
             archive.write(one, one.name)
-        plans = _plans(model)
         for name, text in plans.items():
             archive.writestr(name, text)
         told = {"regions": digests, "plans": {n: hashlib.sha256(t.encode()).hexdigest() for n, t in plans.items()}}
         archive.writestr(_MANIFEST, json.dumps({**_machine(), **told}, indent=1, sort_keys=True))
-    part.replace(target)
     return len(digests)
 
 
@@ -102,7 +118,7 @@ def load(path: str | Path) -> int:
             blobs = {name: archive.read(name) for name in told}
         damaged = [n for n, blob in blobs.items() if hashlib.sha256(blob).hexdigest() != told[n]]
     except _DAMAGED as error:
-        return _ignored(path, f"it cannot be read ({error})")
+        return _ignored(path, f"it cannot be read ({first_line(error)})")
     if damaged:
         return _ignored(path, f"{damaged[0]} is not what was saved")
     if found := next(_differences(manifest), None):
@@ -114,7 +130,7 @@ def load(path: str | Path) -> int:
             try:
                 CompiledArtifact.load(path=str(one), format="binary")  # the caches have it now
             except Exception as error:  # noqa: BLE001  whatever Inductor cannot read is compiled anew
-                return _ignored(path, f"{name} cannot be loaded ({error})")
+                return _ignored(path, f"{name} cannot be loaded ({first_line(error)})")
     if (cache := DiskPlans.here()) is not None:
         for name in manifest["plans"]:
             cache.put(name.removeprefix(_PLAN), blobs[name].decode())
@@ -122,13 +138,18 @@ def load(path: str | Path) -> int:
 
 
 def _machine() -> dict[str, Any]:
-    """What a file of regions is for."""
-    gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
+    """What a file of regions is for.  Without a GPU, Inductor's kernels are for the vector instructions of the CPU."""
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    if gpu is None:
+        with compile_lock:
+            warm_up(torch.device("cpu"))
+        warmed_up()
     return {
         "format": _FORMAT,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
+        "instructions": "any" if gpu is not None else str(cpu_vec_isa.pick_vec_isa()),
         "gpu": "none" if gpu is None else f"{gpu.name} {gpu.major}.{gpu.minor}",
     }
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._inductor import cpu_vec_isa
 from torch.fx import GraphModule
 
 Region = Callable[..., Sequence[Any]]
@@ -20,6 +22,22 @@ def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Region
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     # standalone_compile gives each region a TracingContext of its own.  Weights stay inputs, so Inductor never takes
     # memory of a slot for a buffer of its own.
-    return torch._inductor.standalone_compile(
-        module, inputs, dynamic_shapes="from_tracing_context", options={"config_patches": {**_TUNING, **inductor}}
-    )
+    with _keyed_by_instructions(inputs):
+        return torch._inductor.standalone_compile(
+            module, inputs, dynamic_shapes="from_tracing_context", options={"config_patches": {**_TUNING, **inductor}}
+        )
+
+
+@contextlib.contextmanager
+def _keyed_by_instructions(inputs: Sequence[Any]) -> Iterator[None]:
+    """Put the vector instructions into the keys of Inductor's caches, for a region on the CPU.
+
+    They leave them out, and the layout of a kernel's constants depends on them: on a CPU with others, a region from a
+    shared cache or a saved file would give wrong numbers.
+    """
+    if not any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in inputs):
+        yield
+        return
+    settings: Any = torch.compiler.config
+    with settings.patch(cache_key_tag=f"{settings.cache_key_tag}{cpu_vec_isa.pick_vec_isa()}"):
+        yield

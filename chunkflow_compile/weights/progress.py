@@ -44,17 +44,35 @@ def forget_at_end(callback: Callable[[Any], None]) -> None:
     callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != callback]
 
 
-class CompileProgress:
-    """What compilation does now, in one line, from the first compilation of a model to that of its last kind."""
+def forget_at_start(callback: Callable[[Any], None]) -> None:
+    """Remove a callback of Dynamo's at the start of a compilation."""
+    callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != callback]
 
-    def __init__(self, model: Callable[[], object], kinds: int) -> None:
-        """``model``: returns the model, None once it is gone.  ``kinds``: the number of compilations to expect."""
-        self._model = model
+
+class CompileProgress:
+    """What compilation does now, in one line, while the first call of a model runs: a context manager.
+
+    ``kinds``: the number of compilations to expect.
+    """
+
+    def __init__(self, kinds: int) -> None:
         self._kinds = kinds
         self._done = 0
         self._bar: tqdm[Any] | None = None
-        callback_handler.register_start_callback(self._begins)
-        callback_handler.register_end_callback(self._ends)
+        self._shown = False
+
+    def __enter__(self) -> None:
+        if not self._shown:  # another thread may have begun
+            self._shown = True
+            callback_handler.register_start_callback(self._begins)
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            self._shown = False
+            forget_at_start(self._begins)
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
 
     def say(self, what: str) -> None:
         """Show what is being done for the current kind."""
@@ -70,10 +88,3 @@ class CompileProgress:
         if self._bar is None:
             self._bar = tqdm(bar_format="{desc} {elapsed}", leave=False, disable=_disabled(), mininterval=0)
         self.say("tracing")
-
-    def _ends(self, _: object) -> None:
-        if self._bar is not None and (self._done >= self._kinds or self._model() is None):
-            self._bar.close()
-            self._bar = None
-            callback_handler.remove_start_callback(self._begins)
-            forget_at_end(self._ends)

@@ -7,6 +7,7 @@ import io
 import logging
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from conftest import OPTIONS
 from helpers import Stack, graphs
 from torch import nn
+from torch._dynamo.callback import callback_handler
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, courses, programs, restore
@@ -221,6 +223,38 @@ class Terminal(io.StringIO):
         return self._terminal
 
 
+class Odd(Stack):
+    """Two parts of one kind, and one that forward does not call."""
+
+    def __init__(self, fails: bool = False) -> None:
+        super().__init__(3)
+        self.before, self.unused = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.fails = fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = super().forward(x + self.before(x))
+        if self.fails:
+            raise ValueError("a fault of the model")
+        return found
+
+
+def test_progress_ends_with_the_first_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = [Odd(), Odd(), Odd(fails=True), Odd()]
+    for model in models:
+        chunkflow_compile.compile(model.eval(), **{**OPTIONS, "min_bytes": 64})
+    shown = Terminal()
+    monkeypatch.setattr(sys, "stderr", shown)
+    for model in models[:3]:
+        with pytest.raises(ValueError) if model.fails else nullcontext():
+            model(torch.randn(4, 8))
+    chunkflow_compile.restore(models[3])  # never called
+    assert "chunkflow: tracing" in shown.getvalue()
+    before = shown.getvalue()
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    assert shown.getvalue() == before
+    assert not callback_handler.start_callbacks
+
+
 def test_progress_from_the_first_compilation_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(shown: Terminal, model: nn.Module | None = None) -> None:
         chunkflow_compile.compile(model := (model or Stack(3)).eval(), **OPTIONS)
@@ -244,3 +278,18 @@ def test_progress_from_the_first_compilation_to_the_last(monkeypatch: pytest.Mon
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
     run(hidden)
     assert "chunkflow:" not in hidden.getvalue()
+
+
+def test_misuse() -> None:
+    with pytest.raises(ChunkflowError, match=r"takes a torch.nn.Module, not function"):
+        chunkflow_compile.compile(lambda x: x)  # type: ignore[arg-type]
+    with pytest.raises(ChunkflowError, match=r"options is an argument of torch.compile"):
+        chunkflow_compile.compile(Stack(), options={"memory": "1GiB"})
+    with pytest.raises(ChunkflowError, match="dynamic='yes' must be True"):
+        chunkflow_compile.compile(Stack(), dynamic="yes")  # type: ignore[arg-type]
+    model = chunkflow_compile.offload(Stack(), min_bytes=64)
+    with pytest.raises(ChunkflowError, match="placed already, so dtype would change nothing"):
+        chunkflow_compile.compile(model, dtype=torch.bfloat16)
+    chunkflow_compile.restore(chunkflow_compile.compile(model, **OPTIONS))
+    with pytest.raises(ChunkflowError, match="compiled already: call the model as it is"):
+        chunkflow_compile.compile(model, **OPTIONS)

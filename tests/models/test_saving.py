@@ -10,6 +10,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -19,6 +21,7 @@ from conftest import HERE, OPTIONS
 from helpers import Stack
 from torch import nn
 from torch._dynamo.utils import counters
+from torch._inductor import cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
@@ -216,6 +219,30 @@ def test_a_changed_byte_does_no_harm(seed: int, file: Path, tmp_path: Path, capl
             assert (found, len(caplog.records)) in ((3, 0), (0, 1)), f"byte {place}"
             ignored += found == 0
     assert ignored > 12
+
+
+def test_a_cpu_with_other_instructions_does_not_find_them(
+    file: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with fresh_cache():
+        assert chunkflow_compile.load(file) == 3
+        monkeypatch.setattr(cpu_vec_isa, "pick_vec_isa", lambda: cpu_vec_isa.invalid_vec_isa)
+        assert run(Stack()) == (0, 3)
+        assert chunkflow_compile.load(file) == 0
+    assert "it was saved with instructions" in caplog.text and "here it is INVALID_VEC_ISA" in caplog.text
+
+
+def test_several_processes_write_one_path(file: Path, tmp_path: Path) -> None:
+    model = Stack()
+    with fresh_cache():
+        assert chunkflow_compile.load(file) == 3
+        run(model)
+        with ThreadPoolExecutor(4) as pool:
+            assert [*pool.map(partial(chunkflow_compile.save, model), [tmp_path / "regions.zip"] * 4)] == [3] * 4
+        assert [path.name for path in tmp_path.iterdir()] == ["regions.zip"]
+        assert chunkflow_compile.load(tmp_path / "regions.zip") == 3
+        with pytest.raises(ChunkflowError, match="cannot be written: No such file"):
+            chunkflow_compile.save(model, tmp_path / "none" / "regions.zip")
 
 
 def test_names_that_lead_out_of_the_folder(file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
