@@ -6,6 +6,7 @@ import copy
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -154,13 +155,14 @@ def _show_first_call(model: nn.Module, placement: Placement | None, kinds: int) 
     if placement is None:
         return
     progress = placement.progress = CompileProgress(kinds)
-    called = model._compiled_call_impl
+    called, seen = model._compiled_call_impl, weakref.ref(model)  # a model that is dropped is freed at once
 
     def first_call(*args: Any, **kwargs: Any) -> Any:
-        if model._compiled_call_impl is first_call:  # nothing was put around it since
-            model._compiled_call_impl = called
+        mine: Any = seen()
+        if mine._compiled_call_impl is first_call:  # nothing was put around it since
+            mine._compiled_call_impl = called
         with progress:
-            return (called or model._call_impl)(*args, **kwargs)
+            return (called or mine._call_impl)(*args, **kwargs)
 
     model._compiled_call_impl = first_call
 

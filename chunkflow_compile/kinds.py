@@ -112,10 +112,11 @@ def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
 
 
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
-    """The outermost lists of modules: name, and the elements by theirs."""
+    """The outermost lists with modules of one class: name, and the elements by theirs.  A list of stages holds such lists."""
     for name, child in module.named_children():
-        if isinstance(child, nn.ModuleList):
-            yield prefix + name, dict(child.named_children())
+        elements = dict(child.named_children())
+        if isinstance(child, nn.ModuleList) and len({type(m) for m in elements.values()}) < len(elements):
+            yield prefix + name, elements
         else:
             yield from _lists(child, f"{prefix}{name}.")
 

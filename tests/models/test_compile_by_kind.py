@@ -280,6 +280,14 @@ def test_progress_from_the_first_compilation_to_the_last(monkeypatch: pytest.Mon
     assert "chunkflow:" not in hidden.getvalue()
 
 
+def test_blocks_of_a_list_of_one_stage() -> None:
+    stage = nn.Module()
+    stage.blocks = Stack(3).blocks
+    model = nn.Module()
+    model.stages = nn.ModuleList([stage])
+    assert list(blocks_of(model)) == [f"stages.0.blocks.{n}" for n in range(3)]
+
+
 def test_misuse() -> None:
     with pytest.raises(ChunkflowError, match=r"takes a torch.nn.Module, not function"):
         chunkflow_compile.compile(lambda x: x)  # type: ignore[arg-type]
