@@ -25,7 +25,7 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import cpu_vec_isa
 from torch._inductor.standalone_compile import CompiledArtifact
 
-from chunkflow_compile.lowering.warm_up import warm_up, warmed_up
+from chunkflow_compile.lowering.warm_up import await_warm_up, warm_up
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.placing import programs
 from chunkflow_compile.plan_cache import DiskPlans
@@ -143,7 +143,7 @@ def _machine() -> dict[str, Any]:
     if gpu is None:
         with compile_lock:
             warm_up(torch.device("cpu"))
-        warmed_up()
+        await_warm_up()
     return {
         "format": _FORMAT,
         "torch": torch.__version__,

@@ -1,4 +1,5 @@
 """Lowering: the regions of a program come in, one callable for each unique region goes out.
 
-lower.py compiles them with Inductor, or leaves them eager; warm_up.py starts beside the tracing what Inductor does first.
+lower.py leaves them eager, or compiles them through inductor.py or tensorrt.py.  warm_up.py prepares Inductor while the
+model is traced; beside.py and worker.py lower regions in other processes.
 """

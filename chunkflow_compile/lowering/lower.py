@@ -15,7 +15,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 from .beside import Workers
 from .inductor import Region, through_inductor
 from .tensorrt import through_tensorrt
-from .warm_up import warmed_up
+from .warm_up import await_warm_up
 
 Lowering = Literal["inductor", "eager", "tensorrt"]
 
@@ -37,7 +37,7 @@ def lower_regions(
     modules = {name: region.module for name, region in program.regions.items()}
     if lowering == "eager":
         return {name: module.forward for name, module in modules.items()}
-    warmed_up()
+    await_warm_up()
     lowered = dict[str, Region]()
     if lowering == "tensorrt":
         for number, (name, module) in enumerate(modules.items(), 1):

@@ -35,7 +35,7 @@ def warm_up(device: torch.device) -> None:
         _started()
 
 
-def warmed_up() -> None:
+def await_warm_up() -> None:
     """Wait for the search for vector instructions, if it was started: Inductor's own is not made for two threads."""
     if _started.cache_info().currsize:
         _started().join()

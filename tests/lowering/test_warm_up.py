@@ -67,7 +67,7 @@ def test_all_are_probed_where_another_is_chosen(monkeypatch: pytest.MonkeyPatch)
 
 def test_lowering_waits_for_the_search() -> None:
     warming.warm_up(torch.device("cpu"))
-    warming.warmed_up()
+    warming.await_warm_up()
     assert not [t for t in threading.enumerate() if t.name == "chunkflow-warm-up"]
 
 
