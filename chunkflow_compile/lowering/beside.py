@@ -111,7 +111,7 @@ class Workers:
                 worker = _Worker(
                     root / str(number), Job(mine, self._inductor, state), _PATIENCE_S + _PATIENCE * region_s
                 )
-            except OSError as error:
+            except Exception as error:  # noqa: BLE001  (the user's configuration of Inductor may hold anything)
                 _log.info("no worker can be started: %s", error)
                 return
             self._started.append(worker)

@@ -92,7 +92,10 @@ def test_regions_of_open_sizes(folders: list[Path]) -> None:
     assert len(folders) == 2
 
 
-@pytest.mark.parametrize("fault", ["no interpreter", "it fails", "it hangs", "a region that cannot be packed"])
+@pytest.mark.parametrize(
+    "fault",
+    ["no interpreter", "it fails", "it hangs", "a region that cannot be packed", "a setting that cannot be packed"],
+)
 def test_without_its_worker_a_region_is_lowered_here(
     fault: str, folders: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -101,6 +104,8 @@ def test_without_its_worker_a_region_is_lowered_here(
     script.chmod(0o755)
     if fault == "a region that cannot be packed":
         monkeypatch.setattr(beside, "packed", cannot_pickle)
+    elif fault == "a setting that cannot be packed":
+        monkeypatch.setattr(beside.Job, "write", lambda *_: cannot_pickle(_))
     elif fault == "no interpreter":
         monkeypatch.setattr(sys, "executable", str(tmp_path / "none"))
     else:
@@ -110,6 +115,7 @@ def test_without_its_worker_a_region_is_lowered_here(
         compiled(4)
     assert found_and_lowered() == (0, 5)
     said = {"it fails": "no such thing", "it hangs": "took longer", "no interpreter": "No such file"}
+    said["a setting that cannot be packed"] = "no worker can be started: cannot pickle"
     assert said.get(fault, "cannot be sent") in caplog.text
     assert not any(folder.exists() for folder in folders)
 
