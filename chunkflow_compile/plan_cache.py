@@ -25,6 +25,8 @@ from chunkflow_compile.passes.plan import Plan
 _log = logging.getLogger(__name__)
 
 FOLDER = "chunkflow_plans"
+# A plan of 60 blocks takes half a MiB, and each size and budget of a model has one.
+MOST_PLANS = 256
 
 
 @dataclass(frozen=True)
@@ -67,6 +69,13 @@ class DiskPlans:
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
+            self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        """Keep the newest plans only."""
+        found = [*self.folder.glob("*.json")]
+        for path in sorted(found, key=lambda p: p.stat().st_mtime_ns)[:-MOST_PLANS]:
+            path.unlink()
 
     def texts(self) -> dict[str, str]:
         """The plans that this process found or kept, by key, as far as they are still there."""

@@ -123,6 +123,8 @@ def load(path: str | Path) -> int:
         return _ignored(path, f"{damaged[0]} is not what was saved")
     if found := next(_differences(manifest), None):
         return _ignored(path, found)
+    if torch._inductor.config.force_disable_caches:
+        return _ignored(path, "Inductor's caches are switched off (force_disable_caches)")
     with tempfile.TemporaryDirectory() as folder:
         for name in manifest["regions"]:
             one = Path(folder, name)

@@ -21,12 +21,12 @@ from conftest import HERE, OPTIONS
 from helpers import Stack
 from torch import nn
 from torch._dynamo.utils import counters
-from torch._inductor import cpu_vec_isa
+from torch._inductor import config, cpu_vec_isa
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError
+from chunkflow_compile import ChunkflowError, plan_cache
 from chunkflow_compile.passes import pipeline
 
 
@@ -230,6 +230,21 @@ def test_a_cpu_with_other_instructions_does_not_find_them(
         assert run(Stack()) == (0, 3)
         assert chunkflow_compile.load(file) == 0
     assert "it was saved with instructions" in caplog.text and "here it is INVALID_VEC_ISA" in caplog.text
+
+
+def test_without_caches_a_file_is_ignored(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with config.patch(force_disable_caches=True):
+        assert chunkflow_compile.load(file) == 0
+    assert "caches are switched off" in caplog.text
+
+
+def test_the_oldest_plans_are_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_cache, "MOST_PLANS", 3)
+    plans = plan_cache.DiskPlans(tmp_path)
+    for number in range(5):
+        plans.put(str(number), "{}")
+        os.utime(plans._path(str(number)), (number, number))
+    assert {*tmp_path.iterdir()} == {plans._path(str(number)) for number in (2, 3, 4)}
 
 
 def test_several_processes_write_one_path(file: Path, tmp_path: Path) -> None:
