@@ -57,7 +57,7 @@ from chunkflow_compile.runtime.runner import Runner
 from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.runtime.tables import Tables
 from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten, move_tables, weights_among
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
 from chunkflow_compile.weights.modules import ModelIndex, blocks_around

@@ -22,8 +22,9 @@ from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.filling import DtypeOf, Filling, as_they_are, cast_to
 from chunkflow_compile.weights.guards import Guards, detach_guards
+from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
-from chunkflow_compile.weights.host_store import HostStore, give_back, home_of, no_room_for
+from chunkflow_compile.weights.host_store import HostStore, give_back, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex

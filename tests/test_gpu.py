@@ -17,7 +17,7 @@ from torch import nn
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
 

@@ -26,7 +26,7 @@ from chunkflow_compile.passes.pace import give_way
 from chunkflow_compile.passes.pipeline import Settings, make_course
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
 from chunkflow_compile.passes.program.course import Call, Course
-from chunkflow_compile.weights.host_store import Home
+from chunkflow_compile.weights.home import Home
 
 from .arena import Arena
 from .executor import Executor

@@ -17,7 +17,8 @@ from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
 from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
-from chunkflow_compile.weights.host_store import Home, pin_all
+from chunkflow_compile.weights.home import Home
+from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Occupancy

@@ -22,7 +22,8 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
-from chunkflow_compile.weights.host_store import Home, home_of, pin_all
+from chunkflow_compile.weights.home import Home, home_of
+from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
 

@@ -26,7 +26,7 @@ from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.weights.drive import for_the_drive
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 
 OWN = "examples/ulysses_dit.py:planned"
 

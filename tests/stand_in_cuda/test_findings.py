@@ -16,7 +16,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.cuda import CudaDevice, TorchCuda
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 
 from . import control
 

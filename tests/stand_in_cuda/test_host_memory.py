@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 
 SIZE = Size(layers=2)
 LEAST = 1024

@@ -28,7 +28,7 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading
 from chunkflow_compile.weights.drive import Drive, for_the_drive
-from chunkflow_compile.weights.host_store import Home, home_of
+from chunkflow_compile.weights.home import Home, home_of
 
 SIZE = Size(layers=3)
 LEAST = 1024

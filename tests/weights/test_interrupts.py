@@ -17,7 +17,7 @@ from helpers import Stack
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 
 from chunkflow_compile import Arena, courses, offload, programs, restore
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -24,7 +24,7 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.weights import filling
 from chunkflow_compile.weights.drive import Scratch
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.limits import meminfo
 from chunkflow_compile.weights.source import DriveBytes
 
@@ -151,7 +151,7 @@ def test_a_rank_is_killed(tmp_path: Path, who: tuple[int, ...], when: str) -> No
 def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
     """One of two Ulysses ranks is killed when it pins shared weights, or in a step; the other must raise and restore them."""
     from chunkflow_compile.runtime.executor import Executor
-    from chunkflow_compile.weights.host_store import Home
+    from chunkflow_compile.weights.home import Home
 
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=30)

@@ -13,7 +13,8 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import filling, limits
-from chunkflow_compile.weights.host_store import Home, home_of, pin_all
+from chunkflow_compile.weights.home import Home, home_of
+from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room, pin_budget
 
 GIB = 1 << 30

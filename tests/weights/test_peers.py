@@ -20,7 +20,7 @@ import torch.distributed as dist
 from chunkflow_compile import ChunkflowError, offload, restore, writing
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import peers
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.peers import Meeting, Peers, meet
 
 SIZE = Size(layers=1)

@@ -20,7 +20,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.backend import chunkflow
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 MIN_BYTES = 4096

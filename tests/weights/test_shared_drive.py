@@ -30,7 +30,7 @@ from chunkflow_compile.weights import drive
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.checkpoint import _mapped
 from chunkflow_compile.weights.drive import Scratch
-from chunkflow_compile.weights.host_store import Home
+from chunkflow_compile.weights.home import Home
 from chunkflow_compile.weights.mapping import whole_pages
 from chunkflow_compile.weights.sharing import SharedPages
 from chunkflow_compile.weights.source import DriveBytes

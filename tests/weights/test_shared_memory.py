@@ -20,7 +20,7 @@ from chunkflow_compile import ChunkflowError, offload, programs, restore, writin
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights import limits
 from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
-from chunkflow_compile.weights.host_store import home_of
+from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.limits import HostMemory
 from chunkflow_compile.weights.mapping import whole_pages
 

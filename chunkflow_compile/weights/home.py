@@ -1,0 +1,185 @@
+"""The home of one offloaded weight: where its values are, and what copies of them exist."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import warnings
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .bytes import flat_bytes
+from .drive import Drive
+from .filling import Placed
+from .host_weight import HostBytes, HostWeight
+from .limits import Room
+from .reader import HostReader
+from .source import DriveBytes, Source
+from .staging import GpuStagings
+
+if TYPE_CHECKING:
+    from .host_store import HostStore
+
+
+@dataclass(eq=False)
+class Home:
+    """The place of one weight in a store; it ends with the weight.
+
+    ``names``: all its names in the model.  ``host``: its values, on the CPU.  ``cell``: counts the writes to them.
+    ``origin``: the device that it came from.  ``grad``: the gradient that it had.
+    """
+
+    names: tuple[str, ...]
+    host: torch.Tensor
+    cell: HostBytes
+    store: HostStore
+    origin: torch.device
+    _weight: weakref.ref[HostWeight]
+    grad: torch.Tensor | None = None
+    was_shared: bool = False
+    through: bool = False  # writes to the host tensor go to the drive
+    _drive: tuple[DriveBytes, int] | None = None  # and the version of the host tensor that it has the values of
+    _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
+    _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
+    _copied_by: list[HostReader] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
+
+    @property
+    def weight(self) -> HostWeight | None:
+        """The weight, None if it was dropped or got other memory."""
+        weight = self._weight()
+        return weight if home_of(weight) is self else None
+
+    @property
+    def version(self) -> int:
+        """Changes with every write to the values, through a weight or to the host tensor itself."""
+        weight = self._weight()
+        return self.cell.version + self.host._version if weight is None else weight.writes
+
+    @property
+    def drive(self) -> DriveBytes | None:
+        """The bytes on the drive, None if the values are in host memory.
+
+        A mapping of a checkpoint, or of a scratch file that ranks share, is the process's own: the file does not see a write
+        to it.  A scratch file of this rank alone does.
+        """
+        if self._drive is None or (not self.through and self._drive[1] != self.host._version):
+            return None
+        return self._drive[0]
+
+    @property
+    def source(self) -> Source:
+        """The bytes that programs copy."""
+        return self.drive or flat_bytes(self.host)
+
+    @property
+    def nbytes(self) -> int:
+        return self.host.numel() * self.host.element_size()
+
+    def resident(self, stagings: GpuStagings) -> torch.Tensor:
+        """A copy of the values on the store's device, shared by all programs that use it at the same time."""
+        if self._resident is not None:
+            version, ref = self._resident
+            found = ref()
+            if found is not None and version == self.version:
+                return found
+        self.check()
+        version = self.version  # before the copy: newer values need another
+        made = stagings.brought(self.host, self.store.device, copy=True)
+        self._resident = version, weakref.ref(made)
+        return made
+
+    def check(self) -> None:
+        """Raise ChunkflowError if the values are in a file on the drive that has changed."""
+        if (drive := self.drive) is not None:
+            drive.file.check()
+
+    def pin(self, device: HostReader, room: Room | None) -> None:
+        """Pin the host memory for the device's copies, once; if that fails, the store warns.  ``room``: None for any."""
+        self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
+        if self._unpin is not None or not self.store.pins or self.drive is not None:
+            return
+        try:
+            if room is not None:
+                room.take(self.nbytes)
+            # a model that is dropped without restore must not leave its pages pinned after they are unmapped
+            self._unpin = weakref.finalize(self, _unpin, self._copied_by, device.pin(self.host))
+            self._unpin.atexit = False
+        except OSError as error:
+            self.store.pageable(self, error)
+
+    def unpin(self) -> None:
+        if self._unpin is not None:
+            self._unpin()
+            self._unpin = None
+
+    @property
+    def shares(self) -> bool:
+        """Whether other ranks have the same memory, or the same bytes on the drive."""
+        return self.cell.shared is not None or (self.cell.scratch and not self.through and self.drive is not None)
+
+    def share(self, placed: Placed) -> None:
+        """Replace the memory by the same bytes where other ranks have them, at the same address, if they do.
+
+        No program of the model may run.
+        """
+        if placed.through or (placed.shared is None and placed.drive is None):
+            return
+        self.settle()
+        self.unpin()
+        if placed.shared is not None:
+            self.cell.shared = placed.shared.over(self.host)
+        elif placed.drive is not None:
+            placed.drive.map_over(self.host, mmap.MAP_PRIVATE)
+            self._drive, self.through = (placed.drive, self.host._version), False
+        self.cell.version += 1  # programs pin it again
+
+    def may_change(self) -> None:
+        """The values are about to be written: a scratch file of this rank sees it, and any other file does not.
+
+        A weight in a scratch file of all ranks goes to one of this rank first.  Raises ChunkflowError if there is no room.
+        """
+        if self.drive is not None and self.cell.scratch and not self.through:
+            drive = self.store.drive = self.store.drive or Drive()
+            self._drive, self.through = (drive.keep_in_place(self.host), self.host._version), True
+        if self.through and self._drive is not None:
+            self._drive[0].may_change()
+        else:
+            self._drive = None
+
+    @property
+    def pinned(self) -> bool:
+        return self._unpin is not None
+
+    def settle(self) -> None:
+        """Wait for the copies that read the host memory for steps that have returned."""
+        for device in self._copied_by:
+            device.settle()
+
+
+def home_of(tensor: object) -> Home | None:
+    """The home of an offloaded weight, None for any other object."""
+    return tensor.home if isinstance(tensor, HostWeight) else None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
+def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
+    """Unpin after the copies that read the memory.  A failed device must not prevent restoring the model."""
+    try:
+        for device in devices:
+            with contextlib.suppress(ChunkflowError):
+                device.settle()
+    finally:
+        try:
+            undo()
+        except OSError as error:
+            warnings.warn(f"Host memory could not be unpinned and stays pinned: {error}.", stacklevel=2)
