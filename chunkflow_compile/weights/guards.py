@@ -1,6 +1,7 @@
 """What a module with offloaded weights does differently from any other module.
 
-* ``state_dict`` has the host copies as ordinary tensors.  Of weights that ranks share, a write to one is not the model's.
+* ``state_dict`` has the host copies as ordinary tensors.  Of a weight that ranks share in host memory, or have shared, it
+  has a copy: a write to that is not the model's.
 * ``load_state_dict(assign=True)`` takes the tensors it is given as host memory.
 * ``.to()``, ``.half()`` and the like leave the values in host memory.
 * In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward sees a cast
@@ -225,11 +226,14 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
-    shared, home = tensor.cell.shared, tensor.home
+    shared, home = tensor.cell.shared, tensor.cell.home()
     if home is not None and home.through:
         home.may_change()  # as part of the scratch file, unseen from here on
-    # other ranks read shared memory, and a write to it would go unnoticed here
-    return tensor.host.detach() if shared is None else shared.to_write(tensor.host)
+    if shared is not None:  # other ranks read it, and a write to it would go unnoticed here
+        return shared.to_write(tensor.host)
+    if home is not None and home.was_shared and home.drive is None:
+        return tensor.host.clone()  # ``writing`` may map shared memory at its address
+    return tensor.host.detach()
 
 
 def _assign_host_copies(

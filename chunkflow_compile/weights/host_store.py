@@ -88,6 +88,7 @@ class HostStore:
         weight.cell.order = id(self)
         weight.cell.writing = partial(_writing, weakref.ref(home), weakref.ref(weight.cell))
         weight.cell.read = partial(_count, weakref.ref(home))
+        weight.cell.home = weakref.ref(home)
         self._homes.append(weakref.ref(home))
         self._total += home.nbytes
         return home

@@ -67,7 +67,7 @@ class HostBytes:
     ``order``: of the store that it belongs to; an op that writes several weights enters ``writing`` in this order.
     ``writing``: entered around each write; it waits for the steps and copies that read the memory.  ``read``: called with
     the bytes of each fetch.  ``shared``: its place, if other ranks have the memory too; ``writing`` ends that.
-    ``scratch``: whether the memory is a mapping of a scratch file.
+    ``scratch``: whether the memory is a mapping of a scratch file.  ``home``: returns the home of the weight, or None.
     """
 
     def __init__(self) -> None:
@@ -77,10 +77,20 @@ class HostBytes:
         self.read: Callable[[int], None] = _ignore
         self.shared: SharedWeight | None = None
         self.scratch = False
+        self.home: Callable[[], Any] = _nowhere
+
+    def check(self) -> None:
+        """Raise ChunkflowError if the memory is a mapping of a file that has changed: to touch it could kill the process."""
+        if (home := self.home()) is not None:
+            home.check()
 
 
 def _ignore(nbytes: int) -> None:
     """Count nothing: the memory belongs to no store."""
+
+
+def _nowhere() -> None:
+    """The home of memory that belongs to no store."""
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
