@@ -174,8 +174,10 @@ class _Run:
             self._read_in_order()
         except ChunkflowError as error:
             self.ready.put(error.with_traceback(None))
-        except RuntimeError as error:  # from an event; without a word of it, the copies would wait for ever
+        except RuntimeError as error:  # from an event
             self.ready.put(ChunkflowError(f"The GPU failed: {error}"))
+        except Exception as error:  # noqa: BLE001  without a word of it, the copies would wait for ever
+            self.ready.put(ChunkflowError(f"Reading ahead of the copies failed: {type(error).__name__}: {error}"))
 
     def _read_in_order(self) -> None:
         through = ended = time.monotonic()

@@ -12,7 +12,7 @@ import mmap
 import os
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,15 +106,17 @@ class CheckpointReader:
 
         Raises ChunkflowError if the file is replaced, cut or changed meanwhile, or the drive fails.
         """
-        file = self._file(part)
         count, size = made.numel(), dtype.itemsize
         step = BLOCK // size
         flat = made.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
-        todo = [self._threads.submit(self._block, file, part, flat, dtype, span) for span in spans]
+        todo: list[Future[None]] = []
         try:
+            file = self._file(part)
+            todo += [self._threads.submit(self._block, file, part, flat, dtype, span) for span in spans]
             for block in todo:
                 block.result()
+            file.check(part)
         except OSError as error:
             raise ChunkflowError(
                 f"The checkpoint {part.path} cannot be read at byte {part.offset}: {error.strerror or error}. Check "
@@ -123,7 +125,6 @@ class CheckpointReader:
         finally:
             for block in todo:
                 block.cancel()
-        file.check(part)
 
     def close(self) -> None:
         """Wait for the threads, and close the files."""

@@ -83,9 +83,18 @@ class Drive:
         self._end = 0
 
     def part(self, part: FilePart) -> DriveBytes:
-        """A weight that stays in its checkpoint."""
+        """A weight that stays in its checkpoint.  Raises ChunkflowError if the file is gone, or has changed."""
         if part.path not in self._files:
-            self._files[part.path] = DriveFile(Descriptor(os.open(part.path, os.O_RDONLY)), part.path, part.modified)
+            try:
+                number = os.open(part.path, os.O_RDONLY)
+            except OSError as error:
+                raise ChunkflowError(
+                    f"The checkpoint {part.path} cannot be opened: {error.strerror or error}. Bring the file back, and load "
+                    "the model again."
+                ) from error
+            file = DriveFile(Descriptor(number), part.path, (part.inode, part.modified))
+            file.check()  # another file may have its name by now
+            self._files[part.path] = file
         return DriveBytes(self._files[part.path], part.offset, part.nbytes)
 
     def keep(self, weight: torch.Tensor) -> tuple[torch.Tensor, DriveBytes]:

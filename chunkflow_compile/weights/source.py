@@ -60,17 +60,18 @@ class Checksums:
 
 
 class DriveFile:
-    """An open file of weights.  ``name``: for errors.  ``modified``: when, in ns, for one that must not change; else None.
+    """An open file of weights.  ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a file that
+    must not change; None for any other.
 
     ``read_bytes``: those read so far.  ``sums``: of what was written to it.
     """
 
-    def __init__(self, descriptor: Descriptor, name: str, modified: int | None = None) -> None:
+    def __init__(self, descriptor: Descriptor, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
         self.descriptor = descriptor
         self.name = name
         self.read_bytes = 0
         self.sums = Checksums()
-        self._modified = modified
+        self._stamp = stamp
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
@@ -95,7 +96,15 @@ class DriveFile:
     def check(self) -> None:
         """Raise ChunkflowError if a file that must not change has changed.  To touch a mapping of one that was cut would kill
         the process."""
-        if self._modified is not None and os.fstat(self.descriptor.number).st_mtime_ns != self._modified:
+        if self._stamp is None:
+            return
+        try:
+            told = os.fstat(self.descriptor.number)
+        except OSError as error:  # a drive of the network
+            raise ChunkflowError(
+                f"{self.name} cannot be looked at: {error.strerror or error}. Check the drive, and load the model again."
+            ) from error
+        if ((told.st_dev, told.st_ino), told.st_mtime_ns) != self._stamp:
             raise ChunkflowError(changed(self.name))
 
 

@@ -231,3 +231,38 @@ def test_a_ring_that_is_large_enough_is_kept(file: DriveFile) -> None:
         bytes_of(reader, *cycle[0])
     reader.stop()
     assert sizes == [128 + 64]
+
+
+def test_an_error_of_any_kind_reaches_the_copy(file: DriveFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the copy would wait for ever."""
+    told = os.fstat(file.descriptor.number)
+    stamped = DriveFile(file.descriptor, "/nfs/file", ((told.st_dev, told.st_ino), told.st_mtime_ns))
+    cycle = cycle_of(stamped, [(0, 64)])
+
+    def stale(_: int) -> None:
+        raise OSError(116, "Stale file handle")
+
+    def broken(*_: object) -> None:
+        raise KeyError("x")
+
+    for change, said in (
+        ((os, "fstat", stale), "/nfs/file cannot be looked at: Stale file handle. Check the drive"),
+        ((stamped, "read", broken), "Reading ahead of the copies failed: KeyError: 'x'"),
+    ):
+        reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+        with monkeypatch.context() as patch:
+            patch.setattr(*change)
+            reader.restart([], cycle, 0)
+            found: list[object] = []
+
+            def take(reader: ReadAhead = reader, found: list[object] = found) -> None:
+                try:
+                    found.append(Reading(reader, *cycle[0]).take())
+                except ChunkflowError as error:
+                    found.append(str(error))
+
+            waits = threading.Thread(target=take, daemon=True)
+            waits.start()
+            waits.join(10)
+        assert len(found) == 1 and str(found[0]).startswith(said), found
+        reader.stop()

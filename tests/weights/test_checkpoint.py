@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import diffusers
 import pytest
@@ -166,3 +167,31 @@ def test_memory_while_placing(tmp_path: Path, dtype: str) -> None:
     command = [sys.executable, "-c", PEAK, str(tmp_path), dtype]
     most, kept = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
     assert 0.9 < kept <= most <= 1.05 + 40 / 300, (most, kept)  # the buffers of four threads are 32 MiB
+
+
+@pytest.mark.parametrize("host_memory", [None, 0])
+def test_a_file_that_is_deleted_or_replaced_before_it_is_opened(
+    saved: Path, host_memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After it was found among the mappings of the process."""
+    file, plain = the_file(saved), Filling.place
+    for change in ("delete", "replace"):
+        model = loaded(saved)
+        told = file.stat()
+        copy = file.read_bytes()
+
+        def place(self: Filling, *args: Any, change: str = change, copy: bytes = copy, told: Any = told) -> Any:
+            file.unlink(missing_ok=True)
+            if change == "replace":
+                file.write_bytes(copy)
+                os.utime(file, ns=(told.st_mtime_ns, told.st_mtime_ns))
+            return plain(self, *args)
+
+        with (
+            monkeypatch.context() as patch,
+            pytest.raises(ChunkflowError, match=r"The checkpoint .* (cannot|was changed)"),
+        ):
+            patch.setattr(Filling, "place", place)
+            offload(model, min_bytes=1024, host_memory=host_memory, dtype=None if host_memory == 0 else torch.bfloat16)
+        file.unlink(missing_ok=True)
+        file.write_bytes(copy)
