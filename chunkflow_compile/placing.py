@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from functools import partial
@@ -36,6 +37,8 @@ from chunkflow_compile.weights.streamable import why_not
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.route import Route
     from chunkflow_compile.runtime.session import Session
+
+_log = logging.getLogger(__name__)
 
 # Attribute of a placed model: its Placement.
 _PLACEMENT = "_chunkflow_placement"
@@ -167,6 +170,17 @@ class Placement:
             filling.close()
             self.store.drive = None  # the file ends with the last weight in it
 
+    def name_replaced(self, shared: set[str]) -> None:
+        """Say which of the weights of these names got other memory."""
+        if new := sorted(name for name, t in named_leaves(self.root) if name in shared and home_of(t) is None):
+            more = f" and {len(new) - 5} more" if len(new) > 5 else ""
+            _log.warning(
+                "%s%s got new memory inside writing, and ranks do not share it: write into the weights, without assign=True, "
+                ".to(dtype) or p.data = ..., or call restore and offload again",
+                ", ".join(new[:5]),
+                more,
+            )
+
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = as_they_are) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them."""
         with torch.no_grad():
@@ -293,8 +307,10 @@ def writing(model: nn.Module) -> Iterator[None]:
 
     A write ends the sharing of a weight.  At the end of this context, the weights that all ranks have written are compared,
     byte for byte, and shared again.  Raises ChunkflowError if a rank ends or fails.  Does nothing for other models.
+    A weight that got new memory, as by ``load_state_dict(assign=True)``, is not shared again; a warning names it.
     """
     sharing = [p for p in _placements(model) if p.share is not False]
+    before = {p: {home.name for home in p.store.homes if home.was_shared} for p in sharing}
     try:
         yield
     except BaseException as error:
@@ -303,6 +319,7 @@ def writing(model: nn.Module) -> Iterator[None]:
         raise
     for placement in sharing:
         if placement.lasts:
+            placement.name_replaced(before[placement])
             placement.share_again()
 
 

@@ -287,6 +287,8 @@ class HostWeight(torch.Tensor):
             host, cell = value.host, value.cell
         else:
             host, cell = value.detach().to("cpu"), None
+        if cell is self.cell and _same_place(host, self.host):
+            return  # p.data += x has written the memory already
         with self.cell.writing(), torch.inference_mode(False), torch.no_grad():
             made = ordinary(host)
             host, cell = made, cell if made is host else None
@@ -332,6 +334,11 @@ class HostWeight(torch.Tensor):
 
 
 _INNER = ["host"]
+
+
+def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.shape == other.shape and one.stride() == other.stride() and one.dtype == other.dtype
+    return same and one.data_ptr() == other.data_ptr()
 
 
 def like(tensor: torch.Tensor, weight: HostWeight) -> Any:

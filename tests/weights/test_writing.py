@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 
 import torch
@@ -12,6 +13,15 @@ from chunkflow_compile import offload, writing
 from chunkflow_compile.models.small import small_model
 
 NAME = "blocks.0.ffn.net.0.proj.weight"
+
+
+def heard() -> list[str]:
+    """What the package says in this process from now on."""
+    records: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("chunkflow_compile").addHandler(handler)
+    return records
 
 
 def state_from_inside(rank: int) -> None:
@@ -31,3 +41,25 @@ def state_from_inside(rank: int) -> None:
 
 def test_a_state_dict_from_inside_writing_is_a_copy(on_ranks: Callable[..., None]) -> None:
     on_ranks(state_from_inside)
+
+
+def data_and_new_memory(rank: int) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    offload(model, min_bytes=LEAST, share=True)
+    names, said = shared(model), heard()
+    with writing(model):
+        for m in (model, twin):
+            m.get_parameter(NAME).data += 1  # as peft fuses a LoRA
+        assert NAME not in shared(model)
+    assert shared(model) == names and not said
+    assert torch.equal(model.get_parameter(NAME), twin.get_parameter(NAME))
+    with writing(model):
+        model.load_state_dict({NAME: torch.zeros(model.get_parameter(NAME).shape)}, strict=False, assign=True)
+    assert shared(model) == names - {NAME}
+    (warning,) = said
+    assert warning.startswith(f"{NAME} got new memory inside writing, and ranks do not share it")
+
+
+def test_what_lora_fusing_writes_is_shared_again(on_ranks: Callable[..., None]) -> None:
+    """And what got new memory is named."""
+    on_ranks(data_and_new_memory)
