@@ -256,13 +256,14 @@ def offload(
     target = check_device(_device(device, parameters))
     dtype_of = as_they_are if dtype is None else cast_to(_checked(dtype), root)
     weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
-    on_drive = frozenset[str]()
+    bound, on_drive = None, frozenset[str]()
     if host_memory is not None:
         sizes = [(names[0], p.numel() * dtype_of(names[0], p).itemsize) for names, p in weights]
-        on_drive = for_the_drive(sizes, parse_bytes(host_memory, "host_memory"))
+        bound = parse_bytes(host_memory, "host_memory")
+        on_drive = for_the_drive(sizes, bound)
     peers = peers_of(share, target)
     placement = Placement.on(root, target, min_bytes)
-    placement.share = share
+    placement.share, placement.store.bound = share, bound
     with compile_lock:
         placement.guards.watch_calls()
         placement.move(weights, dtype_of, peers, on_drive)

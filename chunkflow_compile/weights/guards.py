@@ -226,6 +226,7 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
+    tensor.cell.check()
     shared, home = tensor.cell.shared, tensor.cell.home()
     if home is not None and home.through:
         home.may_change()  # as part of the scratch file, unseen from here on

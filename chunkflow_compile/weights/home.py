@@ -146,13 +146,18 @@ class Home:
     def may_change(self) -> None:
         """The values are about to be written: a scratch file of this rank sees it, and any other file does not.
 
-        A weight in a scratch file of all ranks goes to one of this rank first.  Raises ChunkflowError if there is no room.
+        A weight in a scratch file of all ranks goes to one of this rank first, and a part of a checkpoint to host memory.
+        Raises ChunkflowError if there is no room, or the checkpoint has changed.
         """
+        self.check()
         if self.drive is not None and self.cell.scratch and not self.through:
             drive = self.store.drive = self.store.drive or Drive()
             self._drive, self.through = (drive.keep_in_place(self.host), self.host._version), True
         if self.through and self._drive is not None:
             self._drive[0].may_change()
+        elif self.drive is not None:
+            self.store.leave_checkpoint(self)
+            self._drive = None
         else:
             self._drive = None
 

@@ -21,7 +21,8 @@ from .drive import Drive
 from .filling import Filling
 from .home import Home, home_of
 from .host_weight import HostBytes, HostWeight, become, like
-from .limits import Room, host_memory, pin_budget
+from .limits import Room, host_memory, no_room, pin_budget
+from .mapping import leave_file
 from .progress import moving
 from .reader import HostReader
 from .staging import GpuStagings
@@ -33,6 +34,7 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.  ``drive``: of weights this rank wrote.
+    ``bound``: most bytes that the weights were to take of host memory, None for any.
     """
 
     _root: weakref.ref[nn.Module]
@@ -41,10 +43,12 @@ class HostStore:
     pins: bool = True
     fetched_bytes: int = 0
     drive: Drive | None = None
+    bound: int | None = None
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
+    _owned: set[int] = field(default_factory=set)  # pages at the ends of weights that have left their checkpoint
 
     @property
     def root(self) -> nn.Module | None:
@@ -87,6 +91,7 @@ class HostStore:
         weight.label, weight.home = names[0], home
         weight.cell.order = id(self)
         weight.cell.writing = partial(_writing, weakref.ref(home), weakref.ref(weight.cell))
+        weight.cell.leaving = partial(_leaving, weakref.ref(home))
         weight.cell.read = partial(_count, weakref.ref(home))
         weight.cell.home = weakref.ref(home)
         self._homes.append(weakref.ref(home))
@@ -138,6 +143,29 @@ class HostStore:
     def held_bytes(self) -> int:
         """Those of weights in host memory."""
         return sum(h.nbytes for h in self.homes if h.drive is None)
+
+    def leave_checkpoint(self, home: Home) -> None:
+        """A weight goes from its checkpoint into host memory, because it is written.
+
+        Raises ChunkflowError if there is no room; warns once if all of them then take more than the bound.
+        """
+        if (cause := no_room(home.nbytes)) is not None:
+            raise ChunkflowError(
+                f"{home.name} is written, and goes from its checkpoint into host memory for that, but {home.nbytes} bytes "
+                f"find no room there: {cause}. Free host memory, or write the checkpoint instead and load the model again."
+            )
+        try:
+            leave_file(home.host, self._owned)
+        except OSError as error:
+            raise ChunkflowError(f"{home.name} ({home.nbytes} bytes) cannot be written: {error.strerror}.") from error
+        if self.bound is not None and (held := self.held_bytes + home.nbytes) > self.bound:
+            bound, self.bound = self.bound, None
+            warnings.warn(
+                f"{home.name} is written, and goes from its checkpoint into host memory for that: the weights take {held} "
+                f"bytes there now, more than host_memory, which is {bound}, and more with each one that is written. Save the "
+                "model with its new values (save_pretrained) and load it again to have them on the drive.",
+                stacklevel=2,
+            )
 
     def room(self, budget: int | None) -> Room:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
@@ -196,10 +224,9 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
     """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room; it stays as it is then."""
     home = home_of(weight)
     with torch.inference_mode(False), torch.no_grad():
+        weight.cell.check()
         if device.type == "cpu":
             _end_sharing(home, weight.cell)  # an ordinary tensor may be written at any time
-        elif home is not None:
-            home.check()
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=weight.cell.scratch)
@@ -231,6 +258,16 @@ def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterat
             home.may_change()
         if cell is not None:
             _end_sharing(home, cell)
+        yield
+
+
+@contextlib.contextmanager
+def _leaving(ref: weakref.ref[Home]) -> Iterator[None]:
+    """As :func:`_writing`, for a weight that gets other memory: what it had stays as it is."""
+    home = ref()
+    with contextlib.nullcontext() if home is None else home.store.quiet():
+        if home is not None:
+            home.settle()
         yield
 
 

@@ -65,7 +65,8 @@ class HostBytes:
 
     ``version`` counts the writes through weights; those to the memory itself are in its tensor's ``_version``.
     ``order``: of the store that it belongs to; an op that writes several weights enters ``writing`` in this order.
-    ``writing``: entered around each write; it waits for the steps and copies that read the memory.  ``read``: called with
+    ``writing``: entered around each write; it waits for the steps and copies that read the memory.  ``leaving``: the same
+    for a weight that gets other memory.  ``read``: called with
     the bytes of each fetch.  ``shared``: its place, if other ranks have the memory too; ``writing`` ends that.
     ``scratch``: whether the memory is a mapping of a scratch file.  ``home``: returns the home of the weight, or None.
     """
@@ -74,6 +75,7 @@ class HostBytes:
         self.version = 0
         self.order = 0
         self.writing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
+        self.leaving: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
         self.read: Callable[[int], None] = _ignore
         self.shared: SharedWeight | None = None
         self.scratch = False
@@ -194,7 +196,7 @@ class HostWeight(torch.Tensor):
             for weight in sorted(written, key=lambda w: w.cell.order):  # two threads never hold each other up
                 held.enter_context(weight.cell.writing())
             if written and func is _aten.copy_.default:
-                source = args[1].host if isinstance(args[1], HostWeight) else args[1]
+                source = args[1].checked() if isinstance(args[1], HostWeight) else args[1]
                 written[0].host.copy_(source)
                 written[0].cell.version += 1
                 return written[0]
@@ -213,6 +215,11 @@ class HostWeight(torch.Tensor):
         self.cell.read(self.host.nbytes)
         return self.host if self.device.type == "cpu" else self.host.to(self.device)
 
+    def checked(self) -> torch.Tensor:
+        """The host memory.  Raises ChunkflowError if it is a mapping of a file that has changed."""
+        self.cell.check()
+        return self.host
+
     def stands_on(self, device: torch.device) -> None:
         """Make ``device`` the device of this weight; its values stay where they are."""
         made = like(self, HostWeight(self.host, device, self.cell, self.label))
@@ -230,21 +237,21 @@ class HostWeight(torch.Tensor):
         if target.type == "cuda" and target.index is None:
             target = torch.device("cuda", torch.cuda.current_device())
         if target != self.device:
-            return _aten._to_copy.default(self.host, **{**kwargs, "device": target})
+            return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
         with torch.inference_mode(False):
-            made = _aten._to_copy.default(self.host, **{**kwargs, "device": "cpu"})
+            made = _aten._to_copy.default(self.checked(), **{**kwargs, "device": "cpu"})
             return HostWeight(made, self.device, label=self.label)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
             return f"HostWeight({self.host!r}, {self.device})"
         kind = "Parameter containing:\n" if isinstance(self, nn.Parameter) else ""
-        return f"{kind}{self.host!r} in host memory, for {self.device}"
+        return f"{kind}{self.checked()!r} in host memory, for {self.device}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
             with torch.inference_mode(False):
-                made = memo[id(self)] = like(self, HostWeight(self.host.clone(), self.device, label=self.label))
+                made = memo[id(self)] = like(self, HostWeight(self.checked().clone(), self.device, label=self.label))
                 made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
         found: torch.Tensor = memo[id(self)]
         return found
@@ -256,7 +263,7 @@ class HostWeight(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as an ordinary tensor on the CPU."""
-        return self.plain(self.host.detach()).__reduce_ex__(protocol)
+        return self.plain(self.checked().detach()).__reduce_ex__(protocol)
 
     def plain(self, values: torch.Tensor) -> torch.Tensor:
         """An ordinary tensor of the class that this one stands for, with its attributes."""
@@ -289,7 +296,7 @@ class HostWeight(torch.Tensor):
             host, cell = value.detach().to("cpu"), None
         if cell is self.cell and _same_place(host, self.host):
             return  # p.data += x has written the memory already
-        with self.cell.writing(), torch.inference_mode(False), torch.no_grad():
+        with self.cell.leaving(), torch.inference_mode(False), torch.no_grad():
             made = ordinary(host)
             host, cell = made, cell if made is host else None
             self.cell.version += 1
@@ -303,15 +310,15 @@ class HostWeight(torch.Tensor):
             raise TypeError(f"can't convert {self.device} device type tensor to numpy: call .cpu() first.")
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
-        found = self.host.detach().numpy()
+        found = self.checked().detach().numpy()
         found.flags.writeable = False
         return found
 
     def tolist(self) -> Any:
-        return self.host.tolist()
+        return self.checked().tolist()
 
     def __format__(self, spec: str) -> str:
-        return format(self.host.detach(), spec)
+        return format(self.checked().detach(), spec)
 
     def is_pinned(self, device: Any = None) -> bool:
         return False

@@ -1,4 +1,4 @@
-"""Mappings of files, with the calls of the C library that Python's mmap has not."""
+"""Mappings of files, with the calls of the C library that Python's mmap does not have."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ PAGE = mmap.PAGESIZE
 ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
 MAP_FIXED = 0x10
 FAILED = 2**64 - 1
+_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
 class Descriptor:
@@ -27,7 +28,7 @@ class Descriptor:
 
 @functools.cache
 def libc() -> Any:
-    """The C library, with the calls that Python's mmap has not."""
+    """The C library, with the calls that Python's mmap does not have."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
@@ -59,6 +60,37 @@ def map_over(host: torch.Tensor, descriptor: Descriptor, kind: int, offset: int)
     size, there = whole_pages(host.nbytes), host.data_ptr()
     if libc().mmap(there, size, ACCESS, kind | MAP_FIXED, descriptor.number, offset) != there:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def own_memory(begin: int, nbytes: int, size: int) -> None:
+    """Put memory of the process's own, ``size`` bytes, at the address ``begin`` of a page, with the ``nbytes`` that are
+    there: views stay views.  Raises OSError if the kernel refuses; nothing has changed then.
+    """
+    system = libc()
+    made = system.mmap(None, size, ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if made != FAILED:
+        ctypes.memmove(made, begin, nbytes)
+        # the pages move in one call: a reader sees either those before or the same bytes
+        if system.mremap(made, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, begin) == begin:
+            return
+        number = ctypes.get_errno()
+        system.munmap(made, size)
+        raise OSError(number, os.strerror(number))
+    raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def leave_file(host: torch.Tensor, owned: set[int]) -> None:
+    """Give a tensor in a private mapping of a file memory of its own, at the same address, whatever becomes of the file.
+
+    Written pages of the mapping would not do: the kernel drops them when the file is cut.
+    ``owned``: its first and its last page, which other tensors may have a part of.  One that is owned already stays: a
+    device may read it.  Raises OSError if the kernel refuses.
+    """
+    first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
+    begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)
+    if begin < end:
+        own_memory(begin, end - begin, end - begin)
+    owned.update((first, last))
 
 
 def whole_pages(nbytes: int) -> int:

@@ -23,7 +23,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .checkpoint import FilePart
 from .drive import Scratch, scratch_folder
 from .limits import check_room, no_room
-from .mapping import ACCESS, FAILED, MAP_FIXED, Descriptor, libc, map_file, map_over, whole_pages
+from .mapping import ACCESS, MAP_FIXED, Descriptor, libc, map_file, map_over, own_memory, whole_pages
 from .peers import Peers
 from .source import DriveBytes
 
@@ -34,7 +34,6 @@ _log = logging.getLogger(__name__)
 Role = Literal["fill", "compare", "leave"]
 # Elements of a weight that are cast and compared at a time.
 _PIECE = 1 << 20
-_MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 _HUGE = 14  # of madvise
 # In messages, names of more weights are left out.
 _NAMED = 5
@@ -87,17 +86,13 @@ class SharedWeight:
 
         Raises ChunkflowError if there is no memory.
         """
-        system, size, there = libc(), whole_pages(self.host.nbytes), self.host.data_ptr()
+        size = whole_pages(self.host.nbytes)
         if (cause := no_room(size)) is not None:
             raise ChunkflowError(_no_memory(self.host, cause))
-        made = system.mmap(None, size, ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-        if made != FAILED:
-            ctypes.memmove(made, there, self.host.nbytes)
-            # the pages move in one call: a reader sees either the shared bytes or the same bytes
-            if system.mremap(made, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, there) == there:
-                return
-            system.munmap(made, size)
-        raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
+        try:
+            own_memory(self.host.data_ptr(), self.host.nbytes, size)
+        except OSError as error:
+            raise ChunkflowError(_no_memory(self.host, error.strerror)) from error
 
     def leave(self) -> None:
         """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""

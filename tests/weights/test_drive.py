@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import gc
 import logging
 import os
+import pickle
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -27,8 +29,10 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading
+from chunkflow_compile.weights import limits
 from chunkflow_compile.weights.drive import Drive, for_the_drive
 from chunkflow_compile.weights.home import Home, home_of
+from chunkflow_compile.weights.limits import HostMemory
 
 SIZE = Size(layers=3)
 LEAST = 1024
@@ -240,6 +244,63 @@ def test_a_checkpoint_that_is_cut_under_a_placed_model(saved: Path) -> None:
     os.truncate(file, 4096)
     with pytest.raises(ChunkflowError, match="was changed while its weights were read: load the model again"):
         model(**small_inputs("wan", SIZE, 0))
+
+
+def touch(what: str, model: nn.Module, name: str) -> None:
+    weight = model.get_parameter(name)
+    if what == "mul_":
+        weight.mul_(2)
+    elif what == "load":
+        model.load_state_dict({name: torch.zeros(weight.shape)}, strict=False)
+    elif what == "copy_":
+        model.get_parameter(name.replace("blocks.1", "blocks.0")).copy_(weight)
+    elif what == "state":
+        model.state_dict()[name].sum()
+    elif what == "deepcopy":
+        copy.deepcopy(weight)
+    elif what == "restore":
+        restore(model)
+        model.get_parameter(name).sum()
+    else:
+        pickle.dumps(weight) if what == "pickle" else weight.tolist()
+
+
+@pytest.mark.parametrize("what", ["mul_", "load", "copy_", "state", "deepcopy", "restore", "pickle", "tolist"])
+def test_nothing_touches_a_weight_whose_file_was_cut(saved: Path, what: str) -> None:
+    """That would kill the process, so another one tries.  A weight that was written before is in memory, all of it."""
+    name, written = "blocks.1.ffn.net.0.proj.weight", "blocks.1.ffn.net.2.weight"
+    model = loaded(saved)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            offload(model, min_bytes=LEAST, host_memory=0)
+            model.get_parameter(written)[:1].mul_(1)
+            expected = model.get_parameter(written).tolist()
+            (file,) = saved.glob("*.safetensors")
+            os.truncate(file, 4096)
+            assert model.get_parameter(written).tolist() == expected
+            with pytest.raises((ChunkflowError, RuntimeError), match="was changed while its weights were read"):
+                touch(what, model, name)
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+
+
+def test_writes_beyond_host_memory_are_told_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = (loaded(saved) for _ in range(2))
+    offload(model, min_bytes=LEAST, host_memory=0)
+    name = "blocks.1.ffn.net.0.proj.weight"
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
+        with pytest.raises(ChunkflowError, match=rf"{name} is written, .* \d+ bytes find no room there: 5 are free"):
+            model.get_parameter(name).mul_(2)
+    assert homes(model)[name].drive is not None
+    with pytest.warns(UserWarning, match=r"is written, .* more than host_memory, which is 0") as told:
+        model.load_state_dict({k: 2 * v for k, v in twin.state_dict().items()})
+    assert len(told) == 1
+    assert torch.equal(model.get_parameter(name), 2 * twin.get_parameter(name))
 
 
 def test_a_scratch_file_that_loses_what_was_written(tmp_path: Path) -> None:
