@@ -29,7 +29,7 @@ from chunkflow_compile.weights.host_store import HostStore, give_back, no_room_f
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex
-from chunkflow_compile.weights.peers import Peers, peers_of, stay_away
+from chunkflow_compile.weights.peers import WRITING, Peers, peers_of, stay_away
 from chunkflow_compile.weights.progress import CompileProgress, moving
 from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.streamable import why_not
@@ -154,7 +154,7 @@ class Placement:
         with self.quiet():
             lost = {h.name: h for h in self.store.homes if h.was_shared and not h.shares}
             on_drive = {name for name, home in lost.items() if home.cell.scratch}
-            peers = peers_of(self.share, self.store.device)
+            peers = peers_of(self.share, self.store.device, WRITING)
             if peers is None:
                 return
             weights, device = [(name, home.host) for name, home in lost.items()], self.store.device
@@ -244,23 +244,21 @@ def offload(
     device, or lies in a checkpoint that cannot be read; weights that were cast before an error stay cast.
     """
     root = _unwrap(model)
-    index = ModelIndex.of(root)
     parameters = [*leaves_of(root)]
-    if _placements(root):
-        placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
-        raise ChunkflowError(
-            f"Weights of this model are offloaded already ({placed}): call chunkflow_compile.restore(model) first."
-        )
-    if any(p.is_meta for p in parameters):
-        raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
-    target = check_device(_device(device, parameters))
-    dtype_of = as_they_are if dtype is None else cast_to(_checked(dtype), root)
-    weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
-    bound, on_drive = None, frozenset[str]()
-    if host_memory is not None:
-        sizes = [(names[0], p.numel() * dtype_of(names[0], p).itemsize) for names, p in weights]
-        bound = parse_bytes(host_memory, "host_memory")
-        on_drive = for_the_drive(sizes, bound)
+    try:
+        target = _target(root, device, parameters)
+        index = ModelIndex.of(root)
+        dtype_of = as_they_are if dtype is None else cast_to(_checked(dtype), root)
+        weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
+        bound, on_drive = None, frozenset[str]()
+        if host_memory is not None:
+            sizes = [(names[0], p.numel() * dtype_of(names[0], p).itemsize) for names, p in weights]
+            bound = parse_bytes(host_memory, "host_memory")
+            on_drive = for_the_drive(sizes, bound)
+    except BaseException as error:  # the other ranks of the group need not wait for this one
+        with contextlib.suppress(ChunkflowError, RuntimeError):
+            stay_away(share, _device(device, parameters), error)
+        raise
     peers = peers_of(share, target)
     placement = Placement.on(root, target, min_bytes)
     placement.share, placement.store.bound = share, bound
@@ -274,6 +272,18 @@ def offload(
         placement.undo()
         raise
     return model
+
+
+def _target(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
+    """The compute device of a model that can be placed.  Raises ChunkflowError if it cannot."""
+    if _placements(root):
+        placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
+        raise ChunkflowError(
+            f"Weights of this model are offloaded already ({placed}): call chunkflow_compile.restore(model) first."
+        )
+    if any(p.is_meta for p in parameters):
+        raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
+    return check_device(_device(device, parameters))
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:

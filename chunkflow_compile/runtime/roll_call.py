@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.peers import meeting
+from chunkflow_compile.weights.meeting import meeting
 
 # Calls of which a rank remembers what they were; ranks are rarely further apart.
 _REMEMBERED = 256

@@ -21,7 +21,7 @@ from .drive import Drive
 from .filling import Filling
 from .home import Home, home_of
 from .host_weight import HostBytes, HostWeight, become, like
-from .limits import Room, host_memory, no_room, pin_budget
+from .limits import Room, host_memory, local_ranks, no_room, pin_budget
 from .mapping import leave_file
 from .progress import moving
 from .reader import HostReader
@@ -172,7 +172,7 @@ class HostStore:
         if budget is not None:
             return Room(budget - self.pinned_bytes, f"the budget is {budget} bytes, see the option pin_memory")
         memory = host_memory()
-        most = pin_budget(self.held_bytes, _local_ranks(), memory)
+        most = pin_budget(self.held_bytes, local_ranks(), memory)
         by = f" below {memory.limit}" if memory.limit is not None else ""
         why = f"{memory.free} bytes are free{by}, and {memory.reserve} stay in reserve: at most {most}"
         return Room(most - self.pinned_bytes, why)
@@ -195,17 +195,12 @@ def pin_all(homes: Sequence[Home], device: HostReader, budget: int | None) -> bo
     ``budget``: most bytes of a store to pin, None for what the machine leaves.
     Ranks that share memory begin at different weights: where two pin the same pages at once, the kernel may refuse one.
     """
-    first = len(homes) * int(os.environ.get("LOCAL_RANK", "0")) // _local_ranks()
+    first = len(homes) * int(os.environ.get("LOCAL_RANK", "0")) // local_ranks()
     stores = {id(home.store): home.store for home in homes} if device.name == "cuda" else {}
     rooms = {key: store.room(budget) for key, store in stores.items()}
     for home in (*homes[first:], *homes[:first]):
         home.pin(device, rooms.get(id(home.store)))
     return all(home.pinned for home in homes)
-
-
-def _local_ranks() -> int:
-    """The processes of this job on this machine."""
-    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 @contextlib.contextmanager

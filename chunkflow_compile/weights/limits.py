@@ -5,6 +5,7 @@ Both hierarchies of Linux are read, v1 and v2, with all ancestors: in a containe
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -61,6 +62,11 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
         if limit is not None and limit[1] - used < found.free:
             found = HostMemory(limit[1], max(0, limit[1] - used), limit[0])
     return found
+
+
+def local_ranks() -> int:
+    """The processes of this job on this machine."""
+    return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
 
 
 def pin_budget(held: int, ranks: int, memory: HostMemory | None = None) -> int:

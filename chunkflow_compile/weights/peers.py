@@ -7,6 +7,7 @@ has ended.  The sockets are abstract: they have no name in a file system, and no
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import logging
@@ -14,8 +15,6 @@ import os
 import socket
 import struct
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +24,14 @@ import torch.distributed as dist
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .host_memory import near_cpus
+from .limits import local_ranks
+from .meeting import PLACING, WRITING, Meeting, Occasion, meeting
 
 _log = logging.getLogger(__name__)
 
 _KEY = "chunkflow/peers"
-# Process groups of real ranks, whose store all of them can reach.
-_DEVICE = {"gloo": "cpu", "nccl": "cuda"}
 _LENGTH = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
-
-
-@dataclass(frozen=True)
-class Meeting:
-    """A process group of several ranks: its store, this rank of it, all of its ranks, and how long it waits for one."""
-
-    store: Any
-    rank: int
-    ranks: tuple[int, ...]
-    timeout: timedelta
-
-
-def meeting(group: Any = None) -> Meeting | None:
-    """The meeting of a process group, the default one if none is given; None if it has not several real ranks."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_backend(group) not in _DEVICE:
-        return None
-    ranks = tuple(dist.get_process_group_ranks(group or dist.group.WORLD))
-    if len(ranks) < 2 or dist.get_rank() not in ranks:
-        return None
-    found = group or dist.distributed_c10d._get_default_group()
-    backend = found._get_backend(torch.device(_DEVICE[dist.get_backend(group)]))
-    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
-    return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout)
 
 
 class Peers:
@@ -64,10 +40,13 @@ class Peers:
     Every method is called by all of them, in the same order.  Raises ChunkflowError when another rank has ended or failed.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], links: Mapping[int, socket.socket]) -> None:
+    def __init__(
+        self, rank: int, ranks: Sequence[int], links: Mapping[int, socket.socket], occasion: Occasion = PLACING
+    ) -> None:
         """``links``: of the leader to each other rank, and of each other rank to the leader."""
         self.rank = rank
         self.ranks = tuple(ranks)
+        self.occasion = occasion
         self._links = dict(links)
 
     @property
@@ -100,7 +79,7 @@ class Peers:
             try:
                 socket.send_fds(link, [b"f"], [descriptor])
             except OSError as error:
-                raise _ended(rank, error) from error
+                raise _ended(rank, error, self.occasion) from error
 
     def take(self) -> int:
         """The file that the leader hands over, which the caller closes."""
@@ -108,9 +87,9 @@ class Peers:
         try:
             _, descriptors, _, _ = socket.recv_fds(self._links[self.ranks[0]], 1, 1)
         except OSError as error:
-            raise _ended(self.ranks[0], error) from error
+            raise _ended(self.ranks[0], error, self.occasion) from error
         if not descriptors:
-            raise _ended(self.ranks[0], None)
+            raise _ended(self.ranks[0], None, self.occasion)
         return descriptors[0]
 
     def close(self, error: BaseException | None = None) -> None:
@@ -127,16 +106,16 @@ class Peers:
         try:
             self._links[rank].sendall(_LENGTH.pack(len(text)) + text)
         except OSError as error:
-            raise _ended(rank, error) from error
+            raise _ended(rank, error, self.occasion) from error
 
     def _receive(self, rank: int) -> Any:
         try:
             (length,) = _LENGTH.unpack(self._exactly(rank, _LENGTH.size))
             message = json.loads(self._exactly(rank, length))
         except OSError as error:
-            raise _ended(rank, error) from error
+            raise _ended(rank, error, self.occasion) from error
         if "failed" in message:
-            raise ChunkflowError(f"The weights are not placed, because another rank failed. {message['failed']}")
+            raise ChunkflowError(f"{self.occasion.not_done}, because another rank failed. {message['failed']}")
         return message["value"]
 
     def _exactly(self, rank: int, length: int) -> bytes:
@@ -144,12 +123,12 @@ class Peers:
         while len(found) < length:
             part = self._links[rank].recv(min(length - len(found), 1 << 20))
             if not part:
-                raise _ended(rank, None)
+                raise _ended(rank, None, self.occasion)
             found += part
         return bytes(found)
 
 
-def peers_of(share: Any, device: torch.device) -> Peers | None:
+def peers_of(share: Any, device: torch.device, occasion: Occasion = PLACING) -> Peers | None:
     """The ranks to share weights with that are placed for ``device``; None for none.
 
     ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.
@@ -157,9 +136,11 @@ def peers_of(share: Any, device: torch.device) -> Peers | None:
     """
     if share is False or (share is None and device.type != "cuda"):
         return None
-    found = meeting(None if share is True else share)
+    found = meeting(_group(share))
     if found is None:
-        if share is not None:
+        if share is None:
+            _say_why_none()
+        else:
             raise ChunkflowError(
                 "share needs a process group of several ranks, of gloo or NCCL: call torch.distributed.init_process_group "
                 "first, or leave share out."
@@ -167,15 +148,38 @@ def peers_of(share: Any, device: torch.device) -> Peers | None:
         return None
     # each memory node has its own copy: a GPU reads the other node's memory more slowly
     near = near_cpus(device)
-    return meet(found, ",".join(map(str, sorted(near))))
+    return meet(found, ",".join(map(str, sorted(near))), occasion)
+
+
+def _group(share: Any) -> Any:
+    """The process group to share in, None for the default one.  Raises ChunkflowError if ``share`` is no such thing."""
+    if share is None or share is True:
+        return None
+    if not dist.is_available() or not isinstance(share, dist.ProcessGroup):
+        raise ChunkflowError(
+            f"share={share!r} is no process group that this rank is in: pass True, False, or such a group; of a DeviceMesh, "
+            "mesh.get_group()."
+        )
+    return share
+
+
+@functools.cache  # once a process
+def _say_why_none() -> None:
+    """Say why the ranks of this machine do not share by default, if there are several."""
+    if (several := local_ranks()) < 2:
+        return
+    cause = "there is no process group yet; call torch.distributed.init_process_group before offload"
+    if dist.is_available() and dist.is_initialized():
+        cause = f"the default process group has no gloo or NCCL for several ranks, but {dist.get_backend()}"
+    _log.warning("each of the %s ranks of this machine keeps a copy of the weights, because %s", several, cause)
 
 
 def stay_away(share: Any, device: torch.device, error: BaseException) -> None:
     """Tell the ranks that call :func:`peers_of` why this one does not.  Does not wait for them."""
     if share is False or (share is None and device.type != "cuda"):
         return
-    if (found := meeting(None if share is True else share)) is not None:
-        with contextlib.suppress(RuntimeError):  # the store has ended too
+    with contextlib.suppress(RuntimeError, ChunkflowError):  # the store has ended too, or share is no group
+        if (found := meeting(_group(share))) is not None:
             found.store.set(f"{_next(found)}/{found.rank}", json.dumps({"failed": f"{type(error).__name__}: {error}"}))
 
 
@@ -186,7 +190,7 @@ def _next(found: Meeting) -> str:
     return f"{_KEY}/{group}/{number}"
 
 
-def meet(found: Meeting, near: str = "") -> Peers | None:
+def meet(found: Meeting, near: str = "", occasion: Occasion = PLACING) -> Peers | None:
     """The peers of this rank, None if there are none.  All ranks of the meeting must call it.
 
     ``near``: the memory node to share on; ranks on others share among themselves.
@@ -196,16 +200,15 @@ def meet(found: Meeting, near: str = "") -> Peers | None:
     listener, name = _listener()
     with listener:
         mine = {"machine": _machine(), "reach": f"{os.getuid()} {_network()}", "near": near, "name": name}
-        records = _exchange(found, key, mine)
+        records = _exchange(found, key, mine, occasion)
         ranks = _sharing(found, records)
         if len(ranks) < 2:
             return None
         seconds = found.timeout.total_seconds()
         if found.rank != ranks[0]:
-            return Peers(
-                found.rank, ranks, {ranks[0]: _connected(found.rank, ranks[0], records[ranks[0]]["name"], seconds)}
-            )
-        return Peers(found.rank, ranks, _accepted(listener, ranks[1:], seconds))
+            link = _connected(found.rank, ranks[0], records[ranks[0]]["name"], seconds, occasion)
+            return Peers(found.rank, ranks, {ranks[0]: link}, occasion)
+        return Peers(found.rank, ranks, _accepted(listener, ranks[1:], seconds, occasion), occasion)
 
 
 def _sharing(found: Meeting, records: Mapping[int, Mapping[str, str]]) -> list[int]:
@@ -233,7 +236,7 @@ def _sharing(found: Meeting, records: Mapping[int, Mapping[str, str]]) -> list[i
     return ranks
 
 
-def _exchange(found: Meeting, key: str, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
+def _exchange(found: Meeting, key: str, mine: Mapping[str, str], occasion: Occasion) -> dict[int, dict[str, str]]:
     """What each rank says of itself."""
     keys = [f"{key}/{rank}" for rank in found.ranks]
     found.store.set(f"{key}/{found.rank}", json.dumps(mine))
@@ -242,16 +245,15 @@ def _exchange(found: Meeting, key: str, mine: Mapping[str, str]) -> dict[int, di
     except RuntimeError as error:
         absent = [rank for rank, k in zip(found.ranks, keys, strict=True) if not found.store.check([k])]
         raise ChunkflowError(
-            f"{_numbers(absent).capitalize()} did not place the model within {found.timeout.total_seconds():.0f} s: with "
-            "share, every rank of the group calls offload. Pass share=False to place it on this rank alone."
+            f"{_numbers(absent).capitalize()} {occasion.absent} within {found.timeout.total_seconds():.0f} s: "
+            f"{occasion.missed}"
         ) from error
     records = {rank: json.loads(found.store.get(k)) for rank, k in zip(found.ranks, keys, strict=True)}
     for rank, record in records.items():
         if "failed" in record:
-            raise ChunkflowError(
-                f"The weights are not shared, because rank {rank} failed: {record['failed']}. Each rank keeps what it has "
-                "written. Call writing again on all ranks to share them."
-            )
+            cause = f"because rank {rank} failed: {str(record['failed']).rstrip('.')}"
+            fix = "Each rank keeps what it has written. Call writing again on all ranks to share it."
+            raise ChunkflowError(f"{occasion.not_done}, {cause}. {fix if occasion is WRITING else ''}".rstrip())
     return records
 
 
@@ -264,7 +266,7 @@ def _listener() -> tuple[socket.socket, str]:
     return made, name
 
 
-def _connected(rank: int, leader: int, name: str, seconds: float) -> socket.socket:
+def _connected(rank: int, leader: int, name: str, seconds: float, occasion: Occasion = PLACING) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.settimeout(seconds)
     try:
@@ -278,11 +280,13 @@ def _connected(rank: int, leader: int, name: str, seconds: float) -> socket.sock
         link.close()
         if not isinstance(error, OSError):
             raise
-        raise _ended(leader, error) from error
+        raise _ended(leader, error, occasion) from error
     return link
 
 
-def _accepted(listener: socket.socket, ranks: Sequence[int], seconds: float) -> dict[int, socket.socket]:
+def _accepted(
+    listener: socket.socket, ranks: Sequence[int], seconds: float, occasion: Occasion = PLACING
+) -> dict[int, socket.socket]:
     """The links to ``ranks``.  A process of another user is turned away: an abstract name can be reached by anyone."""
     links: dict[int, socket.socket] = {}
     listener.settimeout(seconds)
@@ -301,7 +305,7 @@ def _accepted(listener: socket.socket, ranks: Sequence[int], seconds: float) -> 
         except (OSError, struct.error) as error:
             for link in links.values():
                 link.close()
-            raise _ended(absent[0], error) from error
+            raise _ended(absent[0], error, occasion) from error
     return {rank: links[rank] for rank in ranks}
 
 
@@ -311,11 +315,9 @@ def _user(link: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(told)[1])
 
 
-def _ended(rank: int, error: Exception | None) -> ChunkflowError:
+def _ended(rank: int, error: Exception | None, occasion: Occasion) -> ChunkflowError:
     cause = "did not answer in time" if isinstance(error, TimeoutError) else "has ended"
-    return ChunkflowError(
-        f"Rank {rank} {cause} while the weights were placed. Look at its own error, and start all ranks again."
-    )
+    return ChunkflowError(f"Rank {rank} {cause} {occasion.during}")
 
 
 def _numbers(ranks: Collection[int]) -> str:

@@ -11,17 +11,19 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from test_killed_ranks import run_two
 
 from chunkflow_compile import ChunkflowError, offload, restore, writing
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import peers
 from chunkflow_compile.weights.home import home_of
-from chunkflow_compile.weights.peers import Meeting, Peers, meet
+from chunkflow_compile.weights.peers import Meeting, Peers, meet, peers_of
 
 SIZE = Size(layers=1)
 LEAST = 1024
@@ -187,3 +189,54 @@ def one_fails_to_write(rank: int) -> None:
 
 def test_a_write_that_fails_on_one_rank(on_ranks: Callable[..., None]) -> None:
     on_ranks(one_fails_to_write)
+
+
+def one_fails_early(rank: int) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    began = time.monotonic()
+    said = "24 gigs' is not a size"
+    with pytest.raises(ChunkflowError, match=f"not placed, because rank 1 failed: .*{said}" if rank == 0 else said):
+        offload(model, min_bytes=LEAST, share=True, host_memory="24 gigs" if rank else "24GiB")
+    assert time.monotonic() - began < 20
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    offload(model, min_bytes=LEAST, share=True)  # the next time is no worse for it
+    assert home_of(model.get_parameter("proj_out.weight")).cell.shared is not None  # type: ignore[union-attr]
+
+
+def test_a_rank_that_fails_before_it_meets_the_others(on_ranks: Callable[..., None]) -> None:
+    on_ranks(one_fails_early)
+
+
+def in_a_group_of(rank: int, folder: str, backend: str | None) -> None:
+    dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    assert dist.get_backend() not in ("gloo", "nccl")
+    model = offload(small_model("wan", SIZE), min_bytes=LEAST, share=True)
+    assert home_of(model.get_parameter("proj_out.weight")).cell.shared is not None  # type: ignore[union-attr]
+    dist.barrier()
+    os._exit(0)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_a_group_with_a_backend_for_each_device(tmp_path: Path, backend: str | None) -> None:
+    """As ``init_process_group()`` without arguments makes it."""
+    assert run_two(in_a_group_of, str(tmp_path), backend) == [0, 0]
+
+
+@pytest.mark.parametrize("share", ["yes", 1, -100, [0, 1]])
+def test_share_that_is_no_group(share: object) -> None:
+    with pytest.raises(ChunkflowError, match=r"share=.* is no process group that this rank is in: pass True"):
+        offload(small_model("wan", SIZE), share=share)
+
+
+def test_no_group_by_default_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    peers._say_why_none.cache_clear()
+    assert peers_of(None, torch.device("cuda")) is None and not said(caplog)
+    peers._say_why_none.cache_clear()
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    for _ in range(2):
+        assert peers_of(None, torch.device("cuda")) is None
+    assert said(caplog) == [
+        "each of the 8 ranks of this machine keeps a copy of the weights, because there is no process group yet; call "
+        "torch.distributed.init_process_group before offload"
+    ]
+    peers._say_why_none.cache_clear()

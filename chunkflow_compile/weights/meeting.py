@@ -1,0 +1,75 @@
+"""Meetings: the process groups whose ranks can find each other, and what they meet for."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Backends of process groups of real ranks, whose store all of them can reach.
+_REAL = ("gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """A process group of several ranks: its store, this rank of it, all of its ranks, and how long it waits for one."""
+
+    store: Any
+    rank: int
+    ranks: tuple[int, ...]
+    timeout: timedelta
+
+
+def meeting(group: Any = None) -> Meeting | None:
+    """The meeting of a process group, the default one if none is given; None unless it has several real ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    found = group or dist.distributed_c10d._get_default_group()
+    ranks = tuple(dist.get_process_group_ranks(found))
+    if len(ranks) < 2 or dist.get_rank() not in ranks or (backend := _real_backend(found)) is None:
+        return None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout)
+
+
+def _real_backend(group: Any) -> Any:
+    """The backend of a group for one of its devices, None if it has no real one.  A group may have one for each device."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # none for this device
+            backend = group._get_backend(torch.device(device))
+            if backend.name() in _REAL:
+                return backend
+    return None
+
+
+@dataclass(frozen=True)
+class Occasion:
+    """What ranks meet for, in the words of errors.
+
+    ``not_done``: what has not come to pass; ``during``: when a rank ended, and what to do then; ``absent``: what a rank that
+    does not come has not done; ``missed``: what it should have done.
+    """
+
+    not_done: str
+    during: str
+    absent: str
+    missed: str
+
+
+PLACING = Occasion(
+    "The weights are not placed",
+    "while the weights were placed. Look at its own error, and start all ranks again.",
+    "did not place the model",
+    "with share, every rank of the group calls offload. Pass share=False to place it on this rank alone.",
+)
+WRITING = Occasion(
+    "What was written is not shared",
+    "while written weights were shared again. The model stays placed, and each rank has what it has written. Look at the "
+    "error of that rank.",
+    "did not come to the end of writing",
+    "every rank that shares the weights enters it. The model stays placed, and each rank has what it has written.",
+)
