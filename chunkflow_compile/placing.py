@@ -28,8 +28,9 @@ from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, give_back, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
+from chunkflow_compile.weights.meeting import WRITING
 from chunkflow_compile.weights.modules import ModelIndex
-from chunkflow_compile.weights.peers import WRITING, Peers, peers_of, stay_away
+from chunkflow_compile.weights.peers import Peers, peers_of, stay_away
 from chunkflow_compile.weights.progress import CompileProgress, moving
 from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.streamable import why_not
@@ -134,11 +135,15 @@ class Placement:
                         told(_bytes(tensor))
                         self.store.add(names, tensor, filling)
                 filling.finish()
+                self.store.moved()
                 self.guards.add()
             except BaseException as error:
                 if filling is not None:
                     filling.close(error)
-                self.undo()
+                try:
+                    self.undo(failed=True)
+                except ChunkflowError as other:  # no reason to hide the first
+                    _log.error("the model stays placed in part, and chunkflow_compile.restore takes it back: %s", other)
                 raise
             filling.close()
             if "cuda" in origins:
@@ -195,11 +200,14 @@ class Placement:
                     self._carried.append((tensor, tensor.data.clone() if part_of_more else tensor.data))
                     tensor.data = tensor.data.to(self.store.device)
 
-    def undo(self, device: torch.device | None = None) -> None:
-        """Give every parameter its bytes back, on the device it came from or on ``device``; end the placement."""
+    def undo(self, device: torch.device | None = None, failed: bool = False) -> None:
+        """Give every parameter its bytes back, on the device it came from or on ``device``; end the placement.
+
+        ``failed``: whether that is because its weights could not be moved.
+        """
         with compile_lock, self.lock():  # no other thread may trace hooks while they are removed
             self.free()
-            self.store.release(device)
+            self.store.release(device, failed)
             before = {id(tensor): values for tensor, values in self._carried}
             everything = [(t, device) for t in leaves_of(self.root) if device is not None]
             with torch.no_grad():
@@ -241,7 +249,7 @@ def offload(
     ``host_memory``: most bytes of host memory for the weights, as bytes or "24GiB".  The others stay on the drive, in the
     checkpoint or in a scratch file in the folder for temporary files, and are read from there in every step.
     Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
-    device, or lies in a checkpoint that cannot be read; weights that were cast before an error stay cast.
+    device, or lies in a checkpoint that cannot be read; weights that were cast before an error may stay cast.
     """
     root = _unwrap(model)
     parameters = [*leaves_of(root)]

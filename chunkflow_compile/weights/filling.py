@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import nn
 
-from chunkflow_compile.passes.errors import ChunkflowError
-
 from .bytes import ordinary
-from .checkpoint import CheckpointReader, FilePart, Mappings
+from .checkpoint import CheckpointReader, Mapped, Mappings
 from .drive import Drive
 from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
@@ -33,7 +30,8 @@ class Placed:
     """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
 
     ``shared``: its place, if other ranks have the memory too.  ``drive``: its bytes in a file, if it is on the drive;
-    ``scratch``: in a scratch file; ``through``: writes to ``host`` go to the file.
+    ``scratch``: in a scratch file; ``through``: writes to ``host`` go to the file.  ``before``: where a weight that is shared
+    in memory lay, if that takes nothing.
     """
 
     host: torch.Tensor
@@ -41,6 +39,7 @@ class Placed:
     drive: DriveBytes | None = None
     scratch: bool = False
     through: bool = False
+    before: Mapped | None = None
 
 
 class Filling:
@@ -69,7 +68,6 @@ class Filling:
         self._stagings = GpuStagings()
         self._peers = peers
         self._on_drive = on_drive
-        self._left: list[tuple[torch.Tensor, FilePart, torch.dtype]] = []  # to other ranks
         self._kept: set[str] = set()
         self._unchecked = 0
         self._shared: SharedPages | None = None
@@ -111,12 +109,11 @@ class Filling:
         if role == "fill":
             self._fill(found.host, weight, values)
             shared.written(name)
-        elif role == "leave" and weight.part is not None:
-            self._left.append((found.host, weight.part, weight.read_as))
-        elif not shared.same(name, found.host, values):
+        elif role == "compare" and not shared.same(name, found.host, values):
             return None
         self._kept.add(name)
-        return Placed(found.host, shared=found)
+        before = None if weight.part is None else Mapped(values, weight.part, unread=role == "leave")
+        return Placed(found.host, shared=found, before=before)
 
     def _share_file(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
         """The values in the scratch file of all ranks; None if those there are others."""
@@ -131,22 +128,13 @@ class Filling:
         """Wait until the other ranks have done their share."""
         if self._shared is not None:
             self._shared.finish()
-            self._left.clear()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give back threads, files and sockets.
-
-        ``error``: why the move has failed; the weights that this rank has left to others are read now, so that none is lost.
-        """
+        """Give back threads, files and sockets.  ``error``: why the move has failed, if it has."""
         if self._peers is not None:
             self._peers.close(error)
-        if error is not None:
-            for made, part, dtype in self._left:
-                with suppress(ChunkflowError):  # the file is gone too
-                    self._reader.read(part, made, dtype)
         if "_reader" in self.__dict__:
             self._reader.close()
-        self._left.clear()
         if self._shared is not None:
             self._shared.leave(self._kept)
 

@@ -15,6 +15,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import flat_bytes
+from .checkpoint import Mapped
 from .drive import Drive
 from .filling import Placed
 from .host_weight import HostBytes, HostWeight
@@ -32,7 +33,7 @@ class Home:
     """The place of one weight in a store; it ends with the weight.
 
     ``names``: all its names in the model.  ``host``: its values, on the CPU.  ``cell``: counts the writes to them.
-    ``origin``: the device that it came from.  ``grad``: the gradient that it had.
+    ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``before``: where it lay, while it moves.
     """
 
     names: tuple[str, ...]
@@ -42,6 +43,7 @@ class Home:
     origin: torch.device
     _weight: weakref.ref[HostWeight]
     grad: torch.Tensor | None = None
+    before: Mapped | None = None
     was_shared: bool = False
     through: bool = False  # writes to the host tensor go to the drive
     _drive: tuple[DriveBytes, int] | None = None  # and the version of the host tensor that it has the values of

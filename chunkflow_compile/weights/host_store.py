@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import warnings
 import weakref
@@ -26,6 +27,8 @@ from .mapping import leave_file
 from .progress import moving
 from .reader import HostReader
 from .staging import GpuStagings
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -83,7 +86,7 @@ class HostStore:
             weight.cell.shared, weight.cell.scratch = placed.shared, placed.scratch
             home.through = placed.through
             home._drive = None if placed.drive is None else (placed.drive, home.host._version)
-            home.was_shared = home.shares
+            home.was_shared, home.before = home.shares, placed.before
             return home
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:
@@ -98,9 +101,15 @@ class HostStore:
         self._total += home.nbytes
         return home
 
-    def release(self, device: torch.device | None = None) -> None:
+    def moved(self) -> None:
+        """All weights are where they are to be."""
+        for home in self.homes:
+            home.before = None
+
+    def release(self, device: torch.device | None = None, failed: bool = False) -> None:
         """Give every parameter its bytes back, on the device that it came from or on ``device``.
 
+        ``failed``: whether the move has; then a weight that is shared goes back to its checkpoint, which takes no memory.
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
         homes = self.homes
@@ -109,7 +118,11 @@ class HostStore:
         with torch.inference_mode(False), torch.no_grad(), moving_back as moved:
             for home in reversed(homes):
                 if (weight := home.weight) is not None:
-                    give_back(weight, device or home.origin, stagings)
+                    target = device or home.origin
+                    if failed and target.type == "cpu":
+                        undo_sharing(home, weight)
+                    if home_of(weight) is home:
+                        give_back(weight, target, stagings, failed)
                     home.unpin()  # not sooner: pinned memory is copied faster
                 moved(home.nbytes)
             self._homes.clear()
@@ -215,11 +228,13 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -> None:
-    """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room; it stays as it is then."""
+def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, unchecked: bool = False) -> None:
+    """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room, or if it is in a checkpoint
+    that has changed, unless ``unchecked``; it stays as it is then."""
     home = home_of(weight)
     with torch.inference_mode(False), torch.no_grad():
-        weight.cell.check()
+        if not unchecked:
+            weight.cell.check()
         if device.type == "cpu":
             _end_sharing(home, weight.cell)  # an ordinary tensor may be written at any time
         with no_room_for(weight.label, weight.host.nbytes, device):
@@ -228,6 +243,34 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
         become(weight, weight.plain(plain))
         if home is not None and home.grad is not None:
             weight.grad = home.grad.to(device)
+
+
+def undo_sharing(home: Home, weight: HostWeight) -> None:
+    """Take a weight back that was going to be shared, as a mapping of its checkpoint again if it was one.
+
+    Without memory: it may be why the move has failed.
+    """
+    shared, before = weight.cell.shared, home.before
+    if shared is None:
+        return
+    if before is not None and before.intact:
+        become(weight, weight.plain(before.values))
+        if home.grad is not None:
+            weight.grad = home.grad
+        shared.leave()
+        return
+    if before is not None and before.unread:
+        _log.error(
+            "the values of %s are lost: another rank was to read them, and the checkpoint %s was changed meanwhile. Load the "
+            "model again",
+            home.name,
+            before.part.path,
+        )
+    try:
+        shared.own_again()
+    except ChunkflowError:
+        shared.private()
+    weight.cell.shared = None
 
 
 def _end_sharing(home: Home | None, cell: HostBytes) -> None:

@@ -106,6 +106,8 @@ class Peers:
         try:
             self._links[rank].sendall(_LENGTH.pack(len(text)) + text)
         except OSError as error:
+            while not failed and isinstance(error, (BrokenPipeError, ConnectionResetError)):
+                self._receive(rank)  # it may have said why; this raises in any case
             raise _ended(rank, error, self.occasion) from error
 
     def _receive(self, rank: int) -> Any:

@@ -7,6 +7,7 @@ the same file everywhere, or each rank compares all bytes of its own with those 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
 import logging
@@ -92,12 +93,17 @@ class SharedWeight:
         try:
             own_memory(self.host.data_ptr(), self.host.nbytes, size)
         except OSError as error:
-            raise ChunkflowError(_no_memory(self.host, error.strerror)) from error
+            raise ChunkflowError(_no_memory(self.host, error.strerror or str(error))) from error
 
     def leave(self) -> None:
         """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
         libc().mmap(self.host.data_ptr(), whole_pages(self.host.nbytes), ACCESS, flags, -1, 0)
+
+    def private(self) -> None:
+        """As :meth:`own_again`, without memory: a page takes some when it is written.  Keeps all of the shared memory."""
+        with contextlib.suppress(OSError):  # else it stays shared, which is right until it is written
+            map_over(self.host, self._descriptor, mmap.MAP_PRIVATE, self._offset)
 
     def over(self, host: torch.Tensor) -> SharedWeight:
         """The shared memory at the address of ``host``, a weight of the same bytes in pages of its own, which it replaces.

@@ -1,0 +1,109 @@
+"""A move of shared weights that fails: each rank has the values that it had, and needs no memory for that."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from test_shared_memory import LEAST, SIZE, full, large, shared
+from test_writing import heard
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, offload
+from chunkflow_compile.models.small import small_model
+from chunkflow_compile.placing import placement_of
+from chunkflow_compile.weights import filling, limits
+from chunkflow_compile.weights.checkpoint import CheckpointReader
+
+
+def equal(model: nn.Module, twin: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def a_shard_is_replaced(rank: int, folder: str) -> None:
+    model, twin = diffusers.WanTransformer3DModel.from_pretrained(folder), small_model("wan", SIZE)
+    _, *others = sorted(Path(folder).glob("*.safetensors"))
+    plain = CheckpointReader.read
+
+    def read(self: CheckpointReader, part: Any, *args: Any) -> None:
+        if rank == 1 and not Path(folder, "done").exists():
+            Path(folder, "done").touch()
+            for file in others:
+                shutil.copy(file, f"{file}.new")
+                os.replace(f"{file}.new", file)
+        plain(self, part, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointReader, "read", read)
+        with pytest.raises(ChunkflowError, match=r"was changed while its weights were read|another rank failed"):
+            offload(model, min_bytes=LEAST, share=True)
+    assert placement_of(model) is None and not shared(model)
+    assert equal(model, twin), "also what the other rank was to read"
+
+
+@pytest.fixture
+def shards(tmp_path: Path) -> str:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan", max_shard_size="100KB")  # type: ignore[operator]
+    return str(tmp_path / "wan")
+
+
+def test_a_shard_is_replaced_before_the_other_rank_reads_it(on_ranks: Callable[..., None], shards: str) -> None:
+    on_ranks(a_shard_is_replaced, shards)
+
+
+def a_shard_is_cut(rank: int, folder: str) -> None:
+    model, said = diffusers.WanTransformer3DModel.from_pretrained(folder), heard()
+    plain, (*_, last) = CheckpointReader.read, sorted(Path(folder).glob("*.safetensors"))
+
+    def read(self: CheckpointReader, part: Any, *args: Any) -> None:
+        if rank == 1 and part.path == str(last):
+            os.truncate(last, 64)
+        plain(self, part, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(CheckpointReader, "read", read)
+        with pytest.raises(ChunkflowError, match=r"was changed while its weights were read|another rank failed"):
+            offload(model, min_bytes=LEAST, share=True)
+    assert placement_of(model) is None
+    if rank == 0:
+        assert [s for s in said if f"are lost: another rank was to read them, and the checkpoint {last} was" in s]
+
+
+def test_a_shard_is_cut_before_the_other_rank_reads_it(on_ranks: Callable[..., None], shards: str) -> None:
+    on_ranks(a_shard_is_cut, shards)
+
+
+def memory_runs_out(rank: int) -> None:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    plain, asked = limits.host_memory, [0]
+
+    def soon_full() -> limits.HostMemory:
+        asked[0] += 1
+        return full() if asked[0] > 8 and rank == 0 else plain()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(filling, "_CHECKED", 1)
+        patch.setattr(limits, "host_memory", soon_full)
+        said = r"The weights take \d+ more bytes of host memory, and 5 are free"
+        with pytest.raises(ChunkflowError, match=said if rank == 0 else f"another rank failed. rank 0: {said}"):
+            offload(model, min_bytes=LEAST, share=True)
+        assert placement_of(model) is None and equal(model, twin)
+    dist.barrier()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(rank)
+    dist.barrier()
+    assert all(torch.equal(a, b + rank) for a, b in zip(model.parameters(), twin.parameters(), strict=True)), "its own"
+    offload(model, min_bytes=LEAST)
+    assert len(large(model)) > 1
+
+
+def test_memory_runs_out_while_shared_memory_is_filled(on_ranks: Callable[..., None]) -> None:
+    on_ranks(memory_runs_out)
