@@ -126,6 +126,8 @@ class Placement:
             todo = [(names, p) for names, p in weights if home_of(p) is None]
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
+            if peers is not None:
+                self.store.turn = peers.ranks.index(peers.rank), len(peers.ranks)
             filling: Filling | None = None
             pages = device.type == "cuda" or bool(on_drive)
             try:
@@ -163,7 +165,7 @@ class Placement:
             if peers is None:
                 return
             weights, device = [(name, home.host) for name, home in lost.items()], self.store.device
-            filling = Filling(device, weights, as_they_are, pages=True, peers=peers, on_drive=on_drive)
+            filling = Filling(device, weights, as_they_are, pages=True, peers=peers, on_drive=on_drive, again=True)
             try:
                 found = [(home, filling.place(name, home.host)) for name, home in lost.items()]
                 filling.finish()

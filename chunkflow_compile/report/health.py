@@ -11,6 +11,7 @@ from tabulate import tabulate
 
 from chunkflow_compile.hardware.machine import Gpu, Machine
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
+from chunkflow_compile.weights.limits import HostMemory
 
 from .record import size
 
@@ -53,10 +54,12 @@ def room_for(model: str, nbytes: int, ranks: int, machine: Machine, drive: float
     copies = f", one copy for {ranks} ranks" if ranks > 1 else ""
     copies += f"; from a drive of {drive / 1e9:.1f} GB/s in {nbytes / drive:.0f} s"
     found = f"{_gib(nbytes)} of host memory{copies}"
-    if nbytes <= machine.available_bytes:
-        return Finding(model, f"{found}; {_gib(machine.available_bytes - nbytes)} left")
+    reserve = min(nbytes, HostMemory(machine.memory_bytes, machine.available_bytes).reserve)  # as offload leaves it
+    if (left := machine.available_bytes - nbytes) >= reserve:
+        return Finding(model, f"{found}; {_gib(left)} left")
     fix = "load it in a smaller dtype or quantised, or free or add host memory; in a container, raise its memory limit"
-    return Finding(model, f"{found}; {_gib(machine.available_bytes)} free", "missing", fix)
+    free = f"{_gib(machine.available_bytes)} free, and {_gib(reserve)} must stay free"
+    return Finding(model, f"{found}; {free}", "missing", fix)
 
 
 def engines(reason: str | None) -> Finding:

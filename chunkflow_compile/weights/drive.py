@@ -28,32 +28,36 @@ from .source import DriveBytes, DriveFile, checksums
 
 # File systems in memory: a scratch file there would take what it is to save.
 _IN_MEMORY = ("tmpfs", "ramfs")
+# What to do where there is no room for weights that are placed, or that are written later.
+PLACING = "Set TMPDIR to a folder on a drive, or raise host_memory."
+WRITING = "Set TMPDIR to a folder on a drive before the model is placed, or free room in this one."
 
 
 class Scratch:
     """A file without a name that weights are written to, each on pages of its own."""
 
-    def __init__(self, descriptor: Descriptor, where: str) -> None:
-        """``where``: for errors."""
+    def __init__(self, descriptor: Descriptor, where: str, fix: str = PLACING) -> None:
+        """``where``: for errors, as is ``fix``, what to do where there is no room."""
         self._where = where
+        self._fix = fix
         self.file = DriveFile(descriptor, f"the scratch file {where}")
 
     @staticmethod
-    def made(folder: Path, nbytes: int) -> Scratch:
+    def made(folder: Path, nbytes: int, fix: str = PLACING) -> Scratch:
         """A new one, in which ``nbytes`` are going to be written.
 
         Raises ChunkflowError if the file system is full, or is in memory itself.
         """
         where = f"in {folder}"
         if (kind := _file_system(folder)) in _IN_MEMORY:
-            raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})"))
+            raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})", fix))
         if (free := shutil.disk_usage(folder).free) < nbytes:
-            raise ChunkflowError(_no_room(where, f"{free} bytes are free"))
+            raise ChunkflowError(_no_room(where, f"{free} bytes are free", fix))
         try:
             with tempfile.TemporaryFile(prefix="chunkflow-", dir=folder) as made:
-                return Scratch(Descriptor(os.dup(made.fileno())), where)
+                return Scratch(Descriptor(os.dup(made.fileno())), where, fix)
         except OSError as error:
-            raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
+            raise ChunkflowError(_no_room(where, error.strerror or str(error), fix)) from error
 
     def write(self, begin: int, weight: torch.Tensor) -> list[int]:
         """Write a dense host tensor after all others; return its checksums.
@@ -66,7 +70,7 @@ class Scratch:
             while done < len(view):
                 done += os.pwritev(number, [view[done:]], begin + done)
         except OSError as error:
-            raise ChunkflowError(_no_room(self._where, error.strerror or str(error))) from error
+            raise ChunkflowError(_no_room(self._where, error.strerror or str(error), self._fix)) from error
         sums = checksums(view)
         self.file.sums.add(begin, weight.nbytes, sums)
         return sums
@@ -75,8 +79,11 @@ class Scratch:
 class Drive:
     """The files of the weights of one model that are on the drive, and that no other rank writes."""
 
-    def __init__(self, folder: Path | None = None) -> None:
-        """``folder``: of the scratch file; by default that for temporary files."""
+    def __init__(self, total: int = 0, folder: Path | None = None, fix: str = PLACING) -> None:
+        """``total``: bytes that are going to be written, if they are known.  ``folder``: of the scratch file; by default that
+        for temporary files."""
+        self._total = total
+        self._fix = fix
         self._files: dict[str, DriveFile] = {}
         self._folder = folder or scratch_folder()
         self._scratch: Scratch | None = None
@@ -112,7 +119,7 @@ class Drive:
         return kept
 
     def _written(self, weight: torch.Tensor) -> DriveBytes:
-        self._scratch = self._scratch or Scratch.made(self._folder, weight.nbytes)
+        self._scratch = self._scratch or Scratch.made(self._folder, max(self._total, weight.nbytes), self._fix)
         kept = DriveBytes(self._scratch.file, self._end, weight.nbytes)
         self._scratch.write(self._end, weight)
         self._end += whole_pages(weight.nbytes)
@@ -150,19 +157,18 @@ def with_drive(problem: Problem, names: Collection[str]) -> Problem:
     return replace(problem, weights=tuple(replace(w, drive=w.name in names) for w in problem.weights))
 
 
-def _no_room(where: str, cause: str) -> str:
-    fix = "Set TMPDIR to a folder on a drive, or raise host_memory."
+def _no_room(where: str, cause: str, fix: str) -> str:
     return f"There is no room for a scratch file {where}: {cause}. {fix}"
 
 
 def _file_system(folder: Path) -> str:
     """The kind of the file system of a folder, empty if the machine does not say."""
-    found, best = "", -1
+    found, best = "", -1  # of two mounts at one place, the later one lies on top
     with contextlib.suppress(OSError):
         where = folder.resolve()
         for line in Path("/proc/self/mountinfo").read_text().splitlines():
             before, _, after = line.partition(" - ")
             mount = Path(before.split()[4])
-            if where.is_relative_to(mount) and len(mount.parts) > best:
+            if where.is_relative_to(mount) and len(mount.parts) >= best:
                 found, best = after.split()[0], len(mount.parts)
     return found

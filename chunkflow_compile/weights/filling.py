@@ -14,6 +14,7 @@ from .checkpoint import CheckpointReader, Mapped, Mappings
 from .drive import Drive
 from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
+from .mapping import whole_pages
 from .peers import Peers
 from .sharing import Role, SharedPages, SharedWeight, Wanted
 from .source import DriveBytes
@@ -57,10 +58,12 @@ class Filling:
         pages: bool,
         peers: Peers | None = None,
         on_drive: Collection[str] = (),
+        again: bool = False,
     ) -> None:
         """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
         own.  ``peers``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
-        those that go to the drive instead."""
+        those that go to the drive instead.  ``again``: whether ``peers`` shared them before; one that is not shared again
+        stays where it is."""
         self._device = device
         self._nbytes = sum(w.nbytes for _, w in weights)
         self._pages = pages or peers is not None
@@ -68,14 +71,15 @@ class Filling:
         self._stagings = GpuStagings()
         self._peers = peers
         self._on_drive = on_drive
+        self._again = again
         self._kept: set[str] = set()
         self._unchecked = 0
         self._shared: SharedPages | None = None
         try:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
             if peers is not None:
-                self._shared = SharedPages(peers, [w for w in self._weights.values() if not w.stays])
-            self._taken = {name: self._takes(self._weights[name], tensor) for name, tensor in weights}
+                self._shared = SharedPages(peers, [w for w in self._weights.values() if not w.stays], again)
+            self._taken = {name: self._takes(weight) for name, weight in self._weights.items()}
             self._todo = sum(self._taken.values())
             check_room(self._todo)
         except BaseException as error:
@@ -97,6 +101,10 @@ class Filling:
             share = self._share_file if weight.drive else self._share_pages
             if (placed := share(self._shared, role, weight, values)) is not None:
                 return placed
+            if not (self._again or weight.drive):
+                check_room(self._todo + weight.takes)  # another copy than was thought
+        if self._again:
+            return Placed(values)
         made = self._filled(weight, values)
         if not weight.drive:
             return Placed(made)
@@ -144,17 +152,15 @@ class Filling:
         stays = same and not self._pages and values.device.type == "cpu"
         part = None if stays else self._mappings.part(values)
         stays = stays or (same and drive and part is not None and not values.is_inference())
-        return Wanted(name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays)
+        frees = values.nbytes if values.device.type == "cpu" and part is None else 0
+        return Wanted(name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees)
 
-    def _takes(self, weight: Wanted, values: torch.Tensor) -> int:
+    def _takes(self, weight: Wanted) -> int:
         """Bytes of host memory that a weight takes from this rank.  One that is there already gives its own back."""
         if weight.drive or weight.stays:
             return 0
-        if self._shared is not None and (role := self._shared.role(weight.name)) is not None:
-            return weight.nbytes if role == "fill" else 0
-        if values.device.type == "cpu" and weight.part is None:
-            return max(0, weight.nbytes - values.nbytes)
-        return weight.nbytes
+        role = None if self._shared is None else self._shared.role(weight.name)
+        return weight.takes if role in ("fill", None) else 0
 
     def _take(self, nbytes: int) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
@@ -182,7 +188,9 @@ class Filling:
 
     @cached_property
     def _drive(self) -> Drive:
-        return Drive()
+        shared = self._shared
+        own = [w for w in self._weights.values() if w.drive and not w.stays and not (shared and shared.role(w.name))]
+        return Drive(sum(whole_pages(w.nbytes) for w in own))
 
     @cached_property
     def _mappings(self) -> Mappings:

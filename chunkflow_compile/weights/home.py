@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import flat_bytes
 from .checkpoint import Mapped
-from .drive import Drive
+from .drive import WRITING, Drive
 from .filling import Placed
 from .host_weight import HostBytes, HostWeight
 from .limits import Room
@@ -26,6 +27,10 @@ from .staging import GpuStagings
 
 if TYPE_CHECKING:
     from .host_store import HostStore
+
+
+# Until pages are pinned again that another rank may have been pinning: as long as it takes for a large weight.
+_AGAIN_S = 0.2
 
 
 @dataclass(eq=False)
@@ -114,10 +119,20 @@ class Home:
             if room is not None:
                 room.take(self.nbytes)
             # a model that is dropped without restore must not leave its pages pinned after they are unmapped
-            self._unpin = weakref.finalize(self, _unpin, self._copied_by, device.pin(self.host))
+            self._unpin = weakref.finalize(self, _unpin, self._copied_by, self._pinned(device))
             self._unpin.atexit = False
         except OSError as error:
             self.store.pageable(self, error)
+
+    def _pinned(self, device: HostReader) -> Callable[[], None]:
+        """Pin, twice if need be: the kernel may refuse pages that another rank pins at the moment."""
+        try:
+            return device.pin(self.host)
+        except OSError:
+            if self.cell.shared is None:
+                raise
+            time.sleep(_AGAIN_S)
+            return device.pin(self.host)
 
     def unpin(self) -> None:
         if self._unpin is not None:
@@ -153,7 +168,7 @@ class Home:
         """
         self.check()
         if self.drive is not None and self.cell.scratch and not self.through:
-            drive = self.store.drive = self.store.drive or Drive()
+            drive = self.store.drive = self.store.drive or Drive(fix=WRITING)
             self._drive, self.through = (drive.keep_in_place(self.host), self.host._version), True
         if self.through and self._drive is not None:
             self._drive[0].may_change()

@@ -37,7 +37,8 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.  ``drive``: of weights this rank wrote.
-    ``bound``: most bytes that the weights were to take of host memory, None for any.
+    ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
+    that share the weights, and their number.
     """
 
     _root: weakref.ref[nn.Module]
@@ -47,6 +48,7 @@ class HostStore:
     fetched_bytes: int = 0
     drive: Drive | None = None
     bound: int | None = None
+    turn: tuple[int, int] | None = None
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
@@ -185,7 +187,7 @@ class HostStore:
         if budget is not None:
             return Room(budget - self.pinned_bytes, f"the budget is {budget} bytes, see the option pin_memory")
         memory = host_memory()
-        most = pin_budget(self.held_bytes, local_ranks(), memory)
+        most = pin_budget(self.held_bytes, max(local_ranks(), self.turn[1] if self.turn else 1), memory)
         by = f" below {memory.limit}" if memory.limit is not None else ""
         why = f"{memory.free} bytes are free{by}, and {memory.reserve} stay in reserve: at most {most}"
         return Room(most - self.pinned_bytes, why)
@@ -208,7 +210,9 @@ def pin_all(homes: Sequence[Home], device: HostReader, budget: int | None) -> bo
     ``budget``: most bytes of a store to pin, None for what the machine leaves.
     Ranks that share memory begin at different weights: where two pin the same pages at once, the kernel may refuse one.
     """
-    first = len(homes) * int(os.environ.get("LOCAL_RANK", "0")) // local_ranks()
+    turns = {home.store.turn for home in homes} - {None}
+    place, ranks = min(turns, default=None) or (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())  # type: ignore[type-var]
+    first = len(homes) * place // ranks
     stores = {id(home.store): home.store for home in homes} if device.name == "cuda" else {}
     rooms = {key: store.room(budget) for key, store in stores.items()}
     for home in (*homes[first:], *homes[:first]):

@@ -89,7 +89,7 @@ def no_room(nbytes: int) -> str | None:
     if nbytes + reserve <= memory.free or not memory.total:  # a machine that does not say
         return None
     by = f" below {memory.limit}" if memory.limit is not None else ""
-    return f"{memory.free} are free{by}, of which {reserve} stay in reserve"
+    return f"{memory.free} are free{by}, and {reserve} must stay free"
 
 
 def check_room(nbytes: int) -> None:

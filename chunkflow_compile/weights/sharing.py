@@ -45,6 +45,7 @@ class Wanted:
     """A weight to place: its name, shape, strides and dtype, and the part of a file that it is, if it is one.
 
     ``drive``: whether it goes to the drive.  ``stays``: whether it keeps its memory, or its place in a file on the drive.
+    ``frees``: bytes that its present memory gives back.
     """
 
     name: str
@@ -55,6 +56,12 @@ class Wanted:
     part: FilePart | None
     drive: bool
     stays: bool
+    frees: int = 0
+
+    @property
+    def takes(self) -> int:
+        """Bytes of host memory that a copy of it takes in the end."""
+        return max(0, self.nbytes - self.frees)
 
     @property
     def nbytes(self) -> int:
@@ -131,8 +138,11 @@ class SharedWeight:
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file, and what this rank does with each."""
 
-    def __init__(self, peers: Peers, wanted: Sequence[Wanted]) -> None:
-        """All peers create it, each with its own weights.  Raises ChunkflowError if there is no room, or a peer has ended."""
+    def __init__(self, peers: Peers, wanted: Sequence[Wanted], again: bool = False) -> None:
+        """All peers create it, each with its own weights.  ``again``: whether they were shared before, and written since.
+
+        Raises ChunkflowError if there is no room, or a peer has ended.
+        """
         self._peers = peers
         self._pages: dict[str, SharedWeight] = {}
         self._on_drive: dict[str, tuple[int, Wanted]] = {}  # and where each begins in the scratch file
@@ -149,7 +159,12 @@ class SharedPages:
         order = [repr(w["as"]) for w in told[0]]
         mine = {repr(w.told()["as"]): w for w in wanted}
         common = [mine[key] for key in order if key in mine and len(sources[key]) == len(told) and mine[key].nbytes]
-        if 2 * len(common) < max(map(len, told)):
+        if again and len(common) < len(wanted):
+            own = sorted({w.name for w in wanted} - {w.name for w in common})
+            _log.warning(
+                "rank %s has written %s, and not every rank has: it keeps its own copy", peers.rank, _some_of(own)
+            )
+        elif not again and 2 * len(common) < max(map(len, told)):
             _log.warning(
                 "rank %s shares %s of its %s weights: another rank places another model, or other shards. Ranks that "
                 "share place the same models in the same order; pass share=False for a model that only some have",
@@ -165,7 +180,7 @@ class SharedPages:
 
     def _share_memory(self, weights: Sequence[Wanted]) -> None:
         places = self._places(weights)
-        memory, descriptor = self._mapped(places[-1])
+        memory, descriptor = self._mapped(places[-1], sum(w.takes for w in weights))
         for weight, begin in zip(weights, places, strict=False):
             host = weight.view(memory[begin : begin + weight.nbytes])
             self._pages[weight.name] = SharedWeight(descriptor, begin, host)
@@ -188,12 +203,14 @@ class SharedPages:
             places.append(places[-1] + whole_pages(weight.nbytes))
         return places
 
-    def _mapped(self, total: int) -> tuple[torch.Tensor, Descriptor]:
-        """The shared memory, uint8, and its file: the leader makes it, the others get it."""
+    def _mapped(self, total: int, takes: int) -> tuple[torch.Tensor, Descriptor]:
+        """The shared memory, uint8, and its file: the leader makes it, the others get it.
+
+        ``takes``: its bytes beyond the memory that the weights have now, which they leave one by one."""
         if not self._peers.leads:
             descriptor = Descriptor(self._peers.take())
         else:
-            check_room(total)
+            check_room(takes)
             descriptor = Descriptor(os.memfd_create("chunkflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(descriptor.number, total)
             # no rank can cut it while another reads it
@@ -278,14 +295,17 @@ class SharedPages:
         """Wait until all weights are written and compared.  Those that differ are named on all ranks."""
         for rank, names in zip(self._peers.ranks, self._peers.gather(self._differ), strict=True):
             if names:
-                more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
                 _log.warning(
-                    "rank %s has other values than rank %s in %s%s, and keeps its own copy of them",
+                    "rank %s has other values than rank %s in %s, and keeps its own copy of them",
                     rank,
                     self._peers.ranks[0],
-                    ", ".join(names[:_NAMED]),
-                    more,
+                    _some_of(names),
                 )
+
+
+def _some_of(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:

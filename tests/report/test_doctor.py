@@ -33,14 +33,16 @@ FAULTY = Machine(
 
 
 def test_room_for_a_model() -> None:
-    found = room_for("wan", 6 << 30, 1, FAULTY, drive=3e9)
-    assert found == Finding("wan", "6.0 GiB of host memory; from a drive of 3.0 GB/s in 2 s; 2.0 GiB left")
+    found = room_for("wan", 4 << 30, 1, FAULTY, drive=3e9)
+    assert found == Finding("wan", "4.0 GiB of host memory; from a drive of 3.0 GB/s in 1 s; 4.0 GiB left")
+    assert room_for("wan", 6 << 30, 1, FAULTY, drive=3e9).verdict == "missing", "offload leaves a reserve"
     found = room_for("wan", 30 << 30, 8, FAULTY, drive=3e9)
     assert found.verdict == "missing" and found.fix.startswith(
         "load it in a smaller dtype or quantised, or free or add"
     )
     assert found.found == (
-        "30.0 GiB of host memory, one copy for 8 ranks; from a drive of 3.0 GB/s in 11 s; 8.0 GiB free"
+        "30.0 GiB of host memory, one copy for 8 ranks; from a drive of 3.0 GB/s in 11 s; 8.0 GiB free, "
+        "and 3.2 GiB must stay free"
     )
 
 

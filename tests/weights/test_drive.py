@@ -29,7 +29,7 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading
-from chunkflow_compile.weights import limits
+from chunkflow_compile.weights import drive, limits
 from chunkflow_compile.weights.drive import Drive, for_the_drive
 from chunkflow_compile.weights.home import Home, home_of
 from chunkflow_compile.weights.limits import HostMemory
@@ -304,8 +304,8 @@ def test_writes_beyond_host_memory_are_told_once(saved: Path, monkeypatch: pytes
 
 
 def test_a_scratch_file_that_loses_what_was_written(tmp_path: Path) -> None:
-    drive, weight = Drive(tmp_path), torch.randn(3, 50_000)
-    first, found = drive.keep(weight), drive.keep(weight + 1)[1]
+    files, weight = Drive(folder=tmp_path), torch.randn(3, 50_000)
+    first, found = files.keep(weight), files.keep(weight + 1)[1]
     number = found.file.descriptor.number
     at = first[1].numel() + 400_000  # in the second weight, which begins at a page
     os.pwrite(number, b"spoilt", at)
@@ -320,13 +320,31 @@ def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         ChunkflowError, match=r"no room for a scratch file in /dev/shm: it is in memory itself \(tmpfs\)"
     ):
-        Drive(Path("/dev/shm")).keep(torch.ones(8))
+        Drive(folder=Path("/dev/shm")).keep(torch.ones(8))
     monkeypatch.setattr("chunkflow_compile.weights.drive.shutil.disk_usage", lambda _: type("", (), {"free": 3}))
     with pytest.raises(
         ChunkflowError, match=r"3 bytes are free\. Set TMPDIR to a folder on a drive, or raise host_memory"
     ):
         offload(model, min_bytes=LEAST, host_memory=0)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_the_drive_is_asked_for_room_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("wan", SIZE)
+    free, written = large(model) // 2, list[int]()
+    monkeypatch.setattr("chunkflow_compile.weights.drive.shutil.disk_usage", lambda _: type("", (), {"free": free}))
+    monkeypatch.setattr(os, "pwritev", lambda *_: written.append(1))
+    with pytest.raises(ChunkflowError, match=rf"{free} bytes are free"):
+        offload(model, min_bytes=LEAST, host_memory=0)
+    assert not written
+
+
+def test_a_mount_over_another_is_the_one_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    table = (
+        "21 1 0:1 / / rw - ext4 /dev/a rw\n30 21 0:2 / /tmp rw - ext4 /dev/b rw\n31 30 0:3 / /tmp rw - tmpfs tmpfs rw\n"
+    )
+    monkeypatch.setattr(Path, "read_text", lambda _: table)
+    assert drive._file_system(Path("/tmp")) == "tmpfs" and drive._file_system(Path("/usr")) == "ext4"
 
 
 @given(st.lists(st.integers(0, 50), max_size=40), st.floats(0, 1.2))

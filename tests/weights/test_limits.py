@@ -97,7 +97,7 @@ def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(64 * GIB, 10 * GIB))
     reserve = int(0.05 * 64 * GIB)
     assert no_room(10 * GIB - reserve) is None and no_room(GIB) is None
-    assert no_room(10 * GIB) == f"{10 * GIB} are free, of which {reserve} stay in reserve"
+    assert no_room(10 * GIB) == f"{10 * GIB} are free, and {reserve} must stay free"
     monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(0, 0))
     assert no_room(GIB) is None, "a machine that does not say"
 
@@ -186,3 +186,45 @@ def test_no_room_for_the_weights_of_one_rank(tmp_path: Path, monkeypatch: pytest
     told[:] = [HostMemory(64 * GIB, 40 * GIB)] * 1000
     offload(model, min_bytes=1024, dtype=torch.bfloat16)
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), cast.parameters(), strict=True))
+
+
+def half_a_copy_is_free(rank: int) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(16))
+    total = sum(p.nbytes for p in model.parameters())
+    limits.host_memory = lambda *_: HostMemory(1 << 34, total // 2)
+    offload(model, min_bytes=1024, share=True, device="cpu")
+    assert all(home.cell.shared is not None for home in homes_of(model))
+
+
+def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) -> None:
+    """They are in memory already, and leave it one by one."""
+    on_ranks(half_a_copy_is_free)
+
+
+def test_ranks_that_share_pin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without an environment that counts them; and pages that another rank pins at the moment are pinned a little later."""
+    monkeypatch.setattr("chunkflow_compile.weights.home._AGAIN_S", 0.0)
+    model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
+    homes, device = homes_of(model), Reader()
+    store, plain, refused = homes[0].store, device.pin, list[int]()
+    store.turn = (1, 2)
+    memory = HostMemory(64 * GIB, 10 * GIB)
+    monkeypatch.setattr("chunkflow_compile.weights.host_store.host_memory", lambda: memory)
+    assert store.room(None).left == store.held_bytes + (10 * GIB - memory.reserve) // 2
+
+    def pin(host: torch.Tensor) -> Callable[[], None]:
+        if len(refused) < 2:
+            refused.append(host.data_ptr())
+            raise OSError("part or all of the requested memory range is already mapped")
+        return plain(host)
+
+    monkeypatch.setattr(device, "pin", pin)
+    half = homes[len(homes) // 2]
+    monkeypatch.setattr(half.cell, "shared", object())
+    with pytest.warns(UserWarning, match="could not be pinned"):
+        assert not pin_all(homes, device, None)
+    assert refused == [half.host.data_ptr()] * 2
+    store.pins, refused[:] = True, [1]
+    assert pin_all(homes, device, None) and refused == [1, half.host.data_ptr()]
+    monkeypatch.setattr(half.cell, "shared", None)

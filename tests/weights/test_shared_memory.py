@@ -173,7 +173,7 @@ def no_room(rank: int) -> None:
     name = min(shared(model))
     limits.host_memory = full
     with pytest.raises(
-        ChunkflowError, match=r"cannot be given memory of its own: 5 are free below .*max, of which \d+"
+        ChunkflowError, match=r"cannot be given memory of its own: 5 are free below .*max, and \d+ must"
     ):
         model.get_parameter(name).mul_(2)
     assert name in shared(model)

@@ -11,6 +11,7 @@ from test_shared_memory import LEAST, SIZE, large, shared
 
 from chunkflow_compile import offload, writing
 from chunkflow_compile.models.small import small_model
+from chunkflow_compile.weights.home import home_of
 
 NAME = "blocks.0.ffn.net.0.proj.weight"
 
@@ -63,3 +64,25 @@ def data_and_new_memory(rank: int) -> None:
 def test_what_lora_fusing_writes_is_shared_again(on_ranks: Callable[..., None]) -> None:
     """And what got new memory is named."""
     on_ranks(data_and_new_memory)
+
+
+def written_by_one(rank: int) -> None:
+    model, said = small_model("wan", SIZE), heard()
+    offload(model, min_bytes=LEAST, share=True)
+    other = "blocks.1.ffn.net.0.proj.weight"
+    with writing(model):
+        model.get_parameter(other).fill_(rank)
+        if rank == 0:
+            model.get_parameter(NAME).mul_(2)
+        private = home_of(model.get_parameter(other)).host.data_ptr()  # type: ignore[union-attr]
+    wrote = [f"rank 0 has written {NAME}, and not every rank has: it keeps its own copy"]
+    assert said == [
+        *(wrote if rank == 0 else []),
+        f"rank 1 has other values than rank 0 in {other}, and keeps its own copy of them",
+    ]
+    assert home_of(model.get_parameter(other)).host.data_ptr() == private  # type: ignore[union-attr]
+    assert NAME not in shared(model) or rank == 1
+
+
+def test_what_not_all_ranks_have_written_is_named(on_ranks: Callable[..., None]) -> None:
+    on_ranks(written_by_one)
