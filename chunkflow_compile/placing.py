@@ -171,6 +171,14 @@ class Placement:
                 filling.finish()
                 for home, placed in found:
                     home.share(placed)
+                # what nobody sees any more, now that every rank has left it
+                left = {name: home.left for name, home in lost.items() if home.left is not None and not home.left.seen}
+                given = set[str].intersection(*map(set[str], peers.gather(sorted(left))))
+                if peers.leads:
+                    for name in given:
+                        left[name].clear()
+                for home in lost.values():
+                    home.left = None
             except BaseException as error:
                 filling.close(error)
                 raise

@@ -19,6 +19,7 @@ from .bytes import flat_bytes
 from .checkpoint import Mapped
 from .drive import WRITING, Drive
 from .filling import Placed
+from .holes import Place
 from .host_weight import HostBytes, HostWeight
 from .limits import Room
 from .reader import HostReader
@@ -38,6 +39,7 @@ class Home:
     """The place of one weight in a store; it ends with the weight.
 
     ``names``: all its names in the model.  ``host``: its values, on the CPU.  ``cell``: counts the writes to them.
+    ``left``: the place in a file of all ranks that it had before this rank wrote it.
     ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``before``: where it lay, while it moves.
     """
 
@@ -49,6 +51,7 @@ class Home:
     _weight: weakref.ref[HostWeight]
     grad: torch.Tensor | None = None
     before: Mapped | None = None
+    left: Place | None = None
     was_shared: bool = False
     through: bool = False  # writes to the host tensor go to the drive
     _drive: tuple[DriveBytes, int] | None = None  # and the version of the host tensor that it has the values of
@@ -156,8 +159,11 @@ class Home:
         if placed.shared is not None:
             self.cell.shared = placed.shared.over(self.host)
         elif placed.drive is not None:
+            own = self._drive[0].place if self.through and self._drive is not None else None
             placed.drive.map_over(self.host, mmap.MAP_PRIVATE)
             self._drive, self.through = (placed.drive, self.host._version), False
+            if own is not None and not own.seen:
+                own.clear()  # no other rank has this file
         self.cell.version += 1  # programs pin it again
 
     def may_change(self) -> None:
@@ -168,8 +174,10 @@ class Home:
         """
         self.check()
         if self.drive is not None and self.cell.scratch and not self.through:
-            drive = self.store.drive = self.store.drive or Drive(fix=WRITING)
+            drive, place = self.store.drive or Drive(fix=WRITING), self.drive.place
+            self.store.drive = drive
             self._drive, self.through = (drive.keep_in_place(self.host), self.host._version), True
+            self.left = place
         if self.through and self._drive is not None:
             self._drive[0].may_change()
         elif self.drive is not None:

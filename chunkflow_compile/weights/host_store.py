@@ -284,6 +284,8 @@ def _end_sharing(home: Home | None, cell: HostBytes) -> None:
     if home is not None:
         home.unpin()  # the pages that a device reads are those at the address when they were pinned
     cell.shared.own_again()
+    if home is not None:
+        home.left = cell.shared.place
     cell.shared = None
 
 

@@ -23,6 +23,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .checkpoint import FilePart
 from .drive import Scratch, scratch_folder
+from .holes import Place
 from .limits import check_room, no_room
 from .mapping import ACCESS, MAP_FIXED, Descriptor, libc, map_file, map_over, own_memory, whole_pages
 from .peers import Peers
@@ -89,6 +90,10 @@ class SharedWeight:
         self._descriptor = descriptor
         self._offset = offset
 
+    @property
+    def place(self) -> Place:
+        return Place.of(self._descriptor, self._offset, self.host.nbytes)
+
     def own_again(self) -> None:
         """Give the weight memory of its own, at the same address: views of it stay views, and other ranks see no write.
 
@@ -128,7 +133,7 @@ class SharedWeight:
 
         Raises ChunkflowError if there is no memory.
         """
-        pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
+        pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset, shown=True)
         if pages is None:
             raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
         begin = (view.data_ptr() - self.host.data_ptr()) // view.element_size()

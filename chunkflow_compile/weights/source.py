@@ -14,6 +14,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import copy_host_bytes, memory_of
+from .holes import Place
 from .mapping import Descriptor, map_file, map_over
 
 # Bytes with one checksum.  A chunk holds whole ones, and a weight of a few MiB has few.
@@ -125,6 +126,10 @@ class DriveBytes:
     def __getitem__(self, part: slice) -> DriveBytes:
         begin, end, _ = part.indices(self._nbytes)
         return DriveBytes(self.file, self._offset + begin, max(0, end - begin))
+
+    @property
+    def place(self) -> Place:
+        return Place.of(self.file.descriptor, self._offset, self._nbytes)
 
     def may_change(self) -> None:
         """They may be written from now on."""

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
+import os
 from collections.abc import Callable
 
+import pytest
 import torch
 import torch.distributed as dist
 from test_shared_memory import LEAST, SIZE, large, shared
+from torch import nn
 
 from chunkflow_compile import offload, writing
 from chunkflow_compile.models.small import small_model
@@ -86,3 +90,59 @@ def written_by_one(rank: int) -> None:
 
 def test_what_not_all_ranks_have_written_is_named(on_ranks: Callable[..., None]) -> None:
     on_ranks(written_by_one)
+
+
+def taken(model: nn.Module) -> int:
+    """Bytes of the files that hold the weights of all ranks, without their holes."""
+    numbers = set[int]()
+    for p in model.parameters():
+        if (home := home_of(p)) is not None:
+            if home.cell.shared is not None:
+                numbers.add(home.cell.shared._descriptor.number)
+            elif home.drive is not None:
+                numbers.add(home.drive.file.descriptor.number)
+    return sum(512 * os.fstat(number).st_blocks for number in numbers)
+
+
+def rounds(rank: int, host_memory: int | None) -> None:
+    """The same weight each time, and another one, which keeps the file of its round."""
+    model = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(6))
+    for i, layer in enumerate(model):
+        layer.weight.fill_(i)  # type: ignore[operator,union-attr]
+    offload(model, min_bytes=LEAST, share=True, device="cpu", host_memory=host_memory)
+    first, before = model[0].weight, taken(model)
+    assert before == 6 * first.nbytes  # type: ignore[operator,union-attr]
+    for i in range(1, 5):
+        old = model[0].state_dict()["weight"] if i == 3 else None
+        with writing(model):
+            first.fill_(10 * i)  # type: ignore[operator,union-attr]
+            model[i].weight.fill_(10 * i)  # type: ignore[operator,union-attr]
+        dist.barrier()  # the leader gives it back
+        kept = first.nbytes if old is not None and host_memory is None else 0  # type: ignore[operator,union-attr]
+        assert taken(model) == before + kept
+        if kept:
+            assert old is not None and bool((old == 20).all()), "what state_dict has made keeps its values"
+            before += kept
+        dist.barrier()
+    values = [float(layer.weight.mean()) for layer in model]  # type: ignore[operator,union-attr]
+    assert values == [40, 10, 20, 30, 40, 5]
+
+
+@pytest.mark.parametrize("host_memory", [None, 0])
+def test_what_nobody_sees_any_more_is_given_back(on_ranks: Callable[..., None], host_memory: int | None) -> None:
+    on_ranks(rounds, host_memory)
+
+
+def sealed(rank: int) -> None:
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    offload(model, min_bytes=LEAST, share=True, device="cpu")
+    number = home_of(model[0].weight).cell.shared._descriptor.number  # type: ignore[union-attr,arg-type]
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(number, size)
+
+
+def test_no_rank_can_cut_the_memory_of_all(on_ranks: Callable[..., None]) -> None:
+    on_ranks(sealed)
