@@ -65,13 +65,13 @@ class Filling:
         those that go to the drive instead.  ``again``: whether ``peers`` shared them before; one that is not shared again
         stays where it is."""
         self._device = device
+        self._again = again
         self._nbytes = sum(w.nbytes for _, w in weights)
         self._pages = pages or peers is not None
         self._dtype_of = dtype_of
         self._stagings = GpuStagings()
         self._peers = peers
         self._on_drive = on_drive
-        self._again = again
         self._kept: set[str] = set()
         self._unchecked = 0
         self._shared: SharedPages | None = None
@@ -81,7 +81,8 @@ class Filling:
                 self._shared = SharedPages(peers, [w for w in self._weights.values() if not w.stays], again)
             self._taken = {name: self._takes(weight) for name, weight in self._weights.items()}
             self._todo = sum(self._taken.values())
-            check_room(self._todo)
+            self._twice = max((min(w.nbytes, w.frees) for w in self._weights.values() if self._fills(w)), default=0)
+            check_room(self._todo + self._twice)
         except BaseException as error:
             self.close(error)
             raise
@@ -96,7 +97,7 @@ class Filling:
             if weight.drive and weight.part is not None:
                 return Placed(values, drive=self._drive.part(weight.part))
             return Placed(ordinary(values))
-        self._take(self._taken[name])
+        self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:
             share = self._share_file if weight.drive else self._share_pages
             if (placed := share(self._shared, role, weight, values)) is not None:
@@ -152,8 +153,13 @@ class Filling:
         stays = same and not self._pages and values.device.type == "cpu"
         part = None if stays else self._mappings.part(values)
         stays = stays or (same and drive and part is not None and not values.is_inference())
-        frees = values.nbytes if values.device.type == "cpu" and part is None else 0
+        # what is shared again leaves its memory at the end, all at once
+        frees = values.nbytes if values.device.type == "cpu" and part is None and not self._again else 0
         return Wanted(name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees)
+
+    def _fills(self, weight: Wanted) -> bool:
+        """Whether this rank writes a weight to the memory of all, beside the memory that it has."""
+        return self._shared is not None and not weight.drive and self._shared.role(weight.name) == "fill"
 
     def _takes(self, weight: Wanted) -> int:
         """Bytes of host memory that a weight takes from this rank.  One that is there already gives its own back."""
@@ -162,13 +168,13 @@ class Filling:
         role = None if self._shared is None else self._shared.role(weight.name)
         return weight.takes if role in ("fill", None) else 0
 
-    def _take(self, nbytes: int) -> None:
+    def _take(self, weight: Wanted) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
-        self._unchecked += nbytes
+        self._unchecked += weight.nbytes if self._fills(weight) else self._taken[weight.name]
         if self._unchecked >= _CHECKED:
             self._unchecked = 0
-            check_room(self._todo)
-        self._todo -= nbytes
+            check_room(self._todo + self._twice)
+        self._todo -= self._taken[weight.name]
 
     def _filled(self, weight: Wanted, values: torch.Tensor) -> torch.Tensor:
         made = empty_pages(values, weight.dtype)

@@ -1,7 +1,7 @@
 """What a module with offloaded weights does differently from any other module.
 
 * ``state_dict`` has the host copies as ordinary tensors.  Of a weight that ranks share in host memory, or have shared, it
-  has a copy: a write to that is not the model's.
+  has a copy: a write to that is not the model's.  A write to any other one is, also if its weight is on the drive.
 * ``load_state_dict(assign=True)`` takes the tensors it is given as host memory.
 * ``.to()``, ``.half()`` and the like leave the values in host memory.
 * In a layer with diffusers' layerwise casting, whose hook calls ``.to()`` before and after forward, forward sees a cast

@@ -53,7 +53,7 @@ _VIEWS = {
     _aten.unsafe_split.Tensor,
     _aten.unsafe_split_with_sizes.default,
 }
-# Their results have a bit that a HostWeight has not.
+# Their results have a bit that a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
 _SAME = {_aten.detach.default, _aten.alias.default}
 # They write without reading, so nothing is fetched.

@@ -24,7 +24,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .checkpoint import FilePart
 from .drive import Scratch, scratch_folder
 from .holes import Place
-from .limits import check_room, no_room
+from .limits import PLACING, WRITING, check_room, no_room
 from .mapping import ACCESS, MAP_FIXED, Descriptor, libc, map_file, map_over, own_memory, whole_pages
 from .peers import Peers
 from .source import DriveBytes
@@ -149,6 +149,7 @@ class SharedPages:
         Raises ChunkflowError if there is no room, or a peer has ended.
         """
         self._peers = peers
+        self._again = again
         self._pages: dict[str, SharedWeight] = {}
         self._on_drive: dict[str, tuple[int, Wanted]] = {}  # and where each begins in the scratch file
         self._roles: dict[str, Role] = {}
@@ -185,7 +186,9 @@ class SharedPages:
 
     def _share_memory(self, weights: Sequence[Wanted]) -> None:
         places = self._places(weights)
-        memory, descriptor = self._mapped(places[-1], sum(w.takes for w in weights))
+        # each leaves the memory that it has once it is written: one at a time exists twice
+        twice = max(min(w.nbytes, w.frees) for w in weights)
+        memory, descriptor = self._mapped(places[-1], sum(w.takes for w in weights) + twice)
         for weight, begin in zip(weights, places, strict=False):
             host = weight.view(memory[begin : begin + weight.nbytes])
             self._pages[weight.name] = SharedWeight(descriptor, begin, host)
@@ -211,11 +214,11 @@ class SharedPages:
     def _mapped(self, total: int, takes: int) -> tuple[torch.Tensor, Descriptor]:
         """The shared memory, uint8, and its file: the leader makes it, the others get it.
 
-        ``takes``: its bytes beyond the memory that the weights have now, which they leave one by one."""
+        ``takes``: the most bytes that it takes beyond the memory that the weights have now."""
         if not self._peers.leads:
             descriptor = Descriptor(self._peers.take())
         else:
-            check_room(takes)
+            check_room(takes, WRITING if self._again else PLACING)
             descriptor = Descriptor(os.memfd_create("chunkflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
             os.ftruncate(descriptor.number, total)
             # no rank can cut it while another reads it

@@ -95,7 +95,7 @@ def rank_of(
 def touched(nbytes: int) -> None:
     """Let a process write as many bytes and end.
 
-    A virtual machine gives free memory back to its host, and to get it again takes up to ten times as long as to make a page.
+    A virtual machine gives free memory back to its host, and getting it back takes up to ten times as long as to make a page.
     """
     text = f"import mmap; m = mmap.mmap(-1, {nbytes}, flags=mmap.MAP_PRIVATE); m.madvise({_HUGE}); m.madvise({_WRITE})"
     subprocess.run([sys.executable, "-c", text], check=False)
@@ -155,12 +155,12 @@ ABOUT = """\
 # Host memory of the weights, and the time to place them
 
 {today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {size} in bfloat16, from one
-safetensors file in the page cache. `memory` and `most` (while they place) are of all ranks together, in copies of the
-weights. The first arm is what diffusers' group offload with a stream does on each rank. Medians of {repeats} runs in random
-order. Before each, another process has used as much memory: a virtual machine gives free memory back to its host, and to get
-it again would be most of the time. What is left is mostly the kernel's work to make pages, which are huge (2 MiB) for private
-memory and {shared} for shared memory on this machine. Written by `python docs/benchmarks/host_memory.py --out
-docs/benchmarks/host_memory.md`.
+safetensors file in the page cache. `memory` and `most` (while they place) are totals over all ranks, as multiples of one
+copy of the weights. The first arm is what diffusers' group offload with a stream does on each rank. Medians of {repeats} runs
+in random order. Before each, another process has used as much memory: a virtual machine gives free memory back to its host,
+and getting it back would take most of the time. What is left is mostly the kernel's work to make pages, which are huge
+(2 MiB) for private memory and {shared} for shared memory on this machine. Written by
+`python docs/benchmarks/host_memory.py --out docs/benchmarks/host_memory.md`.
 
 """
 HEADERS = ("checkpoint", "ranks", "arm", "memory", "most", "wall", "CPU")

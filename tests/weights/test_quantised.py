@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -112,3 +113,32 @@ def test_a_class_that_stays_is_named_with_what_streams_instead() -> None:
     assert found is not None and found.startswith(
         "a tensor subclass (Int8Params): its layer keeps the bytes a second time"
     )
+
+
+def on_the_drive_of_all(rank: int, kind: str) -> None:
+    made = []
+    for _ in range(2):
+        model = Blocks().eval().requires_grad_(False)
+        QUANTISERS[kind](model)
+        made.append(model)
+    model, twin = made
+    offload(model, min_bytes=MIN_BYTES, share=True, host_memory=10_000)
+    assert any(t.cell.scratch for t in tensors(model) if isinstance(t, HostWeight))
+    options = {**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager"}
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    for _ in range(3):
+        x = torch.randn(8, 128, dtype=torch.bfloat16)
+        assert torch.equal(run(x), twin(x))
+    restore(model)
+    assert torch.equal(model(x), twin(x))
+
+
+@pytest.mark.parametrize(
+    "kind", [k if k == "torchao int8" else pytest.param(k, marks=pytest.mark.long) for k in QUANTISERS]
+)
+def test_it_is_shared_on_the_drive(on_ranks: Callable[..., None], kind: str) -> None:
+    if kind in INSIDE and not stream_inside():
+        pytest.skip("needs torch 2.13")
+    if "bitsandbytes" in kind:
+        pytest.importorskip("bitsandbytes")
+    on_ranks(on_the_drive_of_all, kind)
