@@ -169,16 +169,14 @@ class Placement:
             try:
                 found = [(home, filling.place(name, home.host)) for name, home in lost.items()]
                 filling.finish()
+                left = {name: home.left for name, home in lost.items() if home.left is not None}
                 for home, placed in found:
                     home.share(placed)
-                # what nobody sees any more, now that every rank has left it
-                left = {name: home.left for name, home in lost.items() if home.left is not None and not home.left.seen}
-                given = set[str].intersection(*map(set[str], peers.gather(sorted(left))))
-                if peers.leads:
-                    for name in given:
-                        left[name].clear()
-                for home in lost.values():
                     home.left = None
+                # now every rank has left them, or says that it has not
+                told = peers.gather(sorted(name for name, place in left.items() if not place.seen))
+                for name in set[str].intersection(*map(set[str], told)) if peers.leads else ():
+                    left[name].clear()
             except BaseException as error:
                 filling.close(error)
                 raise
