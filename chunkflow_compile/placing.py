@@ -28,10 +28,10 @@ from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, give_back, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
-from chunkflow_compile.weights.meeting import WRITING
 from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.peers import Peers, peers_of, stay_away
 from chunkflow_compile.weights.progress import CompileProgress, moving
+from chunkflow_compile.weights.sharing_again import name_replaced, share_again
 from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.streamable import why_not
 
@@ -152,47 +152,6 @@ class Placement:
                 torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
             if todo:
                 give_free_memory_back()
-
-    def share_again(self) -> None:
-        """Share the weights that this rank has written since they were shared.  All ranks that share must call it.
-
-        Raises ChunkflowError if another rank ends or fails; the weights are right then, and not all of them are shared.
-        """
-        with self.quiet():
-            lost = {h.name: h for h in self.store.homes if h.was_shared and not h.shares}
-            on_drive = {name for name, home in lost.items() if home.cell.scratch}
-            peers = peers_of(self.share, self.store.device, WRITING)
-            if peers is None:
-                return
-            weights, device = [(name, home.host) for name, home in lost.items()], self.store.device
-            filling = Filling(device, weights, as_they_are, pages=True, peers=peers, on_drive=on_drive, again=True)
-            try:
-                found = [(home, filling.place(name, home.host)) for name, home in lost.items()]
-                filling.finish()
-                left = {name: home.left for name, home in lost.items() if home.left is not None}
-                for home, placed in found:
-                    home.share(placed)
-                    home.left = None
-                # now every rank has left them, or says that it has not
-                told = peers.gather(sorted(name for name, place in left.items() if not place.seen))
-                for name in set[str].intersection(*map(set[str], told)) if peers.leads else ():
-                    left[name].clear()
-            except BaseException as error:
-                filling.close(error)
-                raise
-            filling.close()
-            self.store.drive = None  # the file ends with the last weight in it
-
-    def name_replaced(self, shared: set[str]) -> None:
-        """Say which of the weights of these names got other memory."""
-        if new := sorted(name for name, t in named_leaves(self.root) if name in shared and home_of(t) is None):
-            more = f" and {len(new) - 5} more" if len(new) > 5 else ""
-            _log.warning(
-                "%s%s got new memory inside writing, and ranks do not share it: write into the weights, without assign=True, "
-                ".to(dtype) or p.data = ..., or call restore and offload again",
-                ", ".join(new[:5]),
-                more,
-            )
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = as_they_are) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them."""
@@ -346,8 +305,9 @@ def writing(model: nn.Module) -> Iterator[None]:
         raise
     for placement in sharing:
         if placement.lasts:
-            placement.name_replaced(before[placement])
-            placement.share_again()
+            name_replaced(placement.root, before[placement])
+            with placement.quiet():
+                share_again(placement.store, placement.share)
 
 
 def programs(model: nn.Module) -> tuple[Session, ...]:
