@@ -63,6 +63,7 @@ class CourseBench:
             names = {w.name: prefix + w.name for w in bench.problem.weights}
             self.weights |= {names[n]: bench.weights[n] for n in names}
             calls.append(Call(bench.cut, names, {}))
+        self.calls = calls
         self.course = write(calls, random_plan(join(calls), self.chosen, inside=True))
         self.occupancies = weakref.WeakKeyDictionary[Arena, Occupancy]()
 

@@ -85,7 +85,7 @@ class Executor:
         self._steps = 0
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
-        marks = binding.marks or arrivals(self.course)
+        self.marks = marks = binding.marks or arrivals(self.course)
         self.occupancy = binding.occupancy or Occupancy(device, len(marks.marked))
         self._issuer = Issuer(program, regions, binding, occupancy=self.occupancy, arrivals=marks, poison=poison)
         self.traffic = self._issuer.traffic

@@ -11,10 +11,12 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 import torch
+from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
-from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
+from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
 from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home
@@ -85,6 +87,9 @@ class Route:
         self._executors: list[weakref.WeakKeyDictionary[Session, Executor]] = [
             weakref.WeakKeyDictionary() for _ in self.keys
         ]
+        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
+            weakref.WeakKeyDictionary()
+        )  # regions, and their keys
 
     @property
     def lasts(self) -> bool:
@@ -166,12 +171,24 @@ class Route:
         course, marks, placed = self.course, self._marks, self.calls[call]
         if session.code.cut is not placed.cut:  # another graph, such as one for another size
             placed = session.as_call(_names(session) | {n: self._name(home, call) for n, home in session.homes.items()})
-            program = rewritten(course, call, placed, share="sharing" not in session.code.settings.disabled)
-            if session.code.verified:
-                verify_call(course, call, program)
+            program, marks = self._program(session, call, placed)
             course = course.at(call, program)
-            marks = arrivals(course)
         return self._bound(session, course, call, placed.names, marks)
+
+    def _program(self, session: Session, call: int, placed: Call) -> tuple[Program, Arrivals]:
+        """The program of a call of another graph or for other sizes, and the marks of its transfers."""
+        names = [placed.names[w.name] for w in placed.cut.problem.weights]
+        known = [(self.course.calls[call], self._marks, self.calls[call].cut)]
+        known += [(e.program, e.marks, s.code.cut) for s, e in [*self._executors[call].items()]]
+        for program, marks, cut in known:
+            # the graph at other sizes: the same ops on the same weights
+            if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
+                return replace(program, problem=placed.problem()), marks
+        program = rewritten(self.course, call, placed, share="sharing" not in session.code.settings.disabled)
+        marks = arrivals_at(self.course, self._marks, call, program)
+        if session.code.verified:
+            verify_call(self.course, call, program, self._marks, marks, self._proved)
+        return program, marks
 
     def _name(self, home: Home, call: int) -> str:
         """The name in the course of a weight of a call."""

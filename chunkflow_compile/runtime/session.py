@@ -60,6 +60,7 @@ class Session:
         self.closed = False
         self.homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
+        self.reads = tuple(map(id, (*self.homes.values(), *self._in_place.values())))  # equal for the same weights
         self.versions = _versions(self.homes.values())
         self._residents: dict[str, torch.Tensor] = {}
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
@@ -135,8 +136,9 @@ class Session:
 
     def repeats(self, other: Session) -> bool:
         """Whether it is the same program on the same weights."""
-        same = self.homes.keys() == other.homes.keys() and self.program.same_as(other.program)
-        return same and all(home is other.homes[name] for name, home in self.homes.items())
+        same = self.homes.keys() == other.homes.keys()
+        same = same and all(home is other.homes[name] for name, home in self.homes.items())
+        return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run one step.  The caller holds the lock of the arena."""

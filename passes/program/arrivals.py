@@ -7,13 +7,14 @@ these marks, and verify proves that they suffice.
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, chain
 
 from torch.fx import Node
 
-from chunkflow_compile.passes.ops import WAIT, prefetch_of
+from chunkflow_compile.passes.ops import WAIT, Prefetch, prefetch_of
 
 from .course import Course
 from .rewrite import Program
@@ -58,6 +59,28 @@ def arrivals(course: Course | Program) -> Arrivals:
                 newest = max(copies, key=lambda c: c[:2])[2]
                 awaited[group[0]] = marked.setdefault(newest, len(marked))
     return Arrivals(marked, awaited)
+
+
+def arrivals_at(course: Course, known: Arrivals, call: int, program: Program) -> Arrivals:
+    """The marks of a course, ``known``, for another program in the place of a call.
+
+    Its transfers take the marks of those that they replace, so no other call is read.  If they are not the same transfers,
+    all calls are read.
+    """
+    before, after = _transfers(course.calls[call]), _transfers(program)
+    if [op for _, op in before] != [op for _, op in after]:
+        return arrivals(course.at(call, program))
+    pairs = [(old, new) for (old, _), (new, _) in zip(before, after, strict=True)]
+    marked: dict[Node | str, int] = {new: known.marked[old] for old, new in pairs if old in known.marked}
+    awaited = {new: known.awaited[old] for old, new in pairs if old in known.awaited}
+    return Arrivals(ChainMap(marked, known.marked), awaited)  # type: ignore[arg-type]
+
+
+def _transfers(program: Program) -> list[tuple[Node, Prefetch | str]]:
+    """The prefetches and the waits of a program, in their order, each with what it moves."""
+    nodes = program.module.graph.nodes
+    found = ((node, str(node.args[0]) if node.target is WAIT else prefetch_of(node)) for node in nodes)
+    return [(node, op) for node, op in found if op is not None]
 
 
 def _groups(nodes: Iterable[Node]) -> Iterator[tuple[int, list[Node]]]:

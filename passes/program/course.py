@@ -86,6 +86,11 @@ class Course:
         """The prefetches of all calls, in the order of issue, each with its call."""
         return tuple((number, *found) for number, call in enumerate(self.calls) for found in prefetches(call))
 
+    @cached_property
+    def transfers(self) -> Transfers:
+        """The transfer ops of all calls."""
+        return transfers_of(self.problem, self.plan)
+
     def at(self, call: int, program: Program) -> Course:
         """The course with another program in the place of a call."""
         return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
@@ -152,8 +157,8 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Course:
 
 def rewritten(course: Course, number: int, call: Call, *, share: bool = True) -> Program:
     """The program of a call of another graph, with the same regions on the same weights, in the place of a call."""
-    ops = transfers_of(course.problem, course.plan)
-    return _written(call, course.plan, ops, number, course.starts[number], call.cut.data_flow(), share)
+    flow = call.cut.data_flow()
+    return _written(call, course.plan, course.transfers, number, course.starts[number], flow, share)
 
 
 def _written(

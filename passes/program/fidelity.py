@@ -7,9 +7,9 @@ Contract
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import collective_kind
@@ -70,16 +70,16 @@ def check_operands(program: Program) -> Iterator[str]:
         before.add(node)
 
 
-def check_data_flow(program: Program, keys: dict[int, str]) -> Iterator[str]:
+def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) -> Iterator[str]:
     """Check that every input, region, output, constant, collective, completion and result is that of the traced graph.
 
-    ``keys``: the structural keys of regions that other calls have too, by identity.
+    ``keys``: the structural keys of regions that other calls have too.
     """
     for target, region in program.regions.items():
         held = getattr(program.module, target)
-        if id(held) not in keys:
-            keys[id(held)] = structural_key(held, region.info.index)
-        if keys[id(held)] != region.info.key:
+        if held not in keys:
+            keys[held] = structural_key(held, region.info.index)
+        if keys[held] != region.info.key:
             yield f"{target} holds other code than its region"
     inputs = {node: i for i, node in enumerate(program.module.graph.find_nodes(op="placeholder"))}
     seen = set[str]()

@@ -151,12 +151,13 @@ def _unroll(course: Course, turn: int, steps: int) -> Iterator[Op]:
             yield from _chunks(prefetch, 0, turn, PRIMING, found.marked.get(node))
     for step in range(steps):
         for number, program in enumerate(course.calls):
-            for op in _call(program, found, turn, step):
+            for op in ops_of_call(program, found, turn, step):
                 pace()
                 yield replace(op, call=number) if number else op
 
 
-def _call(program: Program, found: Arrivals, turn: int, step: int) -> Iterator[Op]:
+def ops_of_call(program: Program, found: Arrivals, turn: int = 0, step: int = 0) -> Iterator[Op]:
+    """The ops of one call of a program in its place in a course.  ``found``: the marks of its transfers there."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     released = _released(program)
     opened: int | None = None

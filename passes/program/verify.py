@@ -27,18 +27,21 @@ Contract
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, MutableMapping
 from dataclasses import dataclass, field
+
+from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 
+from .arrivals import Arrivals
 from .borders import check_borders
 from .collectives import check_collectives
 from .course import Course
 from .fidelity import check_data_flow, check_operands, check_order, check_readers
-from .happens_before import HappensBefore
+from .happens_before import HappensBefore, ops_of_call
 from .memory import Memory, memory_of
 from .reads import check_reads
 from .rewrite import Program
@@ -79,12 +82,21 @@ def verify_together(*programs: Program | Course) -> None:
     _refuse("The programs are not safe in one arena", check_turns(order))
 
 
-def verify_call(course: Course, call: int, program: Program) -> None:
+def verify_call(
+    course: Course,
+    call: int,
+    program: Program,
+    known: Arrivals,
+    found: Arrivals,
+    keys: MutableMapping[GraphModule, str] | None = None,
+) -> None:
     """Prove that a program may take the place of a call of a proved course: it moves and reads the same weights there.
 
-    Raises FindingError if it may not.
+    ``known``: the marks of the course.  ``found``: those with which the program runs.  ``keys``: see check_data_flow.
+    Only the program and the call are unrolled, because the others stay.  Raises FindingError if it may not.
     """
-    _refuse("The program is not safe in its place in the course", _check_place(course, call, program))
+    violations = _check_place(course, call, program, known, found, {} if keys is None else keys)
+    _refuse("The program is not safe in its place in the course", violations)
 
 
 def _refuse(what: str, found: Iterable[str]) -> None:
@@ -101,7 +113,7 @@ def check(program: Program | Course, order: HappensBefore | None = None) -> Iter
     order = order or HappensBefore((course,), STEPS)
     alone = len(course.calls) == 1
     yield from _check_slots(course)
-    keys: dict[int, str] = {}
+    keys: dict[GraphModule, str] = {}
     memories = list[Memory]()
     for call in course.calls:
         pace()
@@ -195,22 +207,47 @@ def _lives(order: HappensBefore) -> _Lives:
     return lives
 
 
-def _check_place(course: Course, call: int, program: Program) -> Iterator[str]:
+def _check_place(
+    course: Course,
+    call: int,
+    program: Program,
+    known: Arrivals,
+    found: Arrivals,
+    keys: MutableMapping[GraphModule, str],
+) -> Iterator[str]:
+    misplaced = list(check_operands(program))
+    yield from misplaced
     yield from check_order(program)
+    yield from check_data_flow(program, keys)
+    if misplaced:
+        return
     yield from check_readers(program, memory := memory_of(program))
-    yield from check_data_flow(program, {})
     yield from check_collectives(program, memory)
-    streamed = {w.name for w in course.plan.streamed}  # others need not have the names of the course
-    known, found = (
+    # the names of other weights need not be those of the course
+    streamed = {w.name for p in (course.calls[call], program) for w in p.plan.streamed}
+    # what is fetched before a call follows from the prefetches of all calls, so it is the same if these are
+    before, after = (
         [
-            (op.kind, op.weight, op.chunk, op.serves, op.mark, streamed.intersection(op.reads))
-            for op in order.ops
-            if op.call == call and (op.kind != "other" or op.reads)
+            (
+                op.kind,
+                op.weight,
+                op.chunk,
+                op.serves,
+                op.mark,
+                streamed.intersection(op.reads),
+                op.kind in _MOVES and op.label,
+            )
+            for op in ops_of_call(placed, marks)
+            if op.kind != "other" or op.reads
         ]
-        for order in (HappensBefore((course,), 1), HappensBefore((course.at(call, program),), 1))
+        for placed, marks in ((course.calls[call], known), (program, found))
     )
-    if known != found or program.plan is not course.plan:
+    if before != after or program.plan is not course.plan:
         yield f"call {call}: the program does not move or read the weights of the course there"
+
+
+# Kinds of ops whose label has the window.
+_MOVES = frozenset(("open", "chunk"))
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:
