@@ -51,7 +51,7 @@ from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.codes import Code, Codes
+from chunkflow_compile.runtime.codes import Code, Codes, Goal
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.runner import Runner
 from chunkflow_compile.runtime.session import Session
@@ -103,8 +103,13 @@ def chunkflow(
     told = str if progress is None else progress.say
     outside = bytes_outside(index.root, found.values(), min_bytes, part)
     settings = replace(
-        chosen.settings(), likes=_likes(index.root, chosen), part=part, outside=outside, cache=DiskPlans.here()
+        chosen.settings(),
+        **({} if placement is None or not placement.goal else {**placement.goal, "plan": None}),
+        part=part,
+        outside=outside,
+        cache=DiskPlans.here(),
     )
+    settings = replace(settings, likes=_likes(placement, chosen, settings))
     make_runner = _MakeRunner(
         chosen=chosen,
         settings=settings,
@@ -165,13 +170,14 @@ class _MakeRunner:
             poison="poison" in chosen.debugging(),
             verified="verify" not in chosen.disable,
             pin_bytes=chosen.pin_bytes(),
-            goal=chosen,
-            advice=partial(_advice, program, chosen, self.settings.outside, memory=chosen.memory_bytes()),
+            options=chosen,
+            advice=partial(_advice, program, chosen, self.settings.outside, memory=self.settings.memory),
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
         place = partial(_place, self.device, self.min_bytes, code.kind, seen)
-        return Runner(Codes(code, traced), place, chosen.arena, Tables(self.device, tables))
+        codes = Codes(code, traced, Goal.of(chosen.settings()))
+        return Runner(codes, place, _changed, chosen.arena, Tables(self.device, tables))
 
 
 def _check_options(chosen: Options, device: torch.device) -> None:
@@ -192,12 +198,18 @@ def _logged(notes: Sequence[str]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _likes(root: nn.Module | None, chosen: Options) -> tuple[tuple[Problem, Plan], ...]:
+def _likes(placement: Placement | None, chosen: Options, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
     """The problems and plans of the model's programs for the same goal, for other sizes of its inputs."""
-    placement = None if root is None else placement_of(root)
-    if placement is None or chosen.policy != "chunkflow" or chosen.timings is not None:
+    if placement is None or settings.policy != "chunkflow" or settings.timings is not None:
         return ()
-    return tuple((s.program.problem, s.plan) for s in placement.sessions if not s.closed and s.code.goal == chosen)
+    codes = [(s, s.code) for s in placement.sessions if not s.closed and s.code.options == chosen]
+    same = [s for s, c in codes if Goal.of(c.settings) == Goal.of(settings) and c.settings.timings is None]
+    return tuple((s.program.problem, s.plan) for s in same)
+
+
+def _changed(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Any]:
+    """What replan has set for the model of these weights."""
+    return next((p.goal for p in placements_around(parameters.values()) if p.goal), {})
 
 
 def _is_first_compilation() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +49,8 @@ class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
     ``min_bytes``: smaller weights stay on the device.  ``share``: see :func:`offload`.
-    ``progress``: of the compilation of its parts, if it is shown.
+    ``progress``: of the compilation of its parts, if it is shown.  ``goal``: what replan has set, as fields of the settings,
+    also for sizes that come later.
     """
 
     def __init__(self, root: nn.Module, device: torch.device, min_bytes: int) -> None:
@@ -63,6 +64,7 @@ class Placement:
         self._arenas: dict[DeviceKind, Arena] = {}
         self.progress: CompileProgress | None = None
         self.share: Any = False
+        self.goal: Mapping[str, Any] = {}
 
     @staticmethod
     def on(root: nn.Module, device: torch.device, min_bytes: int) -> Placement:
@@ -254,7 +256,7 @@ def offload(
 
 def _target(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
     """The compute device of a model that can be placed.  Raises ChunkflowError if it cannot."""
-    if _placements(root):
+    if placements_of(root):
         placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
         raise ChunkflowError(
             f"Weights of this model are offloaded already ({placed}): call chunkflow_compile.restore(model) first."
@@ -279,7 +281,7 @@ def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Mo
     is left as it is.  Compiled functions of the model stay usable: their next call places it again.
     """
     target = None if device is None else check_device(torch.device(device))
-    for placement in _placements(model):
+    for placement in placements_of(model):
         placement.undo(target)
     for module in _unwrap(model).modules() if placement_of(_unwrap(model)) is None else ():
         detach_guards(module)  # those of a copy
@@ -298,7 +300,7 @@ def writing(model: nn.Module) -> Iterator[None]:
     byte for byte, and shared again.  Raises ChunkflowError if a rank ends or fails.  Does nothing for other models.
     A weight that got new memory, as by ``load_state_dict(assign=True)``, is not shared again; a warning names it.
     """
-    sharing = [p for p in _placements(model) if p.share is not False]
+    sharing = [p for p in placements_of(model) if p.share is not False]
     before = {p: {home.name for home in p.store.homes if home.was_shared} for p in sharing}
     try:
         yield
@@ -315,7 +317,7 @@ def writing(model: nn.Module) -> Iterator[None]:
 
 def programs(model: nn.Module) -> tuple[Session, ...]:
     """The programs that run on a placed model, oldest first: their plan, listing, measurements and slots."""
-    sessions = (s for placement in _placements(model) for s in placement.sessions if not s.closed)
+    sessions = (s for placement in placements_of(model) for s in placement.sessions if not s.closed)
     return tuple(sorted(dict.fromkeys(sessions), key=lambda s: s.started))
 
 
@@ -341,7 +343,7 @@ def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:
     return [p for root in roots.values() if (p := placement_of(root)) is not None]
 
 
-def _placements(model: nn.Module) -> list[Placement]:
+def placements_of(model: nn.Module) -> list[Placement]:
     """The placements of a model, of its parts, and of the models that it is a part of."""
     root = _unwrap(model)
     own = [p for m in root.modules() if (p := placement_of(m)) is not None]

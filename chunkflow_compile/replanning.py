@@ -10,7 +10,7 @@ from torch import nn
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import Policy
-from chunkflow_compile.placing import courses, programs
+from chunkflow_compile.placing import courses, placements_of, programs
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.measurement import measured
 
@@ -28,8 +28,9 @@ def replan(
 
     Set the goal as in the options of the backend; without one, the current goal is kept.  ``as_measured``: plan from
     the measured times of the calls so far, instead of the profile's rates.  The new plan is verified, and no output
-    changes.  The next call starts cold.  Programs that run as a course (see ``courses``) are planned together: for another
-    goal when their order has repeated again, and ``as_measured`` from their times and the time between them.
+    changes.  The next call starts cold.  Sizes that come later are planned for the same goal, unless it is a plan.
+    Programs that run as a course (see ``courses``) are planned together: for another goal when their order has repeated
+    again, and ``as_measured`` from their times and the time between them.
     Raises ChunkflowError, and changes nothing, if there is no such plan or if the model has not run yet.
     """
     found = list(programs(model))
@@ -63,6 +64,9 @@ def replan(
     for route in routes if "policy" not in goal else ():
         with route.arena.lock():
             route.arena.courses.replan(route)
+    if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
+        for placement in placements_of(model):
+            placement.goal = {**placement.goal, **{name: goal[name] for name in goal if name != "plan"}}
     for program, code in zip(found, codes, strict=True):
         program.choice.code, program.choice.by_itself = code, False
     return model

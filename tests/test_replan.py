@@ -225,3 +225,42 @@ def test_timings_of_another_model_and_of_no_model_are_refused(tmp_path: Path, no
     ):
         with pytest.raises(Exception, match=said):
             compiled(stack(), **given)(torch.randn(4, 8))
+
+
+@pytest.mark.parametrize("known", [(4,), (4, 6)], ids=["compiled", "planned"])
+def test_a_size_that_comes_after_a_replan_keeps_to_its_goal(known: tuple[int, ...], no_grad: None) -> None:
+    """The second size is compiled, the third is only planned."""
+    model, twin = stack(), stack()
+    run = compiled(model, memory=10**9, slowdown=None)
+    for rows in known:
+        run(torch.randn(rows, 8))
+    replan(model, memory=50000)
+    for rows in (*known, 8, 10):
+        x = torch.randn(rows, 8)
+        assert torch.equal(run(x), twin(x))
+        newest = programs(model)[-1]
+        assert newest.plan.device_bytes <= 50000 and newest.measurements[-1].moved_bytes > 0
+    replan(model, policy="layerwise")
+    for rows in (8, 12):
+        run(torch.randn(rows, 8))
+        assert programs(model)[-1].plan.policy == "layerwise"
+
+
+def test_another_model_of_the_class_keeps_its_own_goal(no_grad: None) -> None:
+    """Both have one compiled graph, and so its codes."""
+    torch._dynamo.reset()
+    models = [offload(stack(), min_bytes=OPTIONS["min_bytes"]) for _ in range(2)]
+    options = {**EAGER, "memory": 10**9, "slowdown": None}
+
+    @torch.compile(backend="chunkflow", options=options, dynamic=True)
+    def run(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x)
+
+    for model in models:
+        run(model, torch.randn(4, 8))
+    replan(models[0], memory=50000)
+    for rows in (6, 8):
+        for model in models:
+            run(model, torch.randn(rows, 8))
+        assert [programs(model)[-1].code.settings.memory for model in models] == [50000, 10**9]
+    assert programs(models[0])[-1].code.regions is programs(models[1])[-1].code.regions

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,8 @@ from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.pipeline import Settings, Stage
+from chunkflow_compile.passes.placement.place import Policy
+from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.program.rewrite import Program
 
 from .device import DeviceKind
@@ -19,7 +21,24 @@ from .device import DeviceKind
 # Resolutions and text lengths that take turns in one process; beyond it, the oldest plan goes.
 KEPT_SIZES = 16
 
+# Goals for which a graph keeps codes: those of models of one class, which share it.  Beyond it, the oldest go.
+KEPT_GOALS = 4
+
 Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Goal:
+    """What plans are made for: the options of these names, or what replan has set since."""
+
+    memory: int | None
+    slowdown: float | None
+    policy: Policy
+    yields: Yield
+
+    @staticmethod
+    def of(settings: Settings) -> Goal:
+        return Goal(memory=settings.memory, slowdown=settings.slowdown, policy=settings.policy, yields=settings.yields)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,7 +50,7 @@ class Code:
     ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
     ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
     ``verified``: whether the program was verified, and is to be verified together with others in its arena.
-    ``goal``: what it was planned for, None if it was planned again.
+    ``options``: those that it was compiled with.
     ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
     ``notes``: for the user, on what was compiled.  ``advice``: returns a sentence on what would fit if the arena does not.
     """
@@ -47,7 +66,7 @@ class Code:
     poison: bool = False
     verified: bool = True
     pin_bytes: int | None = None
-    goal: object = None
+    options: object = None
     notes: tuple[str, ...] = ()
     advice: Callable[..., str] = str
 
@@ -58,7 +77,7 @@ class Code:
         assert stage.program is not None
         advice = partial(self.advice, memory=settings["memory"]) if "memory" in settings else self.advice
         make = partial(self.make, **settings)
-        made = replace(self, program=stage.program, settings=replace(self.settings, **settings), goal=None)
+        made = replace(self, program=stage.program, settings=replace(self.settings, **settings))
         return replace(made, folder=folder, make=make, advice=advice, replan_after=0)
 
     def at(self, traced: Traced) -> Code:
@@ -88,40 +107,61 @@ class Choice:
 
 
 class Codes:
-    """The codes of one graph, by sizes for which they were planned.  Other sizes of equal cost have the same."""
+    """The codes of one graph, by sizes and goals for which they were planned.  Other sizes of equal cost have the same."""
 
-    def __init__(self, first: Code, traced: Traced) -> None:
-        """``first``: at the sizes for which the graph was compiled."""
+    def __init__(self, first: Code, traced: Traced, goal: Goal) -> None:
+        """``first``: at the sizes for which the graph was compiled.  ``goal``: that of the options."""
         self.first = first
+        self._goal = goal
+        self._firsts = {Goal.of(first.settings): first}
         self._traced = traced
         inputs = [n for n in traced.graph.graph.nodes if n.op == "placeholder"]
         position = {node: i for i, node in enumerate(inputs)}
         self._symbols = {name: position[n] for name, n in symbol_nodes(traced.graph).items() if n in position}
         known = hints(traced.graph)
         begun = tuple(known.get(name, -1) for name in self._symbols)  # -1: it depends on data
-        self._codes = {begun: first}
+        self._codes = {begun: {**self._firsts}}
         self._same = {begun: begun}
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
         """The sizes by which the code of a call is known; None if there is none yet."""
         return self._same.get(tuple(inputs[position] for position in self._symbols.values()))
 
-    def plan(self, inputs: Sequence[Any]) -> None:
-        """Plan for the sizes of a call, and forget the oldest plan if there are too many."""
+    def goal(self, changed: Mapping[str, Any]) -> Goal:
+        """The goal of a model.  ``changed``: what replan has set there."""
+        return replace(self._goal, **changed)
+
+    def plan(self, inputs: Sequence[Any], goal: Goal) -> None:
+        """Plan for the sizes of a call, and forget the oldest plan if there are too many.
+
+        Raises ChunkflowError if no plan meets the goal.
+        """
         sizes = tuple(inputs[position] for position in self._symbols.values())
         values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
-        code = self.first.at(replace(self._traced, sizes=values))
-        same = (known for known, other in self._codes.items() if other.program.same_as(code.program))
+        code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
+        others = ((known, codes[goal]) for known, codes in self._codes.items() if goal in codes)
+        same = (known for known, other in others if other.program.same_as(code.program))
         self._same[sizes] = known = next(same, sizes)
         if known == sizes:
-            self._codes[sizes] = code
+            self._codes[sizes] = {goal: code}
         if len(self._codes) > KEPT_SIZES:
             oldest = next(iter(self._codes))
             del self._codes[oldest]
             self._same = {other: known for other, known in self._same.items() if known != oldest}
 
-    def __getitem__(self, sizes: Sizes) -> Code:
-        return self._codes[sizes]
+    def code(self, sizes: Sizes, goal: Goal) -> Code:
+        """The code for known sizes.  Raises ChunkflowError if no plan meets the goal."""
+        return _under(goal, self._codes[sizes])
 
     def __contains__(self, sizes: Sizes) -> bool:
         return sizes in self._codes
+
+
+def _under(goal: Goal, codes: dict[Goal, Code]) -> Code:
+    """The code for a goal, made from one for another if there is none."""
+    if goal not in codes:
+        made = next(iter(codes.values())).remade(**asdict(goal), plan=None)
+        if len(codes) >= KEPT_GOALS:
+            del codes[next(iter(codes))]
+        codes[goal] = made
+    return codes[goal]

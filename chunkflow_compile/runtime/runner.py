@@ -34,17 +34,21 @@ _Key = tuple[int, int, Sizes]
 # host store, calls ``start`` with the model's arena, and attaches the session that it returns to the model's placement.
 Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena], Session]], Session]
 
+# Called with the parameters by name.  Returns what replan has set for their model, as fields of Goal.
+Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
+
 
 class Runner:
     """The callable for AOTAutograd: it gets the inputs of the traced graph as one list, which it may empty."""
 
     _boxed_call = True
 
-    def __init__(self, codes: Codes, place: Place, arena: Arena | None, tables: Tables) -> None:
+    def __init__(self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: Tables) -> None:
         """``arena``: the one that the user passed; None for each model's own."""
         self.codes = codes
         self._tables = tables
         self._place = place
+        self._changed = changed
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[_Key, Session] = weakref.WeakValueDictionary()
         self._choices: list[tuple[weakref.ref[nn.Parameter], Sizes, Choice]] = []  # by the model's first parameter
@@ -66,7 +70,7 @@ class Runner:
         while True:
             sizes = self.codes.sizes(inputs)
             if sizes is None:
-                self._plan(inputs)
+                self._plan(inputs, parameters)
                 continue
             key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
             session = self._sessions.get(key)
@@ -80,11 +84,11 @@ class Runner:
                 ):  # no other thread has replaced it meanwhile
                     self._renew(key, session, parameters)
 
-    def _plan(self, inputs: Sequence[Any]) -> None:
+    def _plan(self, inputs: Sequence[Any], parameters: Mapping[str, nn.Parameter]) -> None:
         """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
         with self._lock():
             if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
-                self.codes.plan(inputs)
+                self.codes.plan(inputs, self.codes.goal(self._changed(parameters)))
                 self._choices = [choice for choice in self._choices if choice[1] in self.codes]
                 for key, session in [*self._sessions.items()]:
                     if key[2] not in self.codes:
@@ -92,7 +96,7 @@ class Runner:
                         del self._sessions[key]
 
     def _renew(self, key: _Key, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        choice = self._choice(next(iter(parameters.values())), key[2])
+        choice = self._choice(parameters, key[2])
         if stale is not None:
             stale.close()
         wanted = choice.code.program.offloaded
@@ -110,17 +114,19 @@ class Runner:
             fresh.adopt(stale.measurements)
         self._sessions[key] = fresh
 
-    def _choice(self, first: nn.Parameter, sizes: Sizes) -> Choice:
+    def _choice(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> Choice:
         """The choice of a model at sizes, created if there is none.
 
         Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
         """
+        first = next(iter(parameters.values()))
         self._choices = [(ref, at, choice) for ref, at, choice in self._choices if ref() is not None]
         for ref, at, choice in self._choices:
             if ref() is first and at == sizes:
                 return choice
-        self._choices.append((weakref.ref(first), sizes, Choice(self.codes[sizes])))
-        return self._choices[-1][2]
+        made = Choice(self.codes.code(sizes, self.codes.goal(self._changed(parameters))))
+        self._choices.append((weakref.ref(first), sizes, made))
+        return made
 
     def _start(self, choice: Choice, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
         return Session(choice, self._arena or arena, parameters)

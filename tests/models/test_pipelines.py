@@ -18,7 +18,7 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, explain, offload, programs, remove
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
-from chunkflow_compile.phases import budget_of
+from chunkflow_compile.phases import Budget, Phase, budget_of
 from chunkflow_compile.placing import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
@@ -97,6 +97,25 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
     assert same_weights(pipe, twin)
     assert not any(isinstance(t, HostWeight) for m in models(pipe).values() for t in m.parameters())
     assert torch.equal(small.generate(pipe), seen[0])
+
+
+def test_a_larger_batch_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is a new size, compiled or planned after the components were given their parts of the budget."""
+    pipe, twin, held = WAN.build(), WAN.build(), list[int]()
+    apply(pipe, memory="500KiB", **EAGER)
+    budget = budget_of(pipe)
+    assert budget is not None
+    noted = Budget._note
+
+    def note(self: Budget, phase: Phase, before: int) -> None:
+        held.append(sum(p.arena.held + p.kept for p in self.phases))
+        noted(self, phase, before)
+
+    monkeypatch.setattr(Budget, "_note", note)
+    for seed, count in enumerate((1, 2, 2)):
+        want, got = (WAN.generate(p, seed, num_videos_per_prompt=count) for p in (twin, pipe))
+        assert torch.equal(got, want)
+    assert held and max(held[len(held) // 3 :]) <= budget.total
 
 
 def test_the_small_sd35_has_what_sd3_has_not() -> None:

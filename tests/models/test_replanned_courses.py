@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,7 @@ from conftest import OPTIONS
 from helpers import Stack
 from torch import nn
 
+import chunkflow_compile
 from chunkflow_compile import courses, offload, programs, replan
 from chunkflow_compile.runtime.route import Route
 
@@ -116,3 +118,27 @@ def test_a_course_for_another_goal() -> None:
     for i in range(4):
         step(i)
     assert courses(model) == (), "the user chose the placement"
+
+
+def test_a_size_that_comes_after_a_replan_runs_in_the_same_course(no_grad: None) -> None:
+    model = Stack(4).eval()
+    options = {k: v for k, v in OPTIONS.items() if k != "slowdown"}
+    compiled = chunkflow_compile.compile(model, lowering="eager", memory=10**9, **options)
+    twin = copy.deepcopy(model)
+
+    def step(rows: int) -> None:
+        x = torch.randn(rows, 8)
+        assert torch.equal(compiled(x), twin(x))
+        settle(model)
+
+    for _ in range(3):
+        step(4)
+    budget = 36_000
+    replan(model, memory=budget)
+    for _ in range(4):
+        step(4)
+    (route,) = courses(model)
+    for rows in (6, 6, 9, 9, 12):
+        step(rows)
+        assert courses(model) == (route,) and route.course.plan.device_bytes <= budget
+        assert programs(model)[0].arena.nbytes <= budget
