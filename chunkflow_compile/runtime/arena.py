@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -62,8 +62,8 @@ class Tenant(Protocol):
         """Unbind, and give up what the program has on the device beside the memory."""
 
     @property
-    def resident_bytes(self) -> int:
-        """What the program has on the device beside the memory."""
+    def beside(self) -> Collection[torch.Tensor]:
+        """What the program has on the device beside the memory.  Programs of several sizes have the same tensors."""
 
 
 class Shared(Protocol):
@@ -124,8 +124,8 @@ class Arena:
     @property
     def held(self) -> int:
         """Bytes on the device of the memory and of the tenants' resident weights beside it."""
-        resident: int = sum(tenant.resident_bytes for tenant in self.tenants)
-        return self.nbytes + resident
+        distinct: dict[int, int] = {id(value): value.nbytes for tenant in self.tenants for value in tenant.beside}
+        return self.nbytes + sum(distinct.values())
 
     def vacate(self) -> None:
         """Free the memory and the tenants' resident weights; the next step of each brings back what it needs."""

@@ -202,9 +202,9 @@ class Session:
         self._residents = {}
 
     @property
-    def resident_bytes(self) -> int:
-        """Bytes on the device of its weights beside the arena."""
-        return sum(value.nbytes for value in self._residents.values())
+    def beside(self) -> Collection[torch.Tensor]:
+        """Its weights on the device beside the arena, which other programs on them share."""
+        return self._residents.values()
 
     def as_call(self, names: Mapping[str, str]) -> Call:
         """The program as a call of a course.  ``names``: of its weights in the course."""

@@ -273,3 +273,18 @@ def test_a_region_lowered_small_beyond_two_to_the_31_elements() -> None:
             for begin in range(0, rows, 1 << 20):  # eager on all of it would take as much memory again
                 assert torch.equal(found[begin : begin + (1 << 20)], x[begin : begin + (1 << 20)] * model.scale)
     assert found.numel() > 2**31 and graphs() == 2
+
+
+def test_what_stays_on_the_device_counts_once_for_all_sizes() -> None:
+    model = Stack(4).eval()
+    options = {name: value for name, value in EAGER.items() if name != "slowdown"} | {
+        "memory": 10**8,
+        "hardware": "cpu",
+    }
+    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    for rows in (4, 6, 9, 12):
+        whole(torch.randn(rows, 8))
+    found = programs(model)
+    stays = sum(p.nbytes for p in model.parameters() if p.nbytes >= OPTIONS["min_bytes"])
+    assert len(found) == 4 and not any(p.plan.streamed for p in found)
+    assert found[0].arena.held == found[0].arena.nbytes + stays
