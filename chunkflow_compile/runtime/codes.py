@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -18,8 +19,9 @@ from chunkflow_compile.passes.program.rewrite import Program
 
 from .device import DeviceKind
 
-# Resolutions and text lengths that take turns in one process; beyond it, the oldest plan goes.
-KEPT_SIZES = 16
+# Sizes that take turns in one process; beyond it, the plan goes that was used longest ago.  Twenty text lengths, as with
+# prompts that are not padded, and a dozen resolutions.  Each keeps a plan and, by kind, a program for each block.
+KEPT_SIZES = 32
 
 # Goals for which a graph keeps codes: those of models of one class, which share it.  Beyond it, the oldest go.
 KEPT_GOALS = 4
@@ -122,17 +124,22 @@ class Codes:
         begun = tuple(known.get(name, -1) for name in self._symbols)  # -1: it depends on data
         self._codes = {begun: {**self._firsts}}
         self._same = {begun: begun}
+        self._clock = itertools.count()
+        self._used = {begun: next(self._clock)}  # not an order of the codes: threads ask for sizes while another plans
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
         """The sizes by which the code of a call is known; None if there is none yet."""
-        return self._same.get(tuple(inputs[position] for position in self._symbols.values()))
+        known = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
+        if known is not None:
+            self._used[known] = next(self._clock)
+        return known
 
     def goal(self, changed: Mapping[str, Any]) -> Goal:
         """The goal of a model.  ``changed``: what replan has set there."""
         return replace(self._goal, **changed)
 
     def plan(self, inputs: Sequence[Any], goal: Goal) -> None:
-        """Plan for the sizes of a call, and forget the oldest plan if there are too many.
+        """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
 
         Raises ChunkflowError if no plan meets the goal.
         """
@@ -142,11 +149,12 @@ class Codes:
         others = ((known, codes[goal]) for known, codes in self._codes.items() if goal in codes)
         same = (known for known, other in others if other.program.same_as(code.program))
         self._same[sizes] = known = next(same, sizes)
+        self._used[known] = next(self._clock)
         if known == sizes:
             self._codes[sizes] = {goal: code}
         if len(self._codes) > KEPT_SIZES:
-            oldest = next(iter(self._codes))
-            del self._codes[oldest]
+            oldest = min(self._codes, key=lambda known: self._used[known])
+            del self._codes[oldest], self._used[oldest]
             self._same = {other: known for other, known in self._same.items() if known != oldest}
 
     def code(self, sizes: Sizes, goal: Goal) -> Code:

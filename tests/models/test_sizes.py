@@ -288,3 +288,28 @@ def test_what_stays_on_the_device_counts_once_for_all_sizes() -> None:
     stays = sum(p.nbytes for p in model.parameters() if p.nbytes >= OPTIONS["min_bytes"])
     assert len(found) == 4 and not any(p.plan.streamed for p in found)
     assert found[0].arena.held == found[0].arena.nbytes + stays
+
+
+def test_sizes_that_are_used_stay_and_the_others_go() -> None:
+    """Twenty lengths in turns are planned once each; beyond the number that is kept, the one used longest ago goes."""
+    model = Stack(2).eval()
+    whole: Any = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=True, options=EAGER)
+    planned: list[int] = []
+
+    def turn(lengths: Sequence[int]) -> None:
+        before = {id(p) for p in programs(model)}
+        for rows in lengths:
+            whole(torch.randn(rows, 8))
+        planned.append(len({id(p) for p in programs(model)} - before))
+
+    twenty = range(2, 22)
+    turn(twenty)
+    turn(twenty)
+    assert planned == [20, 0]
+    turn(range(22, 22 + KEPT_SIZES - 20))  # all places are taken
+    turn([2, 3])  # used, so they stay
+    turn([100, 101])
+    turn([2, 3, 6])
+    assert planned[3:] == [0, 2, 0]
+    turn([4, 5])
+    assert planned[-1] == 2 and len(programs(model)) == KEPT_SIZES
