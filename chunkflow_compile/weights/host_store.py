@@ -210,13 +210,16 @@ def pin_all(homes: Sequence[Home], device: HostReader, budget: int | None) -> bo
     ``budget``: most bytes of a store to pin, None for what the machine leaves.
     Ranks that share memory begin at different weights: where two pin the same pages at once, the kernel may refuse one.
     """
-    turns = {home.store.turn for home in homes} - {None}
-    place, ranks = min(turns, default=None) or (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())  # type: ignore[type-var]
+    turns = [home.store.turn for home in homes if home.store.turn is not None]
+    place, ranks = min(turns) if turns else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
     first = len(homes) * place // ranks
     stores = {id(home.store): home.store for home in homes} if device.name == "cuda" else {}
     rooms = {key: store.room(budget) for key, store in stores.items()}
-    for home in (*homes[first:], *homes[:first]):
-        home.pin(device, rooms.get(id(home.store)))
+    todo = [home for home in (*homes[first:], *homes[:first]) if not home.pinned]
+    with moving("pinning", sum(home.nbytes for home in todo)) as pinned:
+        for home in todo:
+            home.pin(device, rooms.get(id(home.store)))
+            pinned(home.nbytes)
     return all(home.pinned for home in homes)
 
 
