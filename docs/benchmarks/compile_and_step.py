@@ -4,21 +4,25 @@
 
 Compile time: a Wan-style model of narrow blocks, from the call to the first output, each arm in a fresh process with
 empty caches, in random order; then once more in a second process with the caches that the first one left.
-Ten resolutions in turns: the time of their calls, and what was compiled.
+Ten sizes in turns, by kind, within half of the bytes of the weights: the time of their calls, and what was compiled; in a process of its
+own with empty caches.
 Step time: all arms in one process, steps interleaved in random order, medians and spread.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import random
+import re
 import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -36,12 +40,26 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 import chunkflow_compile
+from chunkflow_compile import courses, programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes import pipeline
+from chunkflow_compile.runtime.session import Session
 
 # Weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
-RESOLUTIONS = [(8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8)]
+# Batch, height and width of the latents.
+SIZES = [
+    (1, 8, 12),
+    (1, 16, 8),
+    (1, 16, 16),
+    (2, 12, 20),
+    (1, 24, 16),
+    (2, 20, 12),
+    (1, 8, 24),
+    (1, 12, 12),
+    (2, 16, 20),
+    (1, 28, 8),
+]
 # Blocks of other counts, compiled by kind, for the time that one more block takes.
 COUNTS = (20, 60)
 
@@ -64,6 +82,7 @@ def by_kind(model: nn.Module) -> Any:
 
 
 BASE, BY_KIND = "torch.compile, whole", "chunkflow, by kind"
+SIZES_ONCE = "sizes"
 ARMS: dict[str, Callable[[nn.Module], Any]] = {
     BASE: whole_by_torch,
     "torch.compile, repeated blocks": blocks_by_torch,
@@ -108,13 +127,13 @@ def peak_gib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def in_a_process(arm: str, blocks: int, cache: str) -> list[float]:
-    """As compile_once, in a process of its own, whose caches are in a folder."""
-    command = [sys.executable, __file__, "--once", arm, "--blocks", str(blocks)]
+def in_a_process(once: str, blocks: int, cache: str) -> Any:
+    """The result of compile_once for an arm, or of measure_sizes, in a process of its own, whose caches are in a folder."""
+    command = [sys.executable, __file__, "--once", once, "--blocks", str(blocks)]
     # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return [float(x) for x in output.split()[-3:]]
+    return json.loads(output.splitlines()[-1])
 
 
 def measure_compile(runs: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], list[list[float]]]:
@@ -151,55 +170,74 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
     return seconds
 
 
-def measure_sizes(size: Size) -> list[tuple[str, float, float, float, int, bool]]:
-    """Ten resolutions in two turns, by kind: resolution, seconds of its first call, of planning in it, and of its second
-    call, compilations so far, and whether its outputs are those of a model compiled for that size alone."""
-    found: dict[str, list[float]] = {}
-    planned: dict[str, float] = {}
-    compiled, right = {}, {}
-    model = by_kind(small_model("wan", size))
+def measure_sizes(blocks: int) -> dict[str, Any]:
+    """Ten sizes in two turns, by kind, with a budget of half of the weights.
+
+    Of each size: its label, seconds of its first call, of planning in it, and of its second call, graphs compiled so far, and
+    whether its outputs are those of a model compiled for that size alone.
+    """
+    size = Size(layers=blocks)
+    model = small_model("wan", size)
+    budget = sum(p.nbytes for p in model.parameters()) // 2
+    options = {"min_bytes": RESIDENT["min_bytes"], "memory": budget}
+    found: dict[str, list[Any]] = {}
+    outputs = dict[str, Any]()
+    kinds: dict[str, dict[int, object]] = {}  # kind -> the lowered regions of its graphs, by identity
+    run: Any = chunkflow_compile.compile(model, **options)
     with torch.no_grad():
         for turn in range(2):
-            for number, (height, width) in enumerate(tqdm(RESOLUTIONS, desc=f"resolutions, turn {turn + 1}")):
-                at = replace(size, height=height, width=width)
-                inputs = small_inputs("wan", at, number)
-                start = time.perf_counter()
+            for number, (batch, height, width) in enumerate(tqdm(SIZES, desc=f"sizes, turn {turn + 1}")):
+                inputs = small_inputs("wan", replace(size, batch=batch, height=height, width=width), number)
+                label, start = f"{batch} x {height} x {width}", time.perf_counter()
                 with planning() as took:
-                    output = model(**inputs)[0]
-                label = f"{height} x {width}"
-                planned.setdefault(label, sum(took))
-                found.setdefault(label, []).append(time.perf_counter() - start)
-                compiled.setdefault(label, counters["stats"]["unique_graphs"])
-                right.setdefault(label, (inputs, output))
-        for label, (inputs, output) in tqdm(right.items(), desc="compiled for one size"):
+                    output = run(**inputs)[0]
+                seconds = time.perf_counter() - start
+                if turn:
+                    found[label].insert(3, seconds)
+                else:
+                    found[label] = [label, seconds, sum(took), counters["stats"]["unique_graphs"]]
+                    outputs[label] = inputs, output
+                for program in programs(model):
+                    kinds.setdefault(kind_of(program), {})[id(program.code.regions)] = program.code.regions
+        moved = sum(route.course.plan.moved_bytes for route in courses(model)[:1])
+        assert moved > 0, "nothing streams"
+        for label, (inputs, output) in tqdm(outputs.items(), desc="compiled for one size"):
             torch._dynamo.reset()
-            expected = chunkflow_compile.compile(small_model("wan", size), dynamic=False, **RESIDENT)(**inputs)[0]
-            right[label] = torch.allclose(output, expected, atol=1e-4, rtol=1e-3)
-    return [(label, a, planned[label], b, compiled[label], right[label]) for label, (a, b) in found.items()]
+            expected = chunkflow_compile.compile(small_model("wan", size), dynamic=False, **options)(**inputs)[0]
+            found[label].append(torch.allclose(output, expected, atol=1e-4, rtol=1e-3))
+    graphs = {kind: len(of) for kind, of in kinds.items()}
+    return {"rows": list(found.values()), "kinds": graphs, "budget": budget, "moved": moved}
+
+
+def kind_of(program: Session) -> str:
+    """The kind of a program: the module that its first weight is in, without the number of its block."""
+    name = next((home.name for home in program.homes.values()), "without large weights")
+    return re.sub(r"\.\d+\..*", "", name)
 
 
 @contextmanager
 def planning() -> Iterator[list[float]]:
-    """The seconds of each plan made inside."""
-    plan, took = pipeline.make_plan, list[float]()
+    """The seconds of each plan that this thread makes inside."""
+    plan, took, thread = pipeline.make_plan, list[float](), threading.current_thread()
 
     def timed(*arguments: Any, **options: Any) -> Any:
         start = time.perf_counter()
         try:
             return plan(*arguments, **options)
         finally:
-            took.append(time.perf_counter() - start)
+            if threading.current_thread() is thread:
+                took.append(time.perf_counter() - start)
 
     with mock.patch.object(pipeline, "make_plan", timed):
         yield took
 
 
-def size_table(rows: list[tuple[str, float, float, float, int, bool]]) -> str:
+def size_table(rows: list[list[Any]]) -> str:
     cells = [
         (at, f"{a:.2f} s", f"{p:.3f} s", f"{b:.3f} s", n, "yes" if right else "NO") for at, a, p, b, n, right in rows
     ]
     headers = (
-        "latent",
+        "batch and latent",
         "first call",
         "of it planning",
         "second call",
@@ -223,7 +261,16 @@ def compile_table(found: dict[tuple[str, int], list[list[float]]], blocks: int) 
         )
         for arm in ARMS
     ]
-    headers = ("arm", "wall", "CPU", "second process, wall", "CPU", "host memory", "faster than torch.compile", "runs")
+    headers = (
+        "arm",
+        "wall",
+        "CPU",
+        "second process, wall",
+        "second process, CPU",
+        "host memory",
+        "faster than torch.compile",
+        "runs",
+    )
     return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
 
 
@@ -247,13 +294,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--only", choices=("compile", "sizes", "steps"), help="one section of the page")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--once", choices=sorted(ARMS), help=argparse.SUPPRESS)
+    parser.add_argument("--once", choices=(*sorted(ARMS), SIZES_ONCE), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.once:
-        print(*compile_once(arguments.once, arguments.blocks))
+        once = arguments.once
+        print(
+            json.dumps(measure_sizes(arguments.blocks) if once == SIZES_ONCE else compile_once(once, arguments.blocks))
+        )
         return
     made = {
         "compile": partial(compile_section, arguments.blocks, arguments.repeats),
@@ -262,7 +312,10 @@ def main() -> None:
     }
     text = "# Compile time, and resident step time, against plain torch.compile\n\n"
     text += f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores ({platform.machine()}), no GPU. "
-    text += "Wan-style models from diffusers, random weights, float32, one process. Written by\n`make bench`.\n\n"
+    text += (
+        "Wan-style models from diffusers,\nrandom weights, float32. Each run of the first two sections is a process of "
+    )
+    text += "its own, each other section is one process with\nall arms. Written by `make bench`.\n\n"
     text += "\n\n".join(section() for name, section in made.items() if arguments.only in (None, name)) + "\n"
     print(text)
     if arguments.out:
@@ -286,9 +339,20 @@ def compile_section(blocks: int, repeats: int) -> str:
 
 
 def sizes_section(blocks: int) -> str:
-    table = size_table(measure_sizes(Size(layers=blocks)))
-    about = "With the caches on disk that earlier runs left: without them, the first two calls take seconds more."
-    return f"## Ten resolutions in turns, {blocks} narrow blocks, by kind\n\n{about}\n\n{table}"
+    with tempfile.TemporaryDirectory() as cache:
+        found = in_a_process(SIZES_ONCE, blocks, cache)
+    kinds = "\n".join(f"* {kind}: {graphs}" for kind, graphs in found["kinds"].items())
+    return (
+        f"## Ten sizes in turns, {blocks} narrow blocks, by kind, within half of the bytes of the weights\n\n"
+        f"Empty caches. The budget is {found['budget'] / 1e6:.1f} MB, half of the weights; a warm step fetches "
+        f"{found['moved'] / 1e6:.1f} MB. Planning is that of the thread that\ncalls; the course is planned beside it. "
+        "Graphs compiled of each kind, named by its first large weight:\n\n"
+        f"{kinds}\n\n"
+        "The first size is compiled for itself, and the second for all sizes where it changes what the kind is given: torch "
+        "makes a size\nsymbolic once it has changed. A batch of one is another graph than a larger one, because torch "
+        "compiles a size of one for\nitself: it comes with the first batch of two. All other sizes are plans only.\n\n"
+        f"{size_table(found['rows'])}"
+    )
 
 
 def steps_section(steps: int) -> str:
