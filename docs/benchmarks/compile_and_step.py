@@ -4,8 +4,8 @@
 
 Compile time: a Wan-style model of narrow blocks, from the call to the first output, each arm in a fresh process with
 empty caches, in random order; then once more in a second process with the caches that the first one left.
-Ten sizes in turns, by kind, within half of the bytes of the weights: the time of their calls, and what was compiled; in a process of its
-own with empty caches.
+Ten sizes in turns, by kind, within half of the bytes of the weights: the time of their calls, and what was compiled; in
+a process of its own with empty caches.
 Step time: all arms in one process, steps interleaved in random order, medians and spread.
 """
 
