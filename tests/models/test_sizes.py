@@ -109,6 +109,19 @@ def test_twenty_text_lengths_are_two_compilations_and_a_bounded_number_of_plans(
     assert 1 < len(programs(model)) <= KEPT_SIZES + 1
 
 
+def test_twenty_text_lengths_by_kind_reach_no_recompile_limit() -> None:
+    model = small_model("wan", SIZE)
+    compiled = chunkflow_compile.compile(model, **EAGER)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        counts = turns(compiled, small_model("wan", SIZE), [replace(SIZE, text=5 + 3 * n) for n in range(20)])
+    assert counts[0] < counts[1] <= 2 * counts[0], "at most two of each kind"
+    assert set(counts[1:]) == {counts[1]}
+    of_blocks = [p for p in programs(model) if any(home.name.startswith("blocks.0.") for home in p.homes.values())]
+    assert len({id(p.code.regions) for p in of_blocks}) == 2
+    assert sum(len(p.measurements) for p in of_blocks) == 40, "each call ran compiled"
+    assert sum(m.moved_bytes for p in of_blocks for m in p.measurements) > 0
+
+
 @pytest.mark.long
 def test_dynamic_is_one_compilation() -> None:
     model = small_model("wan", SIZE)
@@ -258,6 +271,28 @@ def test_sizes_that_depend_on_data(name: str, lowering: str, caplog: pytest.LogC
     (program,) = programs(model)
     assert program.plan.moved_bytes > 0 and graphs() == 1
     assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements[1:])
+
+
+@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "name",
+    ["MochiTransformer3DModel", pytest.param("HunyuanVideoFramepackTransformer3DModel", marks=pytest.mark.long)],
+)
+def test_sizes_that_depend_on_data_by_kind(name: str, lowering: str) -> None:
+    config, draw = (MOCHI, mochi_inputs) if "Mochi" in name else (FRAMEPACK, framepack_inputs)
+    torch.manual_seed(0)
+    model = getattr(diffusers, name)(**config).eval()
+    twin = copy.deepcopy(model)
+    compiled = chunkflow_compile.compile(model, min_bytes=256, lowering=lowering)
+    counts = []
+    for seed in (1, 2, 3, 1, 2, 3):
+        check(compiled, twin, draw(seed), 0.0 if lowering == "eager" else 1e-5)
+        counts.append(graphs())
+    assert counts[2:] == [counts[2]] * 4, "a size that was there is compiled no more"
+    large = {n for n, p in model.named_parameters() if p.nbytes >= 256}
+    read = {home.name for p in programs(model) for home in p.homes.values()}
+    assert read and read <= large
+    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
 
 
 @pytest.mark.long
