@@ -13,23 +13,21 @@ import logging
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from statistics import median
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from chunkflow_compile.allocators import Allocator, allocator_of
+from chunkflow_compile.headroom import usable
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.phase import Phase
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.replanning import replan
-from chunkflow_compile.report.phases import PhaseFigures, PipelineFigures
+from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.retrying import Cap, Draws, has_ranks, keeps_state, out_of_memory
-from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.locks import ProcessLock
-from chunkflow_compile.simulate.generation import usable
-from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import leaves_of
 
 _log = logging.getLogger(__name__)
 
@@ -37,112 +35,6 @@ _log = logging.getLogger(__name__)
 _WORTH_A_PLAN = 0.02
 # Attribute of a pipeline and of its components: their Budget.
 BUDGET = "_chunkflow_budget"
-
-
-class Allocator(Protocol):
-    """What a device tells of its memory."""
-
-    def begin(self) -> None:
-        """Forget the peak so far."""
-
-    def peak(self) -> int | None:
-        """Most bytes allocated since ``begin``; None where nothing counts them."""
-
-    def reserved(self) -> int | None:
-        """Bytes that it has from the device, those that nothing uses included; None where nothing counts them."""
-
-    def trim(self) -> None:
-        """Give unused memory back to the device."""
-
-
-class CudaAllocator:
-    """torch's caching allocator of one GPU."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-
-    def begin(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self._device)
-
-    def peak(self) -> int | None:
-        return torch.cuda.max_memory_allocated(self._device)
-
-    def reserved(self) -> int | None:
-        return torch.cuda.memory_reserved(self._device)
-
-    def trim(self) -> None:
-        torch.cuda.empty_cache()
-
-
-class Uncounted:
-    """A CPU, whose activations nothing counts."""
-
-    def begin(self) -> None:
-        pass
-
-    def peak(self) -> int | None:
-        return None
-
-    def reserved(self) -> int | None:
-        return None
-
-    def trim(self) -> None:
-        pass
-
-
-class Phase:
-    """A component of a pipeline.
-
-    ``name``: in the pipeline.  ``root``: the model.  ``beside``: most bytes that the device held during a call beside the
-    weights of this and other phases, activations and small weights included; 0 until a call was measured.
-    ``goal``: bytes of weights on the device that its plans may take, None until then.  ``cap``: most of them after a call
-    ran out of memory.
-    """
-
-    def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
-        self.name = name
-        self.root = root
-        self.arena = Arena(device)
-        self.beside = 0
-        self.steady = False  # whether ``beside`` was measured in a call that did not change the arena
-        self.goal: int | None = None
-        self.cap = Cap()
-        self.calls = 0
-        self.retries = 0
-        self.seconds: list[float] = []
-        self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
-
-    @property
-    def weights(self) -> list[torch.Tensor]:
-        """Its weights, each once."""
-        return [*{id(leaf): leaf for leaf in leaves_of(self.root)}.values()]
-
-    @property
-    def kept(self) -> int:
-        """Bytes of its weights that never leave the device."""
-        return sum(leaf.nbytes for leaf in self.weights if not isinstance(leaf, HostWeight))
-
-    @property
-    def streamed(self) -> int:
-        """Bytes of its weights that calls bring to the device."""
-        return sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
-
-    def figures(self) -> PhaseFigures:
-        """What is known of it now."""
-        plans = [r.course.plan for r in courses(self.root)[:1]] or [p.plan for p in programs(self.root)]
-        predicted = [plan.predicted.step_s for plan in plans if plan.predicted is not None]
-        return PhaseFigures(
-            name=self.name,
-            model=type(self.root).__name__,
-            weights=sum(leaf.nbytes for leaf in self.weights),
-            streamed=self.streamed,
-            on_device=self.kept + self.arena.held,
-            beside=self.beside or None,
-            calls=self.calls,
-            predicted_s=sum(predicted) if predicted else None,
-            measured_s=median(self.seconds[1:] or self.seconds) if self.seconds else None,
-            retries=self.retries,
-        )
 
 
 class _Entry:
@@ -182,7 +74,7 @@ class Budget:
         self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # applied -> the components at that time
         self.arguments: dict[str, Any] = {}  # of the first apply, for components that come later
         self.generated = False  # whether a generation has ended since apply
-        self._allocator: Allocator = CudaAllocator(device) if device.type == "cuda" else Uncounted()
+        self._allocator: Allocator = allocator_of(device)
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
 

@@ -11,7 +11,8 @@ from torch import nn
 from chunkflow_compile.compiling import uncompile
 from chunkflow_compile.components import check_unmoved, components_of
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phases import Budget, Phase, budget_of, unclaim
+from chunkflow_compile.phase import Phase
+from chunkflow_compile.phases import Budget, budget_of, unclaim
 from chunkflow_compile.placing import restore
 
 # Attribute of a class that ``in_turns`` made: the class that it was made of.

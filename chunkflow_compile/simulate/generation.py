@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from chunkflow_compile.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.place import least_memory, place
@@ -14,9 +15,6 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 
 _Made = tuple[PhaseMemory, Plan | None]
-
-# Share of a budget that plans leave to what the caching allocator cannot reuse.
-RESERVED_SHARE = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,16 +76,6 @@ def generations(
         )
         for way, made in found.items()
     }
-
-
-def usable(memory: int) -> int:
-    """Bytes of a budget that plans may count on."""
-    return memory - int(RESERVED_SHARE * memory)
-
-
-def budget_for(nbytes: int) -> int:
-    """A budget of which plans may count on ``nbytes``."""
-    return int(nbytes / (1 - RESERVED_SHARE)) + 1
 
 
 def least_budget(components: Sequence[Component], hardware: Hardware, chunk_bytes: int) -> int:

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from chunkflow_compile import ChunkflowError, apply, courses, programs, remove
+from chunkflow_compile.headroom import budget_for
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.phases import budget_of
-from chunkflow_compile.simulate.generation import budget_for
 
 pytest.importorskip("transformers")
 MIB = 1 << 20

@@ -1,0 +1,16 @@
+"""What of a budget plans may count on."""
+
+from __future__ import annotations
+
+# Share of a budget that plans leave to what the caching allocator cannot reuse.
+RESERVED_SHARE = 0.05
+
+
+def usable(memory: int) -> int:
+    """Bytes of a budget that plans may count on."""
+    return memory - int(RESERVED_SHARE * memory)
+
+
+def budget_for(nbytes: int) -> int:
+    """A budget of which plans may count on ``nbytes``."""
+    return int(nbytes / (1 - RESERVED_SHARE)) + 1
