@@ -116,10 +116,12 @@ def _extend(
 ) -> None:
     """Place and compile the components that the budget has not."""
     fresh = {n: m for n, m in models.items() if budget.phase_of(m) is None}
-    dropped = unused(budget)
+    mine = {id(model) for model in models.values()}  # of a pipeline that replaces one that is gone
+    dropped = [phase for phase in unused(budget) if id(phase.root) not in mine]
     if pipe in budget.pipelines and not fresh and not dropped:
         raise ChunkflowError("This pipeline is applied already: call chunkflow_compile.remove(pipe) first.")
-    if budget.phases and (memory is not None or (device is not None and _device(device) != budget.device)):
+    other_memory = memory is not None and parse_bytes(memory, "memory") != budget.total
+    if budget.phases and (other_memory or (device is not None and _device(device) != budget.device)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
     for name, model in fresh.items():
         check_component(name, model, budget.device)
@@ -168,11 +170,11 @@ def _add(
 def remove(pipe: Any) -> Any:
     """Undo :func:`apply`: ordinary components again, bit for bit, where they were before; return the pipeline.
 
-    Waits for a generation under way.  Components that another pipeline shares stay as they are until that is removed too.
+    Waits for a generation under way.  Of a pipeline that was not applied, the components of one that is gone are undone.
+    Components that another pipeline shares stay as they are until that is removed too.
     Raises ChunkflowError if a component finds no room where it was; the pipeline stays applied then.
     """
-    budget = budget_of(pipe)
-    if budget is not None:
+    for budget in _budgets(pipe):
         with budget.turn(), budget.lock():
             names = budget.pipelines.pop(pipe, None)
             try:
@@ -186,6 +188,15 @@ def remove(pipe: Any) -> Any:
     if (plain := without_turns(type(pipe))) is not type(pipe):  # also that of a copy
         pipe.__class__ = plain
     return pipe
+
+
+def _budgets(pipe: Any) -> list[Budget]:
+    """That of a pipeline; of one that was not applied, those of its components, which one that is gone had."""
+    if (budget := budget_of(pipe)) is not None:
+        return [budget]
+    components = getattr(pipe, "components", None)
+    owners = components.values() if isinstance(components, Mapping) else ()
+    return [*{id(found): found for owner in owners if (found := budget_of(owner)) is not None}.values()]
 
 
 def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: Options, dynamic: bool | None) -> None:

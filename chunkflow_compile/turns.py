@@ -28,7 +28,7 @@ def in_turns(cls: type) -> type:
     @functools.wraps(call)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         budget = budget_of(self)
-        if budget is None:
+        if budget is None or _left(self, budget):
             return call(self, *args, **kwargs)
         with budget.turn():
             if budget_of(self) is budget:
@@ -81,6 +81,11 @@ def undo(model: nn.Module, budget: Budget) -> None:
         budget.remove(phase)
     unclaim(model, budget)
     uncompile(model)
+
+
+def _left(pipe: Any, budget: Budget) -> bool:
+    """Whether it is a shallow copy of a pipeline that was removed since, whose budget it still names."""
+    return pipe not in budget.pipelines and all(budget.phase_of(m) is None for m in components_of(pipe).values())
 
 
 def _check(pipe: Any, budget: Budget) -> None:
