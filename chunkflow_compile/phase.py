@@ -68,4 +68,5 @@ class Phase:
             predicted_s=sum(predicted) if predicted else None,
             measured_s=median(self.seconds[1:] or self.seconds) if self.seconds else None,
             retries=self.retries,
+            notes=tuple(dict.fromkeys(note for session in programs(self.root) for note in session.code.notes)),
         )

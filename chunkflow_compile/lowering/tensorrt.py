@@ -21,8 +21,14 @@ from chunkflow_compile.passes.graph.sizes import symbols_of
 from .inductor import Region
 
 # The whole region, or an error that says why not; engines are kept in memory only, because Inductor's cache has no place
-# for them.
-SETTINGS = {"require_full_compilation": True, "min_block_size": 1, "truncate_double": True, "use_python_runtime": False}
+# for them.  By default torch-tensorrt takes every mask of an attention for a causal one, and leaves it out.
+SETTINGS = {
+    "require_full_compilation": True,
+    "min_block_size": 1,
+    "truncate_double": True,
+    "use_python_runtime": False,
+    "attn_bias_is_causal": False,
+}
 
 
 def why_not_tensorrt(device: torch.device | None = None) -> str | None:
@@ -60,6 +66,8 @@ def through_tensorrt(module: GraphModule) -> Region:
         device=inputs[0].device,
         **SETTINGS,
     )
+    if not any(type(m).__module__.startswith("torch_tensorrt") for m in engine.modules()):
+        raise NotImplementedError("none of its ops is supported")  # the graph as it was, whatever the settings
     return _in_layout(engine, [v.stride() for v in wanted])
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from textwrap import fill
 
 from tabulate import tabulate
 
 from .record import seconds, size
+
+_TEXT = 100  # characters in a line of prose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,7 +17,7 @@ class PhaseFigures:
     """One component.  Bytes of its ``weights``, of those ``streamed``, of those ``on_device`` now, and most bytes that its
     calls took ``beside`` the weights (None if that is not counted, or was not yet).  ``predicted_s``: seconds of a call, by
     its plan.  ``measured_s``: median seconds of its calls, from beginning to return.  ``retries``: calls that ran out of
-    memory and ran again.  None where a figure is not known."""
+    memory and ran again.  ``notes``: on what was compiled.  None where a figure is not known."""
 
     name: str
     model: str
@@ -26,6 +29,7 @@ class PhaseFigures:
     predicted_s: float | None
     measured_s: float | None
     retries: int
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,17 @@ class PipelineFigures:
             for p in self.phases
         ]
         sums = (size(sum(getattr(p, f) for p in self.phases)) for f in ("weights", "streamed", "on_device"))
-        head = ("component", "model", "weights", "streamed", "on device", "beside", "calls", "predicted", "measured")
+        head = (
+            "component",
+            "model",
+            "weights",
+            "streamed",
+            "on device",
+            "activations",
+            "calls",
+            "predicted",
+            "measured",
+        )
         lines = [tabulate([*rows, ("all", "", *sums)], headers=head, disable_numparse=True)]
         lines.append(f"budget: {size(self.total)} on the device, weights and activations together")
         if not any(p.calls for p in self.phases):
@@ -59,5 +73,12 @@ class PipelineFigures:
                 "The first call of each component compiles and measures it; its plan is made for the rest of the budget. "
                 "The predicted times follow after the first generation."
             )
-        lines += [f"{p.name} ran out of memory {p.retries} times; weights gave way." for p in self.phases if p.retries]
+        lines += [
+            f"{p.name} ran out of memory {_times(p.retries)}; weights gave way." for p in self.phases if p.retries
+        ]
+        lines += [fill(f"{p.name}: {note}", _TEXT) for p in self.phases for note in p.notes]
         return "\n".join(lines)
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

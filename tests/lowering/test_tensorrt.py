@@ -18,9 +18,10 @@ import torch
 from conftest import HERE, OPTIONS
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, explain, offload, programs
+from chunkflow_compile import ChunkflowError, apply, explain, offload, programs, remove
 from chunkflow_compile.lowering.tensorrt import SETTINGS, why_not_tensorrt
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES
 
 # Release -> names of the arguments of torch_tensorrt.dynamo.compile, read from its wheel.
 PUBLISHED: Mapping[str, list[str]] = json.loads((HERE / "lowering" / "torch_tensorrt_compile.json").read_text())
@@ -46,6 +47,33 @@ class Input:
         self.shape, self.dtype = shape, dtype
 
 
+class Engine(nn.Module):
+    """Stands for a built engine."""
+
+    def __init__(self, engines: Engines, module: torch.fx.GraphModule) -> None:
+        super().__init__()
+        self.engines, self.graph = engines, [module]
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        self.engines.runs += 1
+        assert all(a.is_contiguous() for a in args)
+        return [o.clone(memory_format=torch.contiguous_format) for o in self.graph[0](*args)]
+
+
+Engine.__module__ = "torch_tensorrt.dynamo.runtime"
+
+
+class Around(nn.Module):
+    """Stands for the graph module around a built engine."""
+
+    def __init__(self, engine: nn.Module) -> None:
+        super().__init__()
+        self.engine = engine
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.engine(*args)
+
+
 class Engines:
     """What torch_tensorrt.dynamo.compile is asked for.  ``unsupported``: a word in the names of ops without a converter."""
 
@@ -63,17 +91,14 @@ class Engines:
         assert [(tuple(v.shape), v.dtype) for v in given] == [(i.shape, i.dtype) for i in arg_inputs]
         assert not exported_program.state_dict, "the weights are inputs"
         ops = [str(n.target) for n in module.graph.nodes if n.op == "call_function"]
-        if missing := [op for op in ops if self.unsupported in op]:
+        missing = [op for op in ops if self.unsupported in op]
+        if len(missing) == len(ops):  # before it looks at require_full_compilation
+            return module
+        if missing:
             raise AssertionError(f"Not all operations are supported: {missing[0]}\nmore lines")
         self.built.append(module)
 
-        def engine(*args: torch.Tensor) -> Any:
-            self.runs += 1
-            assert all(a.is_contiguous() for a in args)
-            found = module(*args)
-            return [o.clone(memory_format=torch.contiguous_format) for o in found]
-
-        return engine
+        return Around(Engine(self, module))
 
 
 @pytest.fixture
@@ -113,6 +138,39 @@ def test_what_is_not_supported_goes_to_inductor(
     assert found.runs >= 3 and program.plan.moved_bytes > 0
     assert explain(model).notes == tuple(refused)
     assert "goes to Inductor: TensorRT says" in " ".join(str(explain(model)).split())
+
+
+def test_a_mask_is_kept() -> None:
+    """By default torch-tensorrt makes every attention with a mask a causal one without it."""
+    assert SETTINGS["attn_bias_is_causal"] is False
+
+
+def test_a_region_without_any_supported_op(engines: Callable[[str], Engines], caplog: pytest.LogCaptureFixture) -> None:
+    """torch-tensorrt returns its graph as it was: that is no engine."""
+    found = engines("")  # which is in the name of every op
+    model, twin = small_model("wan", Size()), small_model("wan", Size())
+    offload(model, "cpu", min_bytes=OPTIONS["min_bytes"])
+    model.compile(backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "tensorrt"})
+    with caplog.at_level(logging.WARNING):
+        run(model, twin)
+    (program,) = programs(model)
+    notes = explain(model).notes
+    assert not found.built and len(notes) == len(program.program.regions)
+    assert all("goes to Inductor: TensorRT says NotImplementedError: none of its ops is supported" in n for n in notes)
+
+
+@pytest.mark.long
+def test_the_notes_of_a_pipeline(engines: Callable[[str], Engines], monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
+    engines("")
+    small = SMALL_PIPELINES["wan"]
+    pipe, twin = small.build(), small.build()
+    apply(pipe, "cpu", memory="1MiB", min_bytes=2048, lowering="tensorrt")
+    assert torch.allclose(small.generate(pipe), small.generate(twin), rtol=0, atol=1e-4)
+    assert "transformer: " in (said := " ".join(str(explain(pipe)).split()))
+    assert "goes to Inductor: TensorRT says NotImplementedError: none of its ops is supported" in said
+    remove(pipe)
 
 
 def test_it_is_refused_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,9 @@ def test_remove_of_a_pipeline_made_from_an_applied_one() -> None:
     gc.collect()
     remove(made)
     assert not placed(made) and all(m._compiled_call_impl is None for m in models(made).values())
-    assert same_weights(made, twin) and torch.equal(FLUX.generate(made, **IMAGE), FLUX.generate(made_from(twin), **IMAGE))
+    assert same_weights(made, twin) and torch.equal(
+        FLUX.generate(made, **IMAGE), FLUX.generate(made_from(twin), **IMAGE)
+    )
 
 
 def test_a_shallow_copy_of_a_pipeline_that_is_removed() -> None:
