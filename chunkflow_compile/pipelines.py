@@ -54,7 +54,7 @@ def apply(
     each component, and the weights get the rest: the plan of a component is made again after that.
     ``dtype``: to cast to; or, as ``torch_dtype`` of ``from_pretrained``, by component, {"default": ...} for the others.
     ``share``, ``host_memory``: see :func:`offload`; ``host_memory`` is for all components together.
-    ``mode``, ``dynamic``, ``options``: see :func:`compile`.
+    ``mode``, ``dynamic``, ``options``: see :func:`compile`; a VAE's decoder is compiled for each size unless ``dynamic``.
     Components that another pipeline was given already are shared with it, with its budget.
     A component with GGUF weights runs eagerly, because torch.compile fails on them, and a warning names it.
     Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
@@ -208,7 +208,8 @@ def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: O
         placement.store.warned = True  # what is not compiled is meant to run eagerly
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
         if blocks_of(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
-            compile_by_kind(decoder, placement, given, chosen.min_bytes, dynamic)
+            # Its levels have different sizes, which Dynamo would make symbols; Inductor fails on some (HunyuanVideo).
+            compile_by_kind(decoder, placement, given, chosen.min_bytes, bool(dynamic))
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
         return
     if (reason := why_eager(model)) is not None:

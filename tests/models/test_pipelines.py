@@ -52,10 +52,7 @@ def same_weights(pipe: Any, twin: Any) -> bool:
     ("name", "options"),
     [
         *(pytest.param(n, EAGER, marks=() if n == "wan2.2" else pytest.mark.long, id=n) for n in SMALL_PIPELINES),
-        *(
-            pytest.param(n, INDUCTOR, marks=pytest.mark.long, id=f"{n}-inductor")
-            for n in ("flux", "z-image", "sd3.5", "ltx")
-        ),
+        *(pytest.param(n, INDUCTOR, marks=pytest.mark.long, id=f"{n}-inductor") for n in SMALL_PIPELINES),
     ],
 )
 def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
