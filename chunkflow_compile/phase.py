@@ -2,32 +2,41 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections import deque
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
 import torch
 from torch import nn
 
+from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.retrying import Cap
 from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of
+
+_KEPT_SECONDS = 32  # of the newest calls
 
 
 class Phase:
     """A component of a pipeline.
 
-    ``name``: in the pipeline.  ``root``: the model.  ``beside``: most bytes that the device held during a call beside the
-    weights of this and other phases, activations and small weights included; 0 until a call was measured.
+    ``name``: in the pipeline.  ``root``: the model, kept weakly.  ``beside``: most bytes that the device held during a call
+    beside the weights of this and other phases, activations and small weights included; 0 until a call was measured.
     ``goal``: bytes of weights on the device that its plans may take, None until then.  ``cap``: most of them after a call
     ran out of memory.
     """
 
     def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
         self.name = name
-        self.root = root
+        self.gone: Callable[[Phase], object] = lambda _: None  # called when the model no longer exists
+        self._root = weakref.ref(root, functools.partial(_went, weakref.ref(self)))
         self.arena = Arena(device)
         self.beside = 0
         self.steady = False  # whether ``beside`` was measured in a call that did not change the arena
@@ -35,8 +44,15 @@ class Phase:
         self.cap = Cap()
         self.calls = 0
         self.retries = 0
-        self.seconds: list[float] = []
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
+        self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
+        self._ran: list[tuple[weakref.ref[Session], int]] = []  # in the newest call, and how often
+
+    @property
+    def root(self) -> nn.Module:
+        """The model; an empty one once it is gone."""
+        found = self._root()
+        return nn.Module() if found is None else found
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -53,10 +69,29 @@ class Phase:
         """Bytes of its weights that calls bring to the device."""
         return sum(leaf.nbytes for leaf in self.weights if isinstance(leaf, HostWeight))
 
+    @property
+    def least(self) -> int:
+        """The least bytes of weights on the device that its plans take, with those that never leave it."""
+        codes = {id(session.code): session.code for session in programs(self.root)}.values()
+        needed = [
+            least_memory(c.program.problem, c.settings.hardware, c.settings.chunk_bytes, c.settings.outside)
+            for c in codes
+        ]
+        return max([self.kept, *needed])
+
+    def steps(self) -> dict[Session, int]:
+        """How often each of its programs has run."""
+        return {session: session.steps for session in self.arena.tenants}
+
+    def ended(self, before: dict[Session, int], seconds: float) -> None:
+        """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""
+        self._seconds.append(seconds)
+        counts = {session: count - before.get(session, 0) for session, count in self.steps().items()}
+        self._ran = [(weakref.ref(session), count) for session, count in counts.items() if count]
+
     def figures(self) -> PhaseFigures:
         """What is known of it now."""
-        plans = [r.course.plan for r in courses(self.root)[:1]] or [p.plan for p in programs(self.root)]
-        predicted = [plan.predicted.step_s for plan in plans if plan.predicted is not None]
+        predicted, measured = self._predicted(), self._measured()
         return PhaseFigures(
             name=self.name,
             model=type(self.root).__name__,
@@ -65,8 +100,40 @@ class Phase:
             on_device=self.kept + self.arena.held,
             beside=self.beside or None,
             calls=self.calls,
-            predicted_s=sum(predicted) if predicted else None,
-            measured_s=median(self.seconds[1:] or self.seconds) if self.seconds else None,
+            predicted_s=predicted,
+            measured_s=measured,
             retries=self.retries,
             notes=tuple(dict.fromkeys(note for session in programs(self.root) for note in session.code.notes)),
         )
+
+    def _newest(self) -> list[tuple[Session, int]]:
+        """The programs of the newest call, and how often each ran."""
+        return [(session, count) for ref, count in self._ran if (session := ref()) is not None]
+
+    def _predicted(self) -> float | None:
+        """Seconds of the newest call, by the plan of its course, or else by the plans of its programs."""
+        found = self._newest()
+        for route in courses(self.root)[:1]:
+            cuts, plan = {id(call.cut) for call in route.calls}, route.course.plan
+            if plan.predicted is not None and all(id(session.code.cut) in cuts for session, _ in found):
+                return plan.predicted.step_s
+        times = [(count, s.plan.predicted.step_s) for s, count in found if s.plan.predicted is not None]
+        return sum(count * step_s for count, step_s in times) if times else None
+
+    def _measured(self) -> float | None:
+        """Seconds of a call: of the programs of the newest one, or from beginning to return if it has none."""
+        found = self._newest()
+        if found and not any(session.closed for session, _ in found):
+            return sum(count * _median([m.step_s for m in session.measurements]) for session, count in found)
+        return _median([*self._seconds]) if self._seconds else None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the collector may run it anywhere
+def _went(ref: weakref.ref[Phase], _: object) -> None:
+    if (phase := ref()) is not None:
+        phase.gone(phase)
+
+
+def _median(seconds: list[float]) -> float:
+    """Without the first, which pays for what is done once."""
+    return median(seconds[1:] or seconds)

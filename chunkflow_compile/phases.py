@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -20,13 +20,14 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.allocators import Allocator, allocator_of
-from chunkflow_compile.headroom import usable
+from chunkflow_compile.alternating import Alternating
+from chunkflow_compile.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phase import Phase
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.replanning import replan
 from chunkflow_compile.report.phases import PipelineFigures
-from chunkflow_compile.retrying import Cap, Draws, has_ranks, keeps_state, out_of_memory
+from chunkflow_compile.retrying import Cap, Draws, given_to, has_ranks, keeps_state, out_of_memory
 from chunkflow_compile.runtime.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,10 @@ class Budget:
         self.arguments: dict[str, Any] = {}  # of the first apply, for components that come later
         self.generated = False  # whether a generation has ended since apply
         self._allocator: Allocator = allocator_of(device)
+        self.most: int | None = None  # bytes that the device held in a call since apply, if anything counts them
+        self._alternating = Alternating()
+        self._refused: dict[Phase, tuple[int, ChunkflowError]] = {}  # bytes of the inputs of a call that took too much
+        self._told = False  # that phases run without gradients
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
 
@@ -85,7 +90,7 @@ class Budget:
 
     def figures(self) -> PipelineFigures:
         """What is known of the phases now, in the order of the components."""
-        return PipelineFigures(tuple(phase.figures() for phase in self.phases), self.total)
+        return PipelineFigures(tuple(phase.figures() for phase in self.phases), self.total, self.most)
 
     def show(self) -> None:
         """Print what is known of the phases now, on the first rank only."""
@@ -99,6 +104,7 @@ class Budget:
     def add(self, phase: Phase, methods: tuple[str, ...]) -> None:
         """Make the calls of a component a phase: those of the module, or of its ``methods`` if there are any."""
         self.phases.append(phase)
+        phase.gone = self._forget
         if methods:
             for name in methods:
                 phase.methods[name] = phase.root.__dict__.get(name)
@@ -115,16 +121,55 @@ class Budget:
                 phase.root.__dict__.pop(name, None)
             else:
                 phase.root.__dict__[name] = before
-        self.phases.remove(phase)
+        if phase in self._alternating.members:
+            self._separate()
+        self._forget(phase)
+
+    def _forget(self, phase: Phase) -> None:
+        """A phase is removed, or its component no longer exists: only the pipelines keep it."""
+        self.phases = [other for other in self.phases if other is not phase]  # another list: it may be read now
         self._last = [other for other in self._last if other is not phase]
+        self._alternating.forget(phase)
+        self._refused.pop(phase, None)
         self._settled = False
 
+    @contextlib.contextmanager
+    def generation(self) -> Iterator[None]:
+        """The call of a pipeline.  The caller holds the turn."""
+        self._alternating.generation()
+        try:
+            yield
+        finally:
+            with self.lock():
+                if self._alternating.ended():
+                    self._separate()
+
     def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
-        """Run a call of a phase, after the calls of other threads."""
-        with self.lock():
+        """Run a call of a phase, after the calls of other threads.
+
+        Raises ChunkflowError if the budget was too little for an earlier one of these sizes.
+        """
+        with self.lock(), self._without_gradients(phase, call):
+            self._check(phase, call)
             phase.calls += 1
             self._make_room(phase)
             return self._run(phase, call)
+
+    def _check(self, phase: Phase, call: functools.partial[Any]) -> None:
+        """Raise the first error since the last one if one is of a call of this phase with no larger inputs."""
+        if phase in self._refused and _nbytes(call) >= self._refused[phase][0]:
+            (_, error), *_ = self._refused.values()
+            self._refused.clear()  # the next call may take less
+            raise error
+
+    def _without_gradients(self, phase: Phase, call: functools.partial[Any]) -> contextlib.AbstractContextManager[Any]:
+        """No gradients, which compiled phases refuse, in a call outside of the pipeline's; unless its inputs have some."""
+        if not torch.is_grad_enabled() or any(t.requires_grad for t in given_to(call, torch.Tensor)):
+            return contextlib.nullcontext()
+        if not self._told:
+            self._told = True
+            _log.warning("%s runs without gradients, as all components of an applied pipeline do", phase.name)
+        return torch.no_grad()
 
     def __reduce_ex__(self, _: object) -> tuple[type[None], tuple[()]]:
         """Copy as None: the copy of a pipeline or a component is an ordinary one."""
@@ -133,20 +178,28 @@ class Budget:
     def _run(self, phase: Phase, call: functools.partial[Any], again: bool = False) -> Any:
         """Run and measure a call.  ``again``: it ran out of memory before, and weights gave way."""
         self._allocator.begin()
-        draws = Draws(self.device, call)
+        draws, steps = Draws(self.device, call), phase.steps()
         held, begun = phase.arena.held, time.perf_counter()
         try:
-            result = call()
+            try:
+                result = call()
+            finally:
+                peak = self._allocator.peak()
+                self.most = peak if self.most is None else max(self.most, peak or 0)
         except (torch.OutOfMemoryError, ChunkflowError) as error:
             if not out_of_memory(error):
                 raise
             if again or has_ranks() or keeps_state(phase.root, call):
                 raise self._does_not_fit(phase, error) from error
         else:
-            phase.seconds = [*phase.seconds[-31:], time.perf_counter() - begun]
+            phase.ended(steps, time.perf_counter() - begun)
             if not again:
                 phase.cap.succeeded()
-            self._note(phase, held)
+            try:
+                self._note(phase, held, peak)
+            except ChunkflowError as error:  # the result is right, and may have taken minutes
+                _log.warning("The next call of %s at these sizes is refused: %s", phase.name, error)
+                self._refused[phase] = _nbytes(call), error
             return result
         # outside of the handler: the error's traceback would keep the activations
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
@@ -169,6 +222,8 @@ class Budget:
         """Free the arenas of other phases, least recently used first, until this one fits."""
         if self._settled and self._last[-1] is phase:
             return
+        if not self._last or self._last[-1] is not phase:
+            self._begin(phase)
         self._settled = True
         self._last = [*(other for other in self._last if other is not phase), phase]
         room = -1  # what the other arenas may hold; until there is a goal, all of them give way
@@ -180,6 +235,23 @@ class Budget:
             if other.arena.held:
                 self._vacate([other])
         self._give_cache_back(phase)
+
+    def _begin(self, phase: Phase) -> None:
+        """A phase begins after another: if they take turns again and again, the device is divided between them."""
+        if not (found := self._alternating.begins(phase)):
+            return
+        both = found | self._alternating.members.keys()
+        self._alternating.join(both)
+        self._vacate(both)  # memory that was as large as their goals until now
+        with contextlib.suppress(ChunkflowError):  # it keeps its plan
+            self._plan(phase)
+
+    def _separate(self, for_good: bool = False) -> None:
+        """Phases that shared the device no longer do: each gets what the others leave when they give way."""
+        for phase in self._alternating.part(for_good):
+            with contextlib.suppress(ChunkflowError):  # it keeps its plan
+                self._plan(phase)
+        self._settled = False
 
     def _give_cache_back(self, phase: Phase) -> None:
         """Give what the allocator keeps for nothing back to the device, if the phase could exceed the budget beside it.
@@ -208,15 +280,15 @@ class Budget:
 
     def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
         self._vacate(self.phases)
-        tiling = ", or pipe.vae.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
+        tiling = f", or pipe.{phase.name}.enable_tiling()." if hasattr(phase.root, "enable_tiling") else "."
         return ChunkflowError(
             f"{phase.name} ({type(phase.root).__name__}) does not fit a budget of {self.total} bytes with its weights "
             f"streamed: {str(error).splitlines()[0]} Give apply more memory, or call the pipeline with smaller sizes{tiling}"
         )
 
-    def _note(self, phase: Phase, held: int) -> None:
+    def _note(self, phase: Phase, held: int, peak: int | None) -> None:
         """Learn from a call what it needs beside the weights, and plan them for the rest of the budget."""
-        peak, after = self._allocator.peak(), phase.arena.held
+        after = phase.arena.held
         before, was_steady = phase.beside, phase.steady
         if peak is not None:
             beside = max(0, peak - after - self._held_beside(phase))
@@ -227,18 +299,40 @@ class Budget:
                 phase.beside = max(phase.beside, beside)
         elif phase.goal is None:
             phase.beside = sum(p.kept for p in self.phases)
-        rest = self.usable - phase.beside + phase.kept  # its plan counts what it keeps, and so does ``beside``
-        goal = phase.cap.of(rest)
-        replans = phase.goal is None or abs(goal - phase.goal) > _WORTH_A_PLAN * self.total
-        if not replans and phase.beside == before:
-            return
-        self._settled = False  # others may have to give way again
         try:
-            if replans:
-                self._set_capped_goal(phase, goal, rest)
+            replanned = self._plan(phase)
         except ChunkflowError:  # a smaller call may fit
             phase.beside, phase.steady = before, was_steady
+            self._settled = False
             raise
+        if replanned or phase.beside != before:
+            self._settled = False  # others may have to give way again
+
+    def _plan(self, phase: Phase) -> bool:
+        """Plan a phase for its part of the budget, and those it alternates with, if it has changed.  Returns whether."""
+        while True:
+            rests = self._rests(phase)
+            goals = {p: p.cap.of(rest) for p, rest in rests.items()}
+            least = _WORTH_A_PLAN * self.total
+            goals = {p: goal for p, goal in goals.items() if p.goal is None or abs(goal - p.goal) > least}
+            try:
+                for p, goal in goals.items():
+                    self._set_capped_goal(p, goal, rests[p])
+            except ChunkflowError:
+                if phase not in self._alternating.members:
+                    raise
+                self._separate(for_good=True)
+            else:
+                return bool(goals)
+
+    def _rests(self, phase: Phase) -> Mapping[Phase, int]:
+        """Bytes for the plans of a phase, and of those it alternates with, with what each keeps, as ``beside`` has it too."""
+        if phase in (members := self._alternating.members):
+            shares = self._alternating.shares(self.usable - max(p.beside for p in members))
+            if shares is not None:
+                return {p: share + p.kept for p, share in shares.items()}
+            self._separate(for_good=True)
+        return {phase: self.usable - phase.beside + phase.kept}
 
     def _set_capped_goal(self, phase: Phase, goal: int, rest: int) -> None:
         """Set a goal; if it is below ``rest`` and a plan needs more, such as one for another size, set ``rest``."""
@@ -257,12 +351,22 @@ class Budget:
             if programs(phase.root):
                 replan(phase.root, memory=goal)
         except ChunkflowError as error:
+            least = phase.least
+            needs = f", which need {least}" if goal < least else f": {error}"
             raise ChunkflowError(
                 f"memory={self.total} bytes is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
                 f"{phase.beside - phase.kept} bytes beside its weights, activations mostly, so {max(0, goal)} are left for "
-                f"the weights: {error} Call remove(pipe), then apply with more memory, or the pipeline with smaller sizes."
+                f"the weights{needs}. Call remove(pipe), then apply with at least "
+                f"memory={budget_for(least + phase.beside - phase.kept)}, or the pipeline with smaller sizes."
             ) from error
         phase.goal = goal
+        if phase.arena.held > goal - phase.kept:  # memory grows for a plan, and never shrinks
+            self._vacate([phase])
+
+
+def _nbytes(call: functools.partial[Any]) -> int:
+    """Those of the tensors among the arguments."""
+    return sum(tensor.nbytes for tensor in given_to(call, torch.Tensor))
 
 
 def budget_of(owner: Any) -> Budget | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from chunkflow_compile.kinds import caching_hook
 # A cap grows after so many calls in which memory was enough; after twice as many for each call that ran out of it.
 _CLEAN_CALLS = 4
 _MOST_DOUBLINGS = 10
+
+Given = TypeVar("Given")
 
 
 class Cap:
@@ -56,7 +58,7 @@ class Draws:
         self._device = device
         self._own = torch.get_rng_state()
         self._on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._given = [(g, g.get_state()) for g in _generators((call.args, call.keywords))]
+        self._given = [(g, g.get_state()) for g in given_to(call, torch.Generator)]
 
     def rewind(self) -> None:
         """Draw the same numbers again."""
@@ -67,15 +69,19 @@ class Draws:
             generator.set_state(state)
 
 
-def _generators(value: Any) -> Iterator[torch.Generator]:
-    """The generators in arguments."""
-    if isinstance(value, torch.Generator):
+def given_to(call: functools.partial[Any], kind: type[Given]) -> Iterator[Given]:
+    """The arguments of a call that are of a class, those in lists and dicts included."""
+    yield from _inside((call.args, call.keywords), kind)
+
+
+def _inside(value: Any, kind: type[Given]) -> Iterator[Given]:
+    if isinstance(value, kind):
         yield value
     elif isinstance(value, (list, tuple)):
         for inner in value:
-            yield from _generators(inner)
+            yield from _inside(inner, kind)
     elif isinstance(value, Mapping):
-        yield from _generators([*value.values()])
+        yield from _inside([*value.values()], kind)
 
 
 def out_of_memory(error: BaseException) -> bool:

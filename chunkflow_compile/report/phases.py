@@ -34,10 +34,12 @@ class PhaseFigures:
 
 @dataclass(frozen=True)
 class PipelineFigures:
-    """The components of a pipeline, and the bytes of their budget.  As text, a table."""
+    """The components of a pipeline, and the bytes of their budget.  ``most``: bytes that the device held in a call, all of
+    the process together; None if nothing counts them.  As text, a table."""
 
     phases: tuple[PhaseFigures, ...]
     total: int
+    most: int | None = None
 
     def __str__(self) -> str:
         rows = [
@@ -67,7 +69,8 @@ class PipelineFigures:
             "measured",
         )
         lines = [tabulate([*rows, ("all", "", *sums)], headers=head, disable_numparse=True)]
-        lines.append(f"budget: {size(self.total)} on the device, weights and activations together")
+        most = f"; most at once so far: {size(self.most)}" if self.most is not None else ""
+        lines.append(f"budget: {size(self.total)} on the device, weights and activations together{most}")
         if not any(p.calls for p in self.phases):
             lines.append(
                 "The first call of each component compiles and measures it; its plan is made for the rest of the budget. "

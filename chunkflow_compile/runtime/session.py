@@ -55,7 +55,7 @@ class Session:
         check_kind(arena.device, code.kind, code.program.plan.policy)
         refuse_capture(arena.device)
         self._folder = code.folder
-        self._steps = 0
+        self.steps = 0  # so far
         self.started = time.monotonic()
         self.closed = False
         self.homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
@@ -155,8 +155,8 @@ class Session:
             outputs = executor.run(inputs)
         finally:
             self.arena.running = None
-        self._steps += 1
-        if not self._steps & (self._steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
+        self.steps += 1
+        if not self.steps & (self.steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
             self._save()
         if self._replan_after and in_course is None and not (self.part and self.key):  # a course plans itself again
             self._replan()
