@@ -135,7 +135,8 @@ def check_floor(
         said += f" (the largest is {first}, {weight.stays})"
     raise ChunkflowError(
         f"memory={budget.total} bytes is too little for pipe.{name}: its largest streamed weight has {largest[name]} bytes, "
-        f"{said}, and its activations come on top. Give at least memory={budget_for(kept + largest[name])}."
+        f"{said}. Give at least memory={budget_for(kept + largest[name])}. Activations come on top: what they take is known "
+        "after the first call of each component."
     )
 
 

@@ -26,6 +26,10 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     """
     if (budget := budget_of(compiled)) is not None and not isinstance(compiled, nn.Module):
         return budget.figures()
+    if not isinstance(compiled, nn.Module):
+        raise ChunkflowError(
+            f"This {type(compiled).__name__} is not applied: call chunkflow_compile.apply(pipe) first."
+        )
     found = [p for p in programs(compiled) if p.measurements]
     if not found:
         raise ChunkflowError("No program of this model has run yet: compile it with ChunkFlow and call it first.")

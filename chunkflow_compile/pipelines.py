@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -153,6 +155,9 @@ def _add(
     check_floor(models, cast, budget, chosen.min_bytes)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
+    if room is not None:
+        stay = (placement_of(phase.root) for phase in budget.phases)
+        room = max(0, room - sum(placement.store.held_bytes for placement in stay if placement is not None))
     total = max(1, sum(map(_bytes, models.values())))
     placed: list[nn.Module] = []
     try:
@@ -203,6 +208,7 @@ def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: O
     """Compile a placed component and make its calls a phase."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
+    placement.owner = functools.partial(_owner, phase.name, weakref.ref(budget))
     given = {**options, "arena": phase.arena}
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.warned = True  # what is not compiled is meant to run eagerly
@@ -221,6 +227,12 @@ def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: O
         given["memory"] = max(0, budget.usable - sum(p.kept for p in budget.phases))
     compile_by_kind(model, placement, given, chosen.min_bytes, dynamic)
     budget.add(phase, ())
+
+
+def _owner(name: str, ref: weakref.ref[Budget]) -> str | None:
+    """What a component belongs to, None once no pipeline is applied."""
+    budget = ref()
+    return f"pipe.{name} of an applied pipeline" if budget is not None and budget.pipelines else None
 
 
 def _keeps_frames(decoder: nn.Module) -> bool:

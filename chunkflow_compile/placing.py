@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,7 @@ class Placement:
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
         self._arenas: dict[DeviceKind, Arena] = {}
         self.progress: CompileProgress | None = None
+        self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
         self.share: Any = False
         self.goal: Mapping[str, Any] = {}
 
@@ -276,10 +277,18 @@ def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: in
 def restore(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
     """Bring the parameters of an offloaded model back to where they came from, bit for bit; return ``model``.
 
-    ``device``: where to bring them instead.  Raises ChunkflowError if it has no room; the weights that do not fit stay
-    offloaded.  Restoring a part of a model that was placed as a whole restores the whole.  A model that is not placed
-    is left as it is.  Compiled functions of the model stay usable: their next call places it again.
+    ``device``: where to bring them instead.  Raises ChunkflowError if it has no room (the weights that do not fit stay
+    offloaded), or if the model is in an applied pipeline.  Restoring a part of a model that was placed as a whole restores
+    the whole.  A model that is not placed is left as it is.  Compiled functions of the model stay usable: their next call
+    places it again.
     """
+    for owner in filter(None, (placement.owner() for placement in placements_of(model))):
+        raise ChunkflowError(f"This model is {owner}, within its budget: call chunkflow_compile.remove(pipe) instead.")
+    return bring_back(model, device)
+
+
+def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
+    """:func:`restore`, for the owner of a model."""
     target = None if device is None else check_device(torch.device(device))
     for placement in placements_of(model):
         placement.undo(target)

@@ -13,7 +13,7 @@ from chunkflow_compile.components import check_unmoved, components_of
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phase import Phase
 from chunkflow_compile.phases import Budget, budget_of, unclaim
-from chunkflow_compile.placing import restore
+from chunkflow_compile.placing import bring_back
 
 # Attribute of a class that ``in_turns`` made: the class that it was made of.
 _PLAIN = "_chunkflow_plain"
@@ -35,7 +35,8 @@ def in_turns(cls: type) -> type:
                 _check(self, budget)
                 with budget.lock():
                     free(unused(budget), budget)
-                result = call(self, *args, **kwargs)
+                with budget.generation():
+                    result = call(self, *args, **kwargs)
                 if not budget.generated:
                     budget.generated = True
                     budget.show()
@@ -70,13 +71,13 @@ def free(phases: Iterable[Phase], budget: Budget) -> None:
         try:
             undo(phase.root, budget)
         except ChunkflowError:
-            restore(phase.root, "cpu")
+            bring_back(phase.root, "cpu")
             undo(phase.root, budget)
 
 
 def undo(model: nn.Module, budget: Budget) -> None:
     """Make a component an ordinary one again.  Raises ChunkflowError if it finds no room; it is as before then."""
-    restore(model)
+    bring_back(model)
     if (phase := budget.phase_of(model)) is not None:
         budget.remove(phase)
     unclaim(model, budget)
