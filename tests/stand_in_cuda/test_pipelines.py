@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkflow_compile import ChunkflowError, apply, courses, programs, remove
+from chunkflow_compile import ChunkflowError, apply, courses, explain, programs, remove
 from chunkflow_compile.headroom import budget_for
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.phases import budget_of
@@ -32,7 +32,10 @@ MORE = [name for name in SMALL_PIPELINES if name != "wan2.2"]
 
 @pytest.mark.parametrize("name", ["wan2.2", *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_the_memory_of_each_phase(name: str) -> None:
-    """With less memory than its weights take, a pipeline runs equal to plain, and never takes more."""
+    """With less memory than its weights take, a pipeline runs equal to plain, and never takes more.
+
+    Each phase resets the peak that torch counts, so ``found`` is that of the last one; the budget keeps the most of all.
+    """
     if name == "wan-i2v":
         pytest.importorskip("ftfy")  # which diffusers' pipeline needs
     twin = small_pipeline(name).to("cuda")
@@ -47,7 +50,7 @@ def test_the_memory_of_each_phase(name: str) -> None:
     for seed, (_, want) in enumerate(plain):
         found, got = peak(pipe, name, seed)
         assert torch.equal(got, want)
-        assert found <= less, "activations and weights together"
+        assert max(found, budget.most) <= less, "activations and weights together, in each phase"
     for phase in budget.phases:
         assert phase.beside > 0 and phase.goal is not None
         assert all(p.plan.device_bytes <= phase.goal for p in programs(phase.root))
@@ -80,11 +83,12 @@ def test_what_the_allocator_keeps_between_phases() -> None:
     assert 112 * MIB < torch.cuda.max_memory_allocated() <= torch.cuda.max_memory_reserved() <= total
     budget = budget_of(pipe)
     assert budget is not None and all(p.streamed > 0 and p.beside > 48 * MIB for p in budget.phases)
+    assert 112 * MIB < budget.most <= total and "most at once so far: 1" in str(explain(pipe))
     remove(pipe)
 
 
 def test_a_budget_below_the_activations() -> None:
-    """Known after the first call of the component, which the error names."""
+    """Known after the first call of the component, which the error names at the next one."""
     pipe = apply(small_pipeline("wan"), "cuda", memory=3 * MIB // 2, min_bytes=2048, lowering="eager")
     with pytest.raises(ChunkflowError, match=r"memory=1572864 bytes is too little for \w+ .* take \d+ bytes"):
         WAN.generate(pipe, 0)
