@@ -12,6 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
+from PIL import Image
 
 import chunkflow_compile
 from chunkflow_compile.models.ulysses import enable_ulysses
@@ -42,9 +43,13 @@ def main() -> None:
         if ranks > 1:
             enable_ulysses(transformer, ranks)
     chunkflow_compile.apply(pipe, device, **options)
-    found = pipe(**{**call, "prompt": arguments.prompt}, generator=torch.Generator().manual_seed(0))
+    found = pipe(
+        **{**call, "prompt": arguments.prompt, "output_type": "np"}, generator=torch.Generator().manual_seed(0)
+    )
     if local == 0:
-        print(chunkflow_compile.explain(pipe), f"\nframes: {len(found.frames[0])}")
+        frames = [Image.fromarray((255 * torch.as_tensor(frame)).byte().numpy()) for frame in found.frames[0]]
+        frames[0].save("wan.gif", save_all=True, append_images=frames[1:], duration=1000 // 16)  # 16 frames a second
+        print(chunkflow_compile.explain(pipe), f"\nframes: {len(frames)}")
     if ranks > 1:
         dist.destroy_process_group()
 

@@ -66,16 +66,17 @@ def run(arguments: argparse.Namespace) -> int:
         check_writable(Path(file))
     found, hardware = published(arguments.pipeline), load_profile(arguments.hardware)
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width") if getattr(arguments, n) is not None}
+    memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
     sizes = replace(found.transformer.sizes, **given)
     found.transformer.shape(sizes)
-    steps = arguments.steps or found.steps
+    steps = found.steps if arguments.steps is None else arguments.steps
     if steps < found.experts:
         raise ChunkflowError(f"--steps must be at least {found.experts}.")
     progress = Progress(len(found.encoders) + 3)
     components = list(_components(found, sizes, steps, hardware, progress))
     with progress.phase("planning"):
         least = least_budget(components, hardware, DEFAULT_CHUNK_BYTES)
-        memory = least if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
+        memory = least if memory is None else memory
         ways = generations(components, hardware, DEFAULT_CHUNK_BYTES, memory)
     title = f"{found.name}, {sizes}, {steps} steps, on {hardware.name}"
     say(arguments, f"{title}, within {size(memory)}; the least that fits is {size(least)}\n")

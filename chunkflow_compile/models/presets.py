@@ -59,7 +59,7 @@ class Preset:
             if value < step or value % step:
                 raise ChunkflowError(f"{self.name}: {name} {value} is not a multiple of {step}.")
         if self.temporal == 1 and sizes.frames != 1:
-            raise ChunkflowError(f"{self.name} generates images: leave out frames, or use batch for several images.")
+            raise ChunkflowError(f"{self.name} generates images: leave out frames.")
         if sizes.frames < 1 or (sizes.frames - 1) % self.temporal:
             raise ChunkflowError(f"{self.name}: frames {sizes.frames} is not {self.temporal} k + 1.")
         return Shape(

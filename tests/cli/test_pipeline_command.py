@@ -128,7 +128,11 @@ def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 2 and "memory=307200 bytes is too little for " in error and "Give --memory" in error
     assert "activations take up to" in error
     assert run(capsys, "--steps", "1")[2].endswith("--steps must be at least 2.\n")
+    assert run(capsys, "--steps", "0")[2].endswith("--steps must be at least 2.\n")
     assert "is not a multiple of 8" in run(capsys, "--height", "63")[2]
+    assert "tracing" not in (said := run(capsys, "--memory", "foo")[2]) and "--memory='foo' is not a size" in said
+    assert main(["pipeline", "flux.1-dev", "--frames", "5"]) == 2
+    assert capsys.readouterr().err.endswith("generates images: leave out frames.\n")
     assert main(["pipeline", "flux.2"]) == 2
     assert "There is no pipeline 'flux.2': use one of flux.1-dev" in capsys.readouterr().err
 

@@ -11,6 +11,12 @@ import pytest
 from conftest import HERE
 
 NAMES = ("flux", "wan", "qwen_image_edit", "quantised_lora")
+SAVED = {
+    "flux": ["flux_0.png", "flux_1.png"],
+    "wan": ["wan.gif"],
+    "qwen_image_edit": ["edited.png"],
+    "quantised_lora": ["lora.png", "plain.png"],
+}
 NEEDS = {"quantised_lora": ("torchao", "peft")}
 
 
@@ -39,3 +45,4 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "budget: " in done.stdout and "transformer" in done.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == SAVED[name]

@@ -91,7 +91,8 @@ def test_a_budget_below_the_activations() -> None:
     """Known after the first call of the component, which the error names at the next one."""
     pipe = apply(small_pipeline("wan"), "cuda", memory=3 * MIB // 2, min_bytes=2048, lowering="eager")
     with pytest.raises(ChunkflowError, match=r"memory=1572864 bytes is too little for \w+ .* take \d+ bytes"):
-        WAN.generate(pipe, 0)
+        for _ in range(2):  # the first result is returned, with a warning, if only the last component takes too much
+            WAN.generate(pipe, 0)
     remove(pipe)
     pipe.to("cuda")
     assert WAN.generate(pipe, 0).isfinite().all()
