@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkflow_compile import apply, programs, remove
+from chunkflow_compile import ChunkflowError, apply, programs, remove
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.phases import budget_of
 
@@ -48,6 +48,46 @@ def test_an_image_adapter() -> None:
     assert torch.allclose(FLUX.generate(pipe, **images), want, rtol=0, atol=TOLERANCE)
     remove(pipe)
     assert torch.equal(FLUX.generate(pipe, **images), want)
+
+
+def test_an_image_adapter_with_an_image_encoder() -> None:
+    """The encoder comes with the adapter, after ``apply``: it is placed by calling that again."""
+    from PIL import Image
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
+
+    pipe, twin = small_pipeline("flux"), small_pipeline("flux")
+    apply(pipe, "cpu", memory="2MiB", min_bytes=2048, lowering="eager")
+    plain = FLUX.generate(twin)
+    assert torch.equal(FLUX.generate(pipe), plain)
+    for p in (pipe, twin):
+        torch.manual_seed(0)
+        config = CLIPVisionConfig(
+            hidden_size=64,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            image_size=32,
+            patch_size=16,
+            projection_dim=64,
+        )
+        processor = CLIPImageProcessor(crop_size=32, size=32)
+        p.register_modules(image_encoder=CLIPVisionModelWithProjection(config).eval(), feature_extractor=processor)
+        p.transformer._load_ip_adapter_weights([image_adapter(p.transformer)])
+    image = {"ip_adapter_image": Image.new("RGB", (32, 32), (1, 200, 30))}
+    with pytest.raises(ChunkflowError, match=r"pipe\.image_encoder was added after apply"):
+        FLUX.generate(pipe, **image)
+    apply(pipe)
+    for scale in (1.0, 0.3):
+        for p in (pipe, twin):
+            p.set_ip_adapter_scale(scale)
+        want = FLUX.generate(twin, **image)
+        assert torch.equal(FLUX.generate(pipe, **image), want) and not torch.equal(want, plain)
+    phase = budget_of(pipe).phase_of(pipe.image_encoder)
+    assert phase.calls and sum(m.moved_bytes + m.primed_bytes for p in programs(phase.root) for m in p.measurements)
+    for p in (pipe, twin):
+        p.unload_ip_adapter()
+    assert torch.equal(FLUX.generate(pipe), FLUX.generate(twin))
+    remove(pipe)
 
 
 def test_a_lora_of_the_pipeline() -> None:
