@@ -5,21 +5,27 @@ from __future__ import annotations
 import os
 import weakref
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 
 from .mapping import Descriptor, libc, whole_pages
 
 _KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of fallocate
-_forked = False
 
 
-def _fork(parent: bool) -> None:
-    global _forked
-    _forked = parent
+class _Forks:
+    """Whether this process has a child that may have its mappings, and may read them at any time."""
+
+    def __init__(self) -> None:
+        self.happened = False
+        os.register_at_fork(after_in_parent=partial(self._note, True), after_in_child=partial(self._note, False))
+
+    def _note(self, happened: bool) -> None:
+        self.happened = happened
 
 
-# A child has the mappings of its parent, and may read them at any time.
-os.register_at_fork(after_in_parent=partial(_fork, True), after_in_child=partial(_fork, False))
+@cache
+def _forks() -> _Forks:
+    return _Forks()
 
 
 @dataclass(frozen=True)
@@ -32,12 +38,13 @@ class Place:
 
     @staticmethod
     def of(descriptor: Descriptor, offset: int, nbytes: int) -> Place:
+        _forks()  # from now on they count
         return Place(weakref.ref(descriptor), offset, whole_pages(nbytes))
 
     @property
     def seen(self) -> bool:
         """Whether something beside the weights may show the bytes: a tensor that ``state_dict`` has made, or a child."""
-        if _forked or (found := self.descriptor()) is None:
+        if _forks().happened or (found := self.descriptor()) is None:
             return True
         end = self.offset + self.nbytes
         return any(begin < end and self.offset < until for begin, until in list(found.shown.values()))
