@@ -104,9 +104,9 @@ def test_a_larger_batch_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> 
     assert budget is not None
     noted = Budget._note
 
-    def note(self: Budget, phase: Phase, before: int) -> None:
+    def note(self: Budget, phase: Phase, *rest: Any) -> None:
         held.append(sum(p.arena.held + p.kept for p in self.phases))
-        noted(self, phase, before)
+        noted(self, phase, *rest)
 
     monkeypatch.setattr(Budget, "_note", note)
     for seed, count in enumerate((1, 2, 2)):
