@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import flux_with_controlnet
 from test_pipelines import EAGER, FLUX
 from torch import nn
 
@@ -25,29 +26,6 @@ CALL = {"control_image": torch.rand(1, 3, 32, 32, generator=torch.Generator().ma
 def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
     yield
-
-
-def with_controlnet(components: dict[str, Any]) -> Any:
-    from diffusers import FluxControlNetModel, FluxControlNetPipeline
-
-    torch.manual_seed(6)
-    control = FluxControlNetModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=64,
-        pooled_projection_dim=64,
-        guidance_embeds=True,
-        axes_dims_rope=(4, 4, 8),
-    ).eval()
-    for parameter in control.parameters():  # its last layers begin as zeros
-        parameter.data = 0.05 * torch.randn(parameter.shape)
-    pipe = FluxControlNetPipeline(**components, controlnet=control)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 def vacated(budget: Budget, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
@@ -128,7 +106,10 @@ def test_shares() -> None:
 @pytest.mark.long
 def test_both_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """With less room than their weights: neither gives way, and no step fetches again what it had."""
-    pipe, twin = with_controlnet(small_pipeline("flux").components), with_controlnet(small_pipeline("flux").components)
+    pipe, twin = (
+        flux_with_controlnet(small_pipeline("flux").components),
+        flux_with_controlnet(small_pipeline("flux").components),
+    )
     apply(pipe, memory="2MiB", **EAGER)
     budget, control, transformer = phases_of(pipe)
     assert control.streamed + transformer.streamed > budget.usable
@@ -160,7 +141,7 @@ def test_without_the_other_one_has_all_the_room() -> None:
     """A generation of another pipeline, which has no ControlNet."""
     from diffusers import FluxPipeline
 
-    pipe, twin = with_controlnet(small_pipeline("flux").components), small_pipeline("flux")
+    pipe, twin = flux_with_controlnet(small_pipeline("flux").components), small_pipeline("flux")
     apply(pipe, memory="2MiB", **EAGER)
     budget, control, transformer = phases_of(pipe)
     FLUX.generate(pipe, **CALL)
@@ -180,7 +161,10 @@ def test_without_the_other_one_has_all_the_room() -> None:
 @pytest.mark.long
 def test_only_one_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then they give way to each other, and the plans are not made again and again."""
-    pipe, twin = with_controlnet(small_pipeline("flux").components), with_controlnet(small_pipeline("flux").components)
+    pipe, twin = (
+        flux_with_controlnet(small_pipeline("flux").components),
+        flux_with_controlnet(small_pipeline("flux").components),
+    )
     apply(pipe, memory="1MiB", **EAGER)
     budget, control, transformer = phases_of(pipe)
     count = vacated(budget, monkeypatch)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import flux_with_controlnet
 
 from chunkflow_compile import ChunkflowError, apply, programs, remove
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
@@ -125,28 +126,7 @@ def test_a_lora_of_the_pipeline() -> None:
 
 
 def test_a_controlnet() -> None:
-    from diffusers import FluxControlNetModel, FluxControlNetPipeline
-
-    pipes = []
-    for _ in range(2):
-        torch.manual_seed(6)
-        control = FluxControlNetModel(
-            patch_size=1,
-            in_channels=16,
-            num_layers=2,
-            num_single_layers=2,
-            attention_head_dim=16,
-            num_attention_heads=4,
-            joint_attention_dim=64,
-            pooled_projection_dim=64,
-            guidance_embeds=True,
-            axes_dims_rope=(4, 4, 8),
-        ).eval()
-        for parameter in control.parameters():  # its last layers begin as zeros
-            parameter.data = 0.05 * torch.randn(parameter.shape)
-        pipes.append(FluxControlNetPipeline(**small_pipeline("flux").components, controlnet=control))
-        pipes[-1].set_progress_bar_config(disable=True)
-    pipe, twin = pipes
+    pipe, twin = (flux_with_controlnet(small_pipeline("flux").components) for _ in range(2))
     call = {"control_image": torch.rand(1, 3, 32, 32), "controlnet_conditioning_scale": 1.0}
     apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
     for seed in range(2):
