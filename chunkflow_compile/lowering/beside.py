@@ -22,7 +22,7 @@ import torch
 from torch._inductor import config
 from torch.fx import GraphModule
 
-from chunkflow_compile.weights.limits import host_memory
+from chunkflow_compile.weights.limits import host_memory, local_ranks
 
 from .worker import Job, State, packed
 
@@ -67,7 +67,7 @@ def most_workers(device: torch.device, inductor: Mapping[str, Any]) -> int:
 
     if chosen("force_disable_caches") or not chosen("fx_graph_cache") or any(chosen(name) for name in _TIMED):
         return 0
-    ranks = max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+    ranks = local_ranks()
     limits = [_MOST, (config.compile_threads or 1) // ranks - 1, host_memory().free // _HOST_BYTES // ranks]
     if device.type == "cuda":
         limits.append(torch.cuda.mem_get_info(device)[0] // _DEVICE_BYTES)

@@ -44,11 +44,6 @@ def forget_at_end(callback: Callable[[Any], None]) -> None:
     callback_handler.end_callbacks = [c for c in callback_handler.end_callbacks if c != callback]
 
 
-def forget_at_start(callback: Callable[[Any], None]) -> None:
-    """Remove a callback of Dynamo's at the start of a compilation."""
-    callback_handler.start_callbacks = [c for c in callback_handler.start_callbacks if c != callback]
-
-
 class CompileProgress:
     """What compilation does now, in one line, while the first call of a model runs: a context manager.
 
@@ -69,7 +64,7 @@ class CompileProgress:
     def __exit__(self, *_: object) -> None:
         if self._shown:
             self._shown = False
-            forget_at_start(self._begins)
+            callback_handler.remove_start_callback(self._begins)
         if self._bar is not None:
             self._bar.close()
             self._bar = None
