@@ -15,6 +15,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 
+from chunkflow_compile.guards import needed
 from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook, calls_of_hooks, kinds_of, parts_of
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import parse_options
@@ -171,7 +172,7 @@ def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None
     """Compile a module in place, at its first call."""
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
-    more |= {"backend": "chunkflow", "options": dict(options), "dynamic": dynamic}
+    more |= {"backend": "chunkflow", "options": {**options, "guard_filter_fn": needed}, "dynamic": dynamic}
     if (hook := caching_hook(module)) is not None:
         forward = hook.fn_ref.original_forward
         hook.fn_ref.original_forward = Compiled(forward, torch.compile(forward, **more))

@@ -129,6 +129,8 @@ class Codes:
 
     def sizes(self, inputs: Sequence[Any]) -> Sizes | None:
         """The sizes by which the code of a call is known; None if there is none yet."""
+        if not self._symbols:
+            return ()
         known = self._same.get(tuple(inputs[position] for position in self._symbols.values()))
         if known is not None:
             self._used[known] = next(self._clock)

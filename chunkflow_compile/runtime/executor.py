@@ -90,8 +90,12 @@ class Executor:
         self._issuer = Issuer(program, regions, binding, occupancy=self.occupancy, arrivals=marks, poison=poison)
         self.traffic = self._issuer.traffic
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
-        self._inputs = [names.get(n.name) for n in self._issuer.number if n.op == "placeholder"]
-        self._values = len(self._issuer.number)
+        placeholders = [names.get(n.name) for n in self._issuer.number if n.op == "placeholder"]
+        # the positions of weights whose readers get a slot or a resident copy instead of the parameter
+        self._values = [
+            (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
+        ]
+        self._later: list[Any] = [None] * (len(self._issuer.number) - len(placeholders))
         self._streams = bool(program.plan.streamed)
         self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
         self._instructions = list(self._issuer.instructions())
@@ -111,9 +115,10 @@ class Executor:
 
     def enqueue(self, args: Sequence[Any]) -> Step:
         """Issue one step.  Its outputs are valid after the device has delivered; more steps may be issued before."""
-        values = self.binding.values
-        inputs = [a if w is None else values.get(w, a) for a, w in zip(args, self._inputs, strict=True)]
-        step = self._step(inputs + [None] * (self._values - len(inputs)))
+        env = [*args, *self._later]
+        for position, value in self._values:
+            env[position] = value
+        step = self._step(env)
         begun = self.device.start(self._steps)
         self._steps += 1
         ready = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
@@ -175,7 +180,7 @@ class Executor:
     def vacate(self) -> None:
         """Wait for work in flight and drop every reference to the memory.  The executor cannot run again."""
         self.forget()
-        self._instructions, self._cold = [], None
+        self._instructions, self._values, self._cold = [], [], None
         self.binding = self._issuer.binding = Binding(self.binding.arena, {}, {}, {})
 
     def intact_slots(self) -> dict[str, torch.Tensor]:

@@ -25,6 +25,7 @@ from .host_flag import HostFlag
 from .measurement import RegionWatch
 from .outputs import owning
 from .read_ahead import Reading
+from .taking import taking
 from .traffic import Traffic
 
 Issue = Callable[[Step], None]
@@ -108,7 +109,7 @@ class Issuer:
             constant = getattr(module, str(node.target))
             return self._call(node, lambda: constant)
         if node.op == "output":
-            return self._call(node, lambda outputs: outputs)
+            return self._call(node, lambda *outputs: outputs, operands=tuple(node.args[0]))  # type: ignore[arg-type]
         if node.op == "call_module":
             return self._call(node, owning(self._regions[str(node.target)], self.binding.slots), window)
         # an element of a collective's results is taken on the collective stream; of awaited results, on compute
@@ -174,9 +175,15 @@ class Issuer:
             self.flag.drop()  # no deadlock: compute beside a collective would wait for a copy that the flag holds
         self._device.compute.wait(arrival, waited)
 
-    def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> Issue:
+    def _call(
+        self,
+        node: Node,
+        function: Callable[..., Any],
+        window: int | None = None,
+        operands: Sequence[Any] | None = None,
+    ) -> Issue:
         """A function that issues a node on the compute stream.  ``window``: where its compute time counts, or None."""
-        number, run, read = self.number[node], self._device.compute.run, self._reader(node)
+        number, run, read = self.number[node], self._device.compute.run, self._reader(node, operands)
         name = (
             ""
             if window is None
@@ -194,15 +201,20 @@ class Issuer:
 
         return issue
 
-    def _reader(self, node: Node) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
-        """A function from a step's values to a node's operands.  Fast for regions, whose operands are all values."""
-        number = self.number
-        if node.op == "call_module":
-            numbers = [number[n] for n in node.args]
-            return lambda env: ([env[n] for n in numbers], {})
+    def _reader(
+        self, node: Node, operands: Sequence[Any] | None = None
+    ) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
+        """A function from a step's values to a node's operands.  ``operands``: instead of the node's own."""
+        number, operands, kwargs = self.number, node.args if operands is None else operands, node.kwargs
+        if not kwargs and all(isinstance(a, Node) for a in operands):  # such as those of regions
+            take = taking([number[a] for a in operands])
+            return lambda env: (take(env), kwargs)
+        if not kwargs and not any(isinstance(a, (list, tuple, dict, slice)) for a in operands):
+            places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
+            return lambda env: ([constant if n < 0 else env[n] for n, constant in places], kwargs)
 
         def read(env: list[Any]) -> tuple[Sequence[Any], Mapping[str, Any]]:
-            return map_arg((node.args, node.kwargs), lambda n: env[number[n]])
+            return map_arg((operands, kwargs), lambda n: env[number[n]])
 
         return read
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import MutableSequence, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -33,7 +33,8 @@ class WindowSeconds(NamedTuple):
 
 def no_seconds(windows: int) -> WindowSeconds:
     """Zeros to add to.  Arrays, because they take 30 MB for an hour of steps of 60 blocks, where lists take 300 MB."""
-    return WindowSeconds(*(array("d", bytes(8 * windows)) for _ in WindowSeconds._fields))
+    zeros = bytes(8 * windows)
+    return WindowSeconds(array("d", zeros), array("d", zeros), array("d", zeros), array("d", zeros))
 
 
 class RegionWatch:
@@ -51,9 +52,8 @@ class RegionWatch:
         self._windows.compute_s[self._window] += at - self._begin
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepMeasurement:
-    """One run of a program.
+class StepMeasurement(NamedTuple):
+    """One run of a program.  A tuple, because one is made in every call.
 
     ``step_s``: seconds from the start of the step to the end of its compute.  ``exposed_h2d_s``: seconds that compute
     stalled for weights, including the priming of a cold start.  ``collective_s``: seconds of collectives and their
@@ -83,7 +83,7 @@ def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
     """The calls of a course as one step, without the time between them."""
     columns = ([s for c in calls for s in c.windows[i]] for i in range(len(WindowSeconds._fields)))
     sums: dict[str, Any] = {
-        f.name: sum(getattr(call, f.name) for call in calls) for f in fields(StepMeasurement) if f.name != "windows"
+        name: sum(getattr(call, name) for call in calls) for name in StepMeasurement._fields if name != "windows"
     }
     return StepMeasurement(**sums, windows=WindowSeconds(*columns))
 

@@ -23,6 +23,7 @@ from .codes import Choice, Codes, Sizes
 from .locks import ProcessLock
 from .session import Session, aside
 from .tables import Tables
+from .taking import taking
 
 _log = logging.getLogger(__name__)
 
@@ -60,24 +61,26 @@ class Runner:
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
         places = list(self._position.values())
         self._ends = places[0], places[-1]
+        self._weights = taking(places)
 
     def __call__(self, args: list[Any]) -> Any:
         """Run one step.  A second thread waits until the first has finished its step."""
         inputs = list(args)
         args.clear()
-        parameters = {name: inputs[position] for name, position in self._position.items()}
+        weights = self._weights(inputs)
         self._tables.move(inputs)
         while True:
             sizes = self.codes.sizes(inputs)
             if sizes is None:
-                self._plan(inputs, parameters)
+                self._plan(inputs, dict(zip(self._position, weights, strict=True)))
                 continue
             key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
             session = self._sessions.get(key)
             if session is not None:
                 with session.arena.lock():
-                    if session.fits(parameters):
+                    if session.fits(weights):
                         return session.run(inputs)
+            parameters = dict(zip(self._position, weights, strict=True))
             with self._lock():
                 if (
                     self._sessions.get(key) is session and sizes in self.codes

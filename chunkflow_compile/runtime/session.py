@@ -11,6 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home, home_of
 from chunkflow_compile.weights.host_store import pin_all
+from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
 
@@ -35,8 +37,12 @@ from .device import check_kind, refuse_capture
 from .executor import KEPT_MEASUREMENTS, Executor
 from .measurement import MEASURED_FILE, StepMeasurement, measured
 from .route import Key
+from .taking import taking
 
 _log = logging.getLogger(__name__)
+
+# Of an offloaded weight: where it is, and the counts of writes that are in HostWeight.writes.
+_state = attrgetter("home", "cell.version", "host._version", "_version")
 
 # Why a weight stays that other calls of the same code stream.
 _NOT_OFFLOADED = "on the device: not offloaded"
@@ -60,8 +66,14 @@ class Session:
         self.closed = False
         self.homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
         self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
+        self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.homes.values(), *self._in_place.values())))  # equal for the same weights
-        self.versions = _versions(self.homes.values())
+        self.versions = tuple(home.version for home in self.homes.values())
+        self._as_they_are = [_state(parameters[name]) for name in self.homes]
+        order = list(parameters)
+        self._offloaded = taking([order.index(name) for name in self.homes])
+        self._others = taking([order.index(name) for name in self._in_place])
+        self._kinds = [type(p) for p in self._in_place.values()]
         self._residents: dict[str, torch.Tensor] = {}
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self._executor: Executor | None = None
@@ -115,18 +127,25 @@ class Session:
         """Take over the measurements of the session that this one replaces."""
         self.measured.extend(steps)
 
-    def fits(self, parameters: Mapping[str, nn.Parameter]) -> bool:
-        """Whether the session can run on ``parameters`` as they are now; if not, a new session is needed."""
+    def fits(self, weights: Sequence[nn.Parameter]) -> bool:
+        """Whether the session can run on its weights as they are now; if not, a new session is needed.
+
+        ``weights``: in the order of the parameters.  Every call comes here, so what loops over them is in C.
+        """
         if self.closed or self.choice.code is not self.code:
             return False
-        for name, home in self.homes.items():
-            if home_of(parameters[name]) is not home:  # it was restored, replaced, or given other memory
+        try:
+            # another home: it was restored, replaced, or given other memory; other numbers: it was written, so copies of it
+            # on the device are out of date
+            if list(map(_state, self._offloaded(weights))) != self._as_they_are:
                 return False
-        for name, parameter in self._in_place.items():
-            if parameters[name] is not parameter or home_of(parameter) is not None:
-                return False
-        # load_state_dict may have written new values: then the copies on the device are out of date
-        return self.versions == _versions(self.homes.values())
+        except AttributeError:  # it is an ordinary tensor now
+            return False
+        others = self._others(weights)
+        if not all(map(is_, others, self._in_place.values())):
+            return False
+        # one that has become offloaded is the same object of another class
+        return list(map(type, others)) == self._kinds and not any(map(home_of, self._bare))
 
     @property
     def outlived(self) -> bool:
@@ -187,6 +206,7 @@ class Session:
                 finally:  # also after an interrupt: the memory must be released
                     self.closed = True
                     self.homes, self._in_place, self._weights, self._residents = {}, {}, [], {}
+                    self._as_they_are, self._bare = [], []
                     self._gone.detach()
                     self.arena.leave(self)
 
@@ -309,7 +329,3 @@ def aside(work: Callable[[], None]) -> None:
     """
     if threading.main_thread().is_alive():
         threading.Thread(target=work, name="chunkflow-close").start()
-
-
-def _versions(homes: Iterable[Home]) -> tuple[int, ...]:
-    return tuple(h.version for h in homes)

@@ -285,7 +285,10 @@ class CallingStream:
     """The calling thread as a stream: work has finished when ``run`` returns."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        _watched(work, watch)()
+        if watch is None:
+            work()
+        else:
+            _watched(work, watch)()
 
     def record(self, event: HostEvent) -> None:
         event.reach(event.mark())

@@ -29,6 +29,9 @@ class Copied(NamedTuple):
         )
 
 
+_NOTHING = Copied()
+
+
 @dataclass(eq=False)
 class Transfer:
     """A transfer over the link from ``begin`` to ``end``, seconds of the device's clock; infinite until they are known.
@@ -73,6 +76,8 @@ class Traffic:
 
         Called when no collective is in flight.
         """
+        if not (self._copies or self._collectives or self._settled):
+            return _NOTHING
         fresh = [self._collectives.popleft() for _ in range(len(self._collectives))]
         for found, beside in _beside(fresh, list(self._copies)):
             assert found.windows is not None
@@ -83,7 +88,7 @@ class Traffic:
         ended: list[Transfer] = []
         while self._copies and self._copies[0].end <= now:
             ended.append(self._copies.popleft())
-        over = Copied()
+        over = _NOTHING
         for copy, beside in _beside(ended, list(self._settled)):
             seconds, alone = copy.end - copy.begin, not beside
             over = over.plus(Copied(seconds, copy.nbytes, seconds * alone, copy.nbytes * alone))
