@@ -12,7 +12,7 @@ from helpers import graphs
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile import compiling, courses, guards, programs
+from chunkflow_compile import compiling, guards, programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_weight import HostWeight
 
@@ -113,5 +113,4 @@ def test_weights_that_are_restored_and_placed_again_run() -> None:
     check(model, twin)
     chunkflow_compile.restore(model)
     check(model, twin, 4)
-    newest = courses(model)[0].measurements[-1]
-    assert newest.moved_bytes == courses(model)[0].course.plan.moved_bytes > 0
+    assert any(p.measurements[-1].moved_bytes == p.plan.moved_bytes > 0 for p in programs(model) if p.measurements)
