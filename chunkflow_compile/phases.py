@@ -32,7 +32,7 @@ from chunkflow_compile.runtime.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
 
-# A plan is made again if its part of the budget has changed by this share of the budget: less is worth no cold start.
+# A plan is made again if its part of the budget has grown by this share of the budget: less is worth no cold start.
 _WORTH_A_PLAN = 0.02
 # Attribute of a pipeline and of its components: their Budget.
 BUDGET = "_chunkflow_budget"
@@ -309,12 +309,15 @@ class Budget:
             self._settled = False  # others may have to give way again
 
     def _plan(self, phase: Phase) -> bool:
-        """Plan a phase for its part of the budget, and those it alternates with, if it has changed.  Returns whether."""
+        """Plan a phase for its part of the budget, and those it alternates with, if it is less or much more than before.
+
+        Returns whether.
+        """
         while True:
             rests = self._rests(phase)
             goals = {p: p.cap.of(rest) for p, rest in rests.items()}
             least = _WORTH_A_PLAN * self.total
-            goals = {p: goal for p, goal in goals.items() if p.goal is None or abs(goal - p.goal) > least}
+            goals = {p: goal for p, goal in goals.items() if p.goal is None or not p.goal <= goal <= p.goal + least}
             try:
                 for p, goal in goals.items():
                     self._set_capped_goal(p, goal, rests[p])

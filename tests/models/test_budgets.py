@@ -92,6 +92,27 @@ def test_the_advice_can_be_followed() -> None:
     remove(pipe)
 
 
+def test_a_goal_that_falls_is_planned_at_once() -> None:
+    """However little it falls: the plans would take more than is left.  A goal that rises as little is left alone."""
+    pipe = small_pipeline("wan")
+    apply(pipe, memory="1MiB", **EAGER)
+    budget = budget_of(pipe)
+    assert budget is not None
+    allocator = budget._allocator = Uneven(budget)
+    phase = budget.phase_of(pipe.transformer)
+    little = budget.total // 200
+    for activations in (1000, 1000, 1000 + little):
+        allocator.sizes = {"transformer": activations}
+        WAN.generate(pipe)
+    assert phase.goal == budget.usable - phase.beside + phase.kept
+    assert phase.beside == 1000 + little + sum(p.kept for p in budget.phases)
+    goal = phase.goal
+    budget.total += little
+    WAN.generate(pipe)
+    assert phase.goal == goal
+    remove(pipe)
+
+
 def test_what_apply_says_of_activations() -> None:
     with pytest.raises(ChunkflowError, match=r"Give at least memory=\d+\. Activations come on top: .* first call"):
         apply(small_pipeline("wan"), **{**EAGER, "memory": 1024})
