@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -82,6 +83,7 @@ class Budget:
         self._told = False  # that phases run without gradients
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
+        self._running: tuple[Phase, int] | None = None  # the phase whose call runs now, and its thread
 
     @property
     def usable(self) -> int:
@@ -105,6 +107,7 @@ class Budget:
         """Make the calls of a component a phase: those of the module, or of its ``methods`` if there are any."""
         self.phases.append(phase)
         phase.gone = self._forget
+        phase.arena.grows = functools.partial(self._grows, phase)
         if methods:
             for name in methods:
                 phase.methods[name] = phase.root.__dict__.get(name)
@@ -128,6 +131,7 @@ class Budget:
     def _forget(self, phase: Phase) -> None:
         """A phase is removed, or its component no longer exists: only the pipelines keep it."""
         self.phases = [other for other in self.phases if other is not phase]  # another list: it may be read now
+        phase.arena.grows = None
         self._last = [other for other in self._last if other is not phase]
         self._alternating.forget(phase)
         self._refused.pop(phase, None)
@@ -153,7 +157,11 @@ class Budget:
             self._check(phase, call)
             phase.calls += 1
             self._make_room(phase)
-            return self._run(phase, call)
+            before, self._running = self._running, (phase, threading.get_ident())
+            try:
+                return self._run(phase, call)
+            finally:
+                self._running = before
 
     def _check(self, phase: Phase, call: functools.partial[Any]) -> None:
         """Raise the first error since the last one if one is of a call of this phase with no larger inputs."""
@@ -179,7 +187,7 @@ class Budget:
         """Run and measure a call.  ``again``: it ran out of memory before, and weights gave way."""
         self._allocator.begin()
         draws, steps = Draws(self.device, call), phase.steps()
-        held, begun = phase.arena.held, time.perf_counter()
+        held, others, begun = phase.arena.held, self._held_beside(phase), time.perf_counter()
         try:
             try:
                 result = call()
@@ -196,7 +204,7 @@ class Budget:
             if not again:
                 phase.cap.succeeded()
             try:
-                self._note(phase, held, peak)
+                self._note(phase, held, others, peak)
             except ChunkflowError as error:  # the result is right, and may have taken minutes
                 _log.warning("The next call of %s at these sizes is refused: %s", phase.name, error)
                 self._refused[phase] = _nbytes(call), error
@@ -226,15 +234,35 @@ class Budget:
             self._begin(phase)
         self._settled = True
         self._last = [*(other for other in self._last if other is not phase), phase]
+        self._evict(phase)
+        self._give_cache_back(phase)
+
+    def _grows(self, phase: Phase, nbytes: int) -> None:
+        """The arena of a phase is about to have ``nbytes``: other phases give way before.
+
+        A course fetches a weight for each call that reads it, so its plan may take more than the weights of the phase.
+        """
+        if self._running == (phase, threading.get_ident()):  # otherwise this thread does not hold the lock
+            self._evict(phase, nbytes)
+
+    def _evict(self, phase: Phase, nbytes: int = 0) -> None:
+        """Free the arenas of other phases, least recently used first, until this one fits.
+
+        ``nbytes``: that its arena is about to have.
+        """
         room = -1  # what the other arenas may hold; until there is a goal, all of them give way
         if phase.goal is not None:
-            room = self.usable - phase.beside - min(phase.streamed, phase.goal - phase.kept)
-        for other in self._last[:-1]:
+            room = self.usable - phase.beside - self._taken(phase, phase.goal, nbytes)
+        for other in self._last:
             if self._held_beside(phase) <= room:
                 break
-            if other.arena.held:
+            if other is not phase and other.arena.held:
                 self._vacate([other])
-        self._give_cache_back(phase)
+
+    def _taken(self, phase: Phase, goal: int, nbytes: int = 0) -> int:
+        """Bytes of weights that calls of a phase bring to the device, ``nbytes`` of them in an arena that it does not have
+        yet, as far as is known before they run."""
+        return max(phase.arena.held + nbytes, min(phase.streamed, goal - phase.kept))
 
     def _begin(self, phase: Phase) -> None:
         """A phase begins after another: if they take turns again and again, the device is divided between them."""
@@ -263,7 +291,7 @@ class Budget:
             return
         takes = phase.beside - sum(p.kept for p in self.phases)
         if phase.goal is not None:
-            takes += max(0, min(phase.streamed, phase.goal - phase.kept) - phase.arena.held)
+            takes += self._taken(phase, phase.goal) - phase.arena.held
         if phase.goal is None or reserved + takes > self.total:
             self._allocator.trim()
 
@@ -286,19 +314,23 @@ class Budget:
             f"streamed: {str(error).splitlines()[0]} Give apply more memory, or call the pipeline with smaller sizes{tiling}"
         )
 
-    def _note(self, phase: Phase, held: int, peak: int | None) -> None:
-        """Learn from a call what it needs beside the weights, and plan them for the rest of the budget."""
+    def _note(self, phase: Phase, held: int, others: int, peak: int | None) -> None:
+        """Learn from a call what it needs beside the weights, and plan them for the rest of the budget.
+
+        ``held``, ``others``: bytes that the arenas of this and of the other phases held when it began.
+        """
         after = phase.arena.held
         before, was_steady = phase.beside, phase.steady
-        if peak is not None:
-            beside = max(0, peak - after - self._held_beside(phase))
+        if peak is None:
+            if phase.goal is None:
+                phase.beside = sum(p.kept for p in self.phases)
+        elif others == self._held_beside(phase):  # otherwise the peak may have weights that gave way since
+            beside = max(0, peak - after - others)
             steady = held == after
             if steady and not phase.steady:
                 phase.beside, phase.steady = beside, True
             elif steady or not phase.steady:
                 phase.beside = max(phase.beside, beside)
-        elif phase.goal is None:
-            phase.beside = sum(p.kept for p in self.phases)
         try:
             replanned = self._plan(phase)
         except ChunkflowError:  # a smaller call may fit

@@ -95,6 +95,7 @@ class Arena:
         self.holder: Occupancy | None = None  # that of the program that ran last
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
         self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
+        self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
         self._make = make
         self._roll: RollCall | None = None
         self._kind = DeviceKind()
@@ -200,14 +201,16 @@ class Arena:
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
         """Make the memory at least ``nbytes`` large; return it.  The caller holds the lock.
 
-        The old memory is freed first.  Raises ChunkflowError if the device has no room; the memory is then as large as
-        before, or freed, if the device has lost the room for that too.
+        The old memory is freed first, then ``grows`` is called.  Raises ChunkflowError if the device has no room; the memory
+        is then as large as before, or freed, if the device has lost the room for that too.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:
             if self._memory is not None:
                 self._unbind()
             try:
+                if self.grows is not None:
+                    self.grows(nbytes)
                 self._memory = self._allocate(nbytes, advice)
             except BaseException:
                 with contextlib.suppress(ChunkflowError):

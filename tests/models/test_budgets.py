@@ -113,6 +113,37 @@ def test_a_goal_that_falls_is_planned_at_once() -> None:
     remove(pipe)
 
 
+def test_other_phases_give_way_to_an_arena_that_grows() -> None:
+    """A course fetches a weight for each call that reads it: its arena may be larger than the weights of the phase."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    apply(pipe, memory="4MiB", **{**EAGER, "disable": ["course"]})
+    budget = budget_of(pipe)
+    assert budget is not None
+    budget._allocator = Uneven(budget)
+    for _ in range(2):
+        WAN.generate(pipe)
+    phase = budget.phase_of(pipe.transformer)
+    others = budget._held_beside(phase)
+    assert phase.streamed < phase.goal - phase.kept and others > 0
+    size, seen = phase.goal - phase.kept - others // 2, list[int]()
+    phase.arena.reserve(size)
+    assert budget._held_beside(phase) == others, "outside of its calls, none gives way"
+    phase.arena.vacate()
+
+    @torch.compiler.disable
+    def grow(*_: Any) -> None:
+        phase.arena.reserve(size)
+        seen.append(budget._held_beside(phase) + phase.arena.held + phase.beside)
+
+    handle = pipe.transformer.proj_out.register_forward_pre_hook(grow)
+    beside = phase.beside
+    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))
+    handle.remove()
+    assert size < max(seen) <= budget.usable
+    assert phase.beside == beside, "weights that gave way are no activations"
+    remove(pipe)
+
+
 def test_what_apply_says_of_activations() -> None:
     with pytest.raises(ChunkflowError, match=r"Give at least memory=\d+\. Activations come on top: .* first call"):
         apply(small_pipeline("wan"), **{**EAGER, "memory": 1024})

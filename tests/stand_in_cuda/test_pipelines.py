@@ -39,7 +39,7 @@ def test_the_memory_of_each_phase(name: str) -> None:
     if name == "wan-i2v":
         pytest.importorskip("ftfy")  # which diffusers' pipeline needs
     twin = small_pipeline(name).to("cuda")
-    plain = [peak(twin, name, seed) for seed in range(3)]
+    plain = [peak(twin, name, seed) for seed in range(4)]
     weights = sum(p.nbytes for m in twin.components.values() if isinstance(m, torch.nn.Module) for p in m.parameters())
     twin.to("cpu")
     torch.cuda.empty_cache()
@@ -51,6 +51,9 @@ def test_the_memory_of_each_phase(name: str) -> None:
         found, got = peak(pipe, name, seed)
         assert torch.equal(got, want)
         assert max(found, budget.most) <= less, "activations and weights together, in each phase"
+        for phase in budget.phases:
+            if phase.arena.courses is not None:
+                phase.arena.courses.settle()  # the next generation runs in them
     for phase in budget.phases:
         assert phase.beside > 0 and phase.goal is not None
         assert all(p.plan.device_bytes <= phase.goal for p in programs(phase.root))
