@@ -7,11 +7,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from statistics import median
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.report.phases import PhaseFigures
@@ -126,6 +127,29 @@ class Phase:
         if found and not any(session.closed for session, _ in found):
             return sum(count * _median([m.step_s for m in session.measurements]) for session, count in found)
         return _median([*self._seconds]) if self._seconds else None
+
+
+class Entry:
+    """Stands for a method of a component, and makes its calls a phase."""
+
+    def __init__(self, run: Callable[..., Any], phase: Phase, name: str, call: Callable[..., Any]) -> None:
+        """``run``: called with the phase and a call without arguments."""
+        self._run, self._phase, self._name, self._call = run, phase, name, call
+        functools.update_wrapper(self, call)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(self._phase, functools.partial(self._call, *args, **kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The method of the copy of the component."""
+        root = self._phase.root
+        return getattr(type(root), self._name).__get__(memo.get(id(root), root))
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise ChunkflowError(
+            f"{self._phase.name} belongs to a pipeline that was applied, and cannot be pickled: call remove(pipe) first, or "
+            "save it with save_pretrained."
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # the collector may run it anywhere

@@ -13,8 +13,8 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,8 +24,9 @@ from chunkflow_compile.allocators import Allocator, allocator_of
 from chunkflow_compile.alternating import Alternating
 from chunkflow_compile.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phase import Phase
+from chunkflow_compile.phase import Entry, Phase
 from chunkflow_compile.placing import courses, programs
+from chunkflow_compile.refusals import Refusals
 from chunkflow_compile.replanning import replan
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.retrying import Cap, Draws, given_to, has_ranks, keeps_state, out_of_memory
@@ -37,28 +38,6 @@ _log = logging.getLogger(__name__)
 _WORTH_A_PLAN = 0.02
 # Attribute of a pipeline and of its components: their Budget.
 BUDGET = "_chunkflow_budget"
-
-
-class _Entry:
-    """Stands for a method of a component, and makes its calls a phase."""
-
-    def __init__(self, budget: Budget, phase: Phase, name: str, call: Callable[..., Any]) -> None:
-        self._budget, self._phase, self._name, self._call = budget, phase, name, call
-        functools.update_wrapper(self, call)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._budget.run(self._phase, functools.partial(self._call, *args, **kwargs))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The method of the copy of the component."""
-        root = self._phase.root
-        return getattr(type(root), self._name).__get__(memo.get(id(root), root))
-
-    def __reduce_ex__(self, _: object) -> NoReturn:
-        raise ChunkflowError(
-            f"{self._phase.name} belongs to a pipeline that was applied, and cannot be pickled: call remove(pipe) first, or "
-            "save it with save_pretrained."
-        )
 
 
 class Budget:
@@ -79,7 +58,7 @@ class Budget:
         self._allocator: Allocator = allocator_of(device)
         self.most: int | None = None  # bytes that the device held in a call since apply, if anything counts them
         self._alternating = Alternating()
-        self._refused: dict[Phase, tuple[int, ChunkflowError]] = {}  # bytes of the inputs of a call that took too much
+        self._refusals = Refusals()
         self._told = False  # that phases run without gradients
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
@@ -111,10 +90,10 @@ class Budget:
         if methods:
             for name in methods:
                 phase.methods[name] = phase.root.__dict__.get(name)
-                phase.root.__dict__[name] = _Entry(self, phase, name, getattr(phase.root, name))
+                phase.root.__dict__[name] = Entry(self.run, phase, name, getattr(phase.root, name))
         else:
             call = phase.root._compiled_call_impl or phase.root._call_impl
-            phase.root._compiled_call_impl = _Entry(self, phase, "_call_impl", call)
+            phase.root._compiled_call_impl = Entry(self.run, phase, "_call_impl", call)
 
     def remove(self, phase: Phase) -> None:
         """Undo :meth:`add`."""
@@ -134,17 +113,23 @@ class Budget:
         phase.arena.grows = None
         self._last = [other for other in self._last if other is not phase]
         self._alternating.forget(phase)
-        self._refused.pop(phase, None)
+        self._refusals.forget(phase)
         self._settled = False
 
     @contextlib.contextmanager
-    def generation(self) -> Iterator[None]:
-        """The call of a pipeline.  The caller holds the turn."""
+    def generation(self, asked: object) -> Iterator[None]:
+        """The call of a pipeline.  The caller holds the turn.  ``asked``: see :func:`sizes_asked`.
+
+        Raises ChunkflowError if the budget was too little for an earlier one that was asked for the same.
+        """
+        with self.lock():
+            self._refusals.generation(asked)
         self._alternating.generation()
         try:
             yield
         finally:
             with self.lock():
+                self._refusals.ended()
                 if self._alternating.ended():
                     self._separate()
 
@@ -154,7 +139,7 @@ class Budget:
         Raises ChunkflowError if the budget was too little for an earlier one of these sizes.
         """
         with self.lock(), self._without_gradients(phase, call):
-            self._check(phase, call)
+            self._refusals.check(phase, call)
             phase.calls += 1
             self._make_room(phase)
             before, self._running = self._running, (phase, threading.get_ident())
@@ -162,13 +147,6 @@ class Budget:
                 return self._run(phase, call)
             finally:
                 self._running = before
-
-    def _check(self, phase: Phase, call: functools.partial[Any]) -> None:
-        """Raise the first error since the last one if one is of a call of this phase with no larger inputs."""
-        if phase in self._refused and _nbytes(call) >= self._refused[phase][0]:
-            (_, error), *_ = self._refused.values()
-            self._refused.clear()  # the next call may take less
-            raise error
 
     def _without_gradients(self, phase: Phase, call: functools.partial[Any]) -> contextlib.AbstractContextManager[Any]:
         """No gradients, which compiled phases refuse, in a call outside of the pipeline's; unless its inputs have some."""
@@ -207,7 +185,7 @@ class Budget:
                 self._note(phase, held, others, peak)
             except ChunkflowError as error:  # the result is right, and may have taken minutes
                 _log.warning("The next call of %s at these sizes is refused: %s", phase.name, error)
-                self._refused[phase] = _nbytes(call), error
+                self._refusals.note(phase, call, error)
             return result
         # outside of the handler: the error's traceback would keep the activations
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
@@ -397,11 +375,6 @@ class Budget:
         phase.goal = goal
         if phase.arena.held:  # memory grows for a plan, and never shrinks; the new plans may keep weights beside it
             self._vacate([phase])
-
-
-def _nbytes(call: functools.partial[Any]) -> int:
-    """Those of the tensors among the arguments."""
-    return sum(tensor.nbytes for tensor in given_to(call, torch.Tensor))
 
 
 def budget_of(owner: Any) -> Budget | None:

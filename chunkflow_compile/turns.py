@@ -14,6 +14,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phase import Phase
 from chunkflow_compile.phases import Budget, budget_of, unclaim
 from chunkflow_compile.placing import bring_back
+from chunkflow_compile.refusals import sizes_asked
 
 # Attribute of a class that ``in_turns`` made: the class that it was made of.
 _PLAIN = "_chunkflow_plain"
@@ -35,7 +36,7 @@ def in_turns(cls: type) -> type:
                 _check(self, budget)
                 with budget.lock():
                     free(unused(budget), budget)
-                with budget.generation():
+                with budget.generation(sizes_asked(call, self, args, kwargs)):
                     result = call(self, *args, **kwargs)
                 if not budget.generated:
                     budget.generated = True

@@ -52,8 +52,10 @@ def test_a_result_is_returned_though_it_took_too_much(caplog: pytest.LogCaptureF
     with caplog.at_level(logging.WARNING):
         assert torch.equal(WAN.generate(pipe), want)
     assert "The next call of vae at these sizes is refused: memory=1048576 bytes is too little for vae" in caplog.text
+    calls = budget.phase_of(pipe.transformer).calls
     with pytest.raises(ChunkflowError, match=r"too little for vae \(AutoencoderKLWan\): its calls take \d+ bytes"):
-        WAN.generate(pipe)
+        WAN.generate(pipe, 1, prompt="two cats")
+    assert budget.phase_of(pipe.transformer).calls == calls, "it is known before the denoising"
     allocator.sizes = {}
     assert torch.equal(WAN.generate(pipe), want)
     allocator.sizes = {"vae": 2 << 20}
@@ -61,6 +63,32 @@ def test_a_result_is_returned_though_it_took_too_much(caplog: pytest.LogCaptureF
     allocator.sizes = {}
     small = {"height": 16, "width": 16}
     assert torch.equal(WAN.generate(pipe, **small), WAN.generate(twin, **small)), "a smaller call may fit"
+    remove(pipe)
+
+
+@pytest.mark.parametrize("changed", ["sizes", "output", "tiling", "callback"])
+def test_a_generation_that_may_take_less_begins(changed: str) -> None:
+    """Only the call that took too much is refused then, if it comes to that with inputs as large."""
+    pipe, latents = small_pipeline("flux"), None
+    apply(pipe, memory="2MiB", **EAGER)
+    budget = budget_of(pipe)
+    assert budget is not None
+    budget._allocator = Uneven(budget, vae=4 << 20)
+    given: dict[str, Any] = {"num_inference_steps": 1}
+    FLUX.generate(pipe, **given)
+    calls = budget.phase_of(pipe.transformer).calls
+    if changed == "output":
+        latents = FLUX.generate(pipe, **given, output_type="latent")
+    elif changed == "sizes":
+        FLUX.generate(pipe, **given, height=16)
+    else:
+        if changed == "tiling":
+            pipe.vae.enable_tiling()
+        more = {"callback_on_step_end": lambda *a: {}} if changed == "callback" else {}
+        with pytest.raises(ChunkflowError, match="too little for vae"):
+            FLUX.generate(pipe, **given, **more)
+    assert budget.phase_of(pipe.transformer).calls == calls + 1
+    assert latents is None or latents.isfinite().all()
     remove(pipe)
 
 
@@ -78,8 +106,8 @@ def test_the_advice_can_be_followed() -> None:
             for seed in range(2):
                 got, want = (FLUX.generate(p, seed, num_inference_steps=2) for p in (pipe, twin))
                 assert torch.equal(got, want)
-                for _, error in budget._refused.values():
-                    raise error
+                for refusal in budget._refusals._found.values():
+                    raise refusal.error
             break
         except ChunkflowError as error:
             refused.append(re.search(r"too little for (pipe\.)?(\w+)", str(error))[2])
