@@ -45,7 +45,8 @@ from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.placing import Placement, large_weights, placement_of, placements_around
+from chunkflow_compile.placement import Placement, placement_of, placements_around
+from chunkflow_compile.placing import large_weights
 from chunkflow_compile.plan_cache import DiskPlans
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged

@@ -20,7 +20,8 @@ from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.placing import Placement, offload, placement_of
+from chunkflow_compile.placement import Placement, placement_of
+from chunkflow_compile.placing import offload
 from chunkflow_compile.weights.progress import CompileProgress
 
 _log = logging.getLogger(__name__)

@@ -19,7 +19,8 @@ from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phase import Phase
 from chunkflow_compile.phases import Budget, budget_of, claim, unclaim
-from chunkflow_compile.placing import offload, placement_of
+from chunkflow_compile.placement import placement_of
+from chunkflow_compile.placing import offload
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.turns import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.units import parse_bytes

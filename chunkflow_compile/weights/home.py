@@ -20,7 +20,8 @@ from .checkpoint import Mapped
 from .drive import WRITING, Drive
 from .filling import Placed
 from .holes import Place
-from .host_weight import HostBytes, HostWeight
+from .host_bytes import HostBytes
+from .host_weight import HostWeight
 from .limits import Room
 from .reader import HostReader
 from .source import DriveBytes, Source

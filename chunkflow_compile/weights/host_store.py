@@ -21,7 +21,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .drive import Drive
 from .filling import Filling
 from .home import Home, home_of
-from .host_weight import HostBytes, HostWeight, become, like
+from .host_bytes import HostBytes
+from .host_weight import HostWeight, become, like
 from .limits import Room, host_memory, local_ranks, no_room, pin_budget
 from .mapping import leave_file
 from .progress import moving

@@ -9,10 +9,9 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.utils._pytree as pytree
@@ -21,9 +20,7 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
-
-if TYPE_CHECKING:
-    from .sharing import SharedWeight
+from .host_bytes import HostBytes
 
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
 _LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
@@ -58,41 +55,6 @@ _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
 _SAME = {_aten.detach.default, _aten.alias.default}
 # They write without reading, so nothing is fetched.
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
-
-
-class HostBytes:
-    """The host memory of one storage.
-
-    ``version`` counts the writes through weights; those to the memory itself are in its tensor's ``_version``.
-    ``order``: of the store that it belongs to; an op that writes several weights enters ``writing`` in this order.
-    ``writing``: entered around each write; it waits for the steps and copies that read the memory.  ``leaving``: the same
-    for a weight that gets other memory.  ``read``: called with
-    the bytes of each fetch.  ``shared``: its place, if other ranks have the memory too; ``writing`` ends that.
-    ``scratch``: whether the memory is a mapping of a scratch file.  ``home``: returns the home of the weight, or None.
-    """
-
-    def __init__(self) -> None:
-        self.version = 0
-        self.order = 0
-        self.writing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        self.leaving: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext
-        self.read: Callable[[int], None] = _ignore
-        self.shared: SharedWeight | None = None
-        self.scratch = False
-        self.home: Callable[[], Any] = _nowhere
-
-    def check(self) -> None:
-        """Raise ChunkflowError if the memory is a mapping of a file that has changed: to touch it could kill the process."""
-        if (home := self.home()) is not None:
-            home.check()
-
-
-def _ignore(nbytes: int) -> None:
-    """Count nothing: the memory belongs to no store."""
-
-
-def _nowhere() -> None:
-    """The home of memory that belongs to no store."""
 
 
 def become(tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -18,7 +18,7 @@ import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
 from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.phases import Budget, budget_of
-from chunkflow_compile.placing import placement_of
+from chunkflow_compile.placement import placement_of
 
 pytest.importorskip("transformers")
 

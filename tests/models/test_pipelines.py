@@ -19,7 +19,7 @@ import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, explain, offload, programs, remove
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.phases import Budget, Phase, budget_of
-from chunkflow_compile.placing import placement_of
+from chunkflow_compile.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 pytest.importorskip("transformers")

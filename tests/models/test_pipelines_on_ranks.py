@@ -14,7 +14,7 @@ from chunkflow_compile import ChunkflowError, apply, courses, programs, remove
 from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.phases import Budget, Phase, budget_of
-from chunkflow_compile.placing import placement_of
+from chunkflow_compile.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 pytest.importorskip("transformers")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.placing import placement_of
+from chunkflow_compile.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import stream_inside
 

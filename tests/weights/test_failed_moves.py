@@ -18,7 +18,7 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload
 from chunkflow_compile.models.small import small_model
-from chunkflow_compile.placing import placement_of
+from chunkflow_compile.placement import placement_of
 from chunkflow_compile.weights import filling, limits
 from chunkflow_compile.weights.checkpoint import CheckpointReader
 

@@ -155,7 +155,7 @@ def test_what_a_store_may_pin(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_freed_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr("chunkflow_compile.placing.give_free_memory_back", lambda: calls.append(1))
+    monkeypatch.setattr("chunkflow_compile.placement.give_free_memory_back", lambda: calls.append(1))
     model = offload(small_model("wan", Size(layers=1)), min_bytes=1024, dtype=torch.bfloat16)
     assert calls == [1]
     restore(model)
