@@ -14,6 +14,7 @@ from torch import nn
 
 from chunkflow_compile.compiling import compile_by_kind
 from chunkflow_compile.components import check_cast, check_component, check_floor, components_of, why_eager
+from chunkflow_compile.hardware.reading import Reading
 from chunkflow_compile.kinds import blocks_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -24,8 +25,10 @@ from chunkflow_compile.placing import offload
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.turns import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.weights.checkpoint import unread
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.limits import host_memory as machine_memory
+from chunkflow_compile.weights.progress import moving
 
 _log = logging.getLogger(__name__)
 
@@ -162,15 +165,26 @@ def _add(
     total = max(1, sum(map(_bytes, models.values())))
     placed: list[nn.Module] = []
     try:
-        for name, model in models.items():
-            part = None if room is None else room * _bytes(model) // total
-            offload(model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part)
-            placed.append(model)
-            _compile(Phase(name, model, budget.device), budget, given, chosen, dynamic)
+        with moving(f"placing {', '.join(models)}", total, _expected(models, budget.device, share, room)) as moved:
+            for name, model in models.items():
+                part = None if room is None else room * _bytes(model) // total
+                offload(
+                    model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part
+                )
+                placed.append(model)
+                _compile(Phase(name, model, budget.device), budget, given, chosen, dynamic)
+                moved(_bytes(model))
     except BaseException:
         for model in placed:
             undo(model, budget)
         raise
+
+
+def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any, room: int | None) -> str:
+    """How long it takes to read all components, in words; empty if that is no time to wait for, or if not all are read."""
+    if room is not None or (device.type != "cuda" and share in (None, False)):
+        return ""
+    return Reading.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).told
 
 
 def remove(pipe: Any) -> Any:

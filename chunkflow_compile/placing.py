@@ -46,7 +46,8 @@ def offload(
 
     Each is still a tensor with its shape, dtype and compute device (:class:`HostWeight`); smaller ones move to ``device``
     (default: where the parameters are).  Of a tensor subclass, such as a quantised weight, the tensors inside it move.
-    A weight that is still a mapping of its safetensors file, as ``from_pretrained`` leaves it, is read from there.
+    A weight that is still a mapping of its safetensors file, as ``from_pretrained`` leaves it, is read from there; a bar on a
+    terminal says how long that is going to take.
 
     ``dtype``: cast floating-point weights to it one by one, with the same result as ``from_pretrained(torch_dtype=dtype)``:
     modules that the class of the model keeps in float32 stay there.

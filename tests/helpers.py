@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,3 +174,14 @@ def flux_with_controlnet(components: dict[str, Any]) -> Any:
     pipe = FluxControlNetPipeline(**components, controlnet=control)
     pipe.set_progress_bar_config(disable=True)
     return pipe
+
+
+class Terminal(io.StringIO):
+    """A stderr that is a terminal, and keeps what is written."""
+
+    def __init__(self, terminal: bool = True) -> None:
+        super().__init__()
+        self._terminal = terminal
+
+    def isatty(self) -> bool:
+        return self._terminal

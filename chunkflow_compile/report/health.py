@@ -10,6 +10,7 @@ from typing import Literal
 from tabulate import tabulate
 
 from chunkflow_compile.hardware.machine import Gpu, Machine
+from chunkflow_compile.hardware.reading import Reading
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
 from chunkflow_compile.weights.limits import HostMemory
 
@@ -47,12 +48,12 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
     )
 
 
-def room_for(model: str, nbytes: int, ranks: int, machine: Machine, drive: float) -> Finding:
+def room_for(model: str, reading: Reading, ranks: int, machine: Machine) -> Finding:
     """Whether the host has room for the streamed weights of a model, which ``ranks`` of this machine share.
 
-    ``drive``: bytes/s at which they are read, if they are not in the page cache."""
-    copies = f", one copy for {ranks} ranks" if ranks > 1 else ""
-    copies += f"; from a drive of {drive / 1e9:.1f} GB/s in {nbytes / drive:.0f} s"
+    ``reading``: of these weights, if they are not in the page cache."""
+    nbytes, copies = reading.nbytes, f", one copy for {ranks} ranks" if ranks > 1 else ""
+    copies += f"; {reading}"
     found = f"{_gib(nbytes)} of host memory{copies}"
     reserve = min(nbytes, HostMemory(machine.memory_bytes, machine.available_bytes).reserve)  # as offload leaves it
     if (left := machine.available_bytes - nbytes) >= reserve:

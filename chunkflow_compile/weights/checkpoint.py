@@ -11,7 +11,7 @@ import contextlib
 import mmap
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,6 +85,16 @@ class Mappings:
                 f"{offset + nbytes}. Restore the file and load the model again."
             )
         return FilePart(found.path, found.inode, told.st_mtime_ns, offset, nbytes)
+
+
+def unread(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of those of ``tensors`` that still lie in the files that this process maps."""
+    mappings, parts = Mappings(), dict[int, FilePart]()
+    for tensor in tensors:
+        with contextlib.suppress(ChunkflowError):  # a file that was cut; who reads it says so
+            if (part := mappings.part(tensor.detach())) is not None:
+                parts[id(tensor)] = part
+    return sum(part.nbytes for part in parts.values())
 
 
 @dataclass(frozen=True)

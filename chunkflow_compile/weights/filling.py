@@ -87,6 +87,18 @@ class Filling:
             self.close(error)
             raise
 
+    @property
+    def reads(self) -> int:
+        """Bytes of files that all ranks read together."""
+        return sum(w.part.nbytes for w in self._weights.values() if w.part is not None and not w.stays)
+
+    def work(self, name: str) -> int:
+        """Bytes of a weight that this rank moves or compares; none if it stays, or if another rank reads it."""
+        weight = self._weights.get(name)
+        if weight is None or weight.stays or (self._shared is not None and self._shared.role(name) == "leave"):
+            return 0
+        return weight.nbytes
+
     def place(self, name: str, tensor: torch.Tensor) -> Placed:
         """Where the values of a weight are from now on.
 

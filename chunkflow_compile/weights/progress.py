@@ -23,15 +23,15 @@ def _disabled() -> bool | None:
 
 
 @contextlib.contextmanager
-def moving(what: str, nbytes: int) -> Iterator[Callable[[int], object]]:
+def moving(what: str, nbytes: int, expected: str = "") -> Iterator[Callable[[int], object]]:
     """A bar over ``nbytes``, shown once it has taken DELAY_S.  The context gets a function to call with the bytes of each
-    weight."""
+    weight, after it.  ``expected``: how long it is going to take, in words; then the bar is shown at once."""
     with tqdm(
         total=nbytes,
-        desc=f"chunkflow: {what}",
+        desc=f"chunkflow: {what}{expected and f', {expected}'}",
         unit="B",
         unit_scale=True,
-        delay=DELAY_S,
+        delay=0 if expected else DELAY_S,
         leave=False,
         disable=_disabled(),
     ) as bar:

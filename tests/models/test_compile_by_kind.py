@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import io
 import logging
 import sys
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack, graphs
+from helpers import Stack, Terminal, graphs
 from torch import nn
 from torch._dynamo.callback import callback_handler
 
@@ -212,15 +211,6 @@ def test_a_mode_and_options_go_to_inductor_together(monkeypatch: pytest.MonkeyPa
     given = {**OPTIONS, "inductor": {"max_fusion_size": 8}}
     chunkflow_compile.compile(Stack(2).eval(), mode="max-autotune-no-cudagraphs", **given)(torch.randn(4, 8))
     assert patches and all(p["max_autotune"] and p["max_fusion_size"] == 8 for p in patches)
-
-
-class Terminal(io.StringIO):
-    def __init__(self, terminal: bool = True) -> None:
-        super().__init__()
-        self._terminal = terminal
-
-    def isatty(self) -> bool:
-        return self._terminal
 
 
 class Odd(Stack):
