@@ -89,7 +89,9 @@ class Home:
 
     @property
     def source(self) -> Source:
-        """The bytes that programs copy."""
+        """The bytes that programs copy.  Raises as :meth:`may_change` for a part of a checkpoint that was written unseen."""
+        if self.drive is None:
+            self._leave_checkpoint()
         return self.drive or flat_bytes(self.host)
 
     @property
@@ -110,15 +112,19 @@ class Home:
         return made
 
     def check(self) -> None:
-        """Raise ChunkflowError if the values are in a file on the drive that has changed."""
-        if (drive := self.drive) is not None:
-            drive.file.check()
+        """Raise ChunkflowError if the host tensor is a mapping of a file on the drive that has changed.
+
+        That also matters once it was written, as through a tensor of ``state_dict``: pages that were not are the file's.
+        """
+        if self._drive is not None:
+            self._drive[0].file.check()
 
     def pin(self, device: HostReader, room: Room | None) -> None:
         """Pin the host memory for the device's copies, once; if that fails, the store warns.  ``room``: None for any."""
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
         if self._unpin is not None or not self.store.pins or self.drive is not None:
             return
+        self._leave_checkpoint()  # the pages must not change under a device
         try:
             if room is not None:
                 room.take(self.nbytes)
@@ -181,10 +187,15 @@ class Home:
             self.left = place
         if self.through and self._drive is not None:
             self._drive[0].may_change()
-        elif self.drive is not None:
-            self.store.leave_checkpoint(self)
-            self._drive = None
         else:
+            self._leave_checkpoint()
+            self._drive = None  # of a mapping of a scratch file of all ranks, which stays one
+
+    def _leave_checkpoint(self) -> None:
+        """Give a part of a checkpoint host memory, because it is or was written.  Any other weight stays where it is."""
+        if self._drive is not None and not self.cell.scratch:
+            self.check()
+            self.store.leave_checkpoint(self)
             self._drive = None
 
     @property

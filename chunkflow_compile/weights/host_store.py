@@ -160,6 +160,10 @@ class HostStore:
         """Those of weights in host memory."""
         return sum(h.nbytes for h in self.homes if h.drive is None)
 
+    def _held_with(self, home: Home) -> int:
+        """As ``held_bytes``, once this weight is among them."""
+        return sum(h.nbytes for h in self.homes if h.drive is None or h is home)
+
     def leave_checkpoint(self, home: Home) -> None:
         """A weight goes from its checkpoint into host memory, because it is written.
 
@@ -174,7 +178,7 @@ class HostStore:
             leave_file(home.host, self._owned)
         except OSError as error:
             raise ChunkflowError(f"{home.name} ({home.nbytes} bytes) cannot be written: {error.strerror}.") from error
-        if self.bound is not None and (held := self.held_bytes + home.nbytes) > self.bound:
+        if self.bound is not None and (held := self._held_with(home)) > self.bound:
             bound, self.bound = self.bound, None
             warnings.warn(
                 f"{home.name} is written, and goes from its checkpoint into host memory for that: the weights take {held} "

@@ -1,0 +1,64 @@
+"""Writes to a weight in its checkpoint that no op on the weight sees: through a tensor that ``state_dict`` has made."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from test_drive import LEAST, OPTIONS, homes, loaded, saved, steps, touch
+
+from chunkflow_compile import ChunkflowError, offload
+
+__all__ = ["saved"]
+
+NAME = "blocks.1.ffn.net.0.proj.weight"
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+@pytest.mark.parametrize("what", ["mul_", "load", "copy_", "state", "deepcopy", "restore", "pickle", "tolist"])
+def test_the_file_changes_after_the_write(saved: Path, what: str) -> None:
+    """The pages that were not written are still the file's."""
+    model = loaded(saved)
+    offload(model, min_bytes=LEAST, host_memory=0)
+    model.state_dict()[NAME].view(-1)[:2].fill_(3)
+    (file,) = saved.glob("*.safetensors")
+    with open(file, "r+b") as changed:
+        changed.seek(-4096, os.SEEK_END)
+        changed.write(b"\1" * 4096)
+    with pytest.raises((ChunkflowError, RuntimeError), match="was changed while its weights were read"):
+        touch(what, model, NAME)
+
+
+@pytest.mark.parametrize("by", ["an op", "a step"])
+def test_what_notices_the_write_takes_the_weight_from_the_file(saved: Path, by: str) -> None:
+    model, twin = (loaded(saved) for _ in range(2))
+    offload(model, min_bytes=LEAST, host_memory=0)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    steps(run, twin)
+    weight, home = model.get_parameter(NAME), homes(model)[NAME]
+    for m in (model, twin):
+        m.state_dict()[NAME].view(-1)[:2].fill_(3)
+    with pytest.warns(UserWarning, match=rf"{NAME} is written, .* the weights take {weight.nbytes} bytes there now"):
+        if by == "an op":
+            for m in (model, twin):
+                m.get_parameter(NAME).add_(1)
+        steps(run, twin, seed=1)
+    expected = twin.get_parameter(NAME).clone()
+    assert home.drive is None and not of_a_file(home.host.data_ptr() + home.nbytes // 2)
+    (file,) = saved.glob("*.safetensors")
+    with open(file, "r+b") as changed:
+        changed.write(b"\1" * file.stat().st_size)
+    assert torch.equal(weight.detach().clone(), expected)
+
+
+def of_a_file(address: int) -> bool:
+    """Whether this process maps a file there."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(None, 5)
+        begin, end = (int(x, 16) for x in fields[0].split("-"))
+        if begin <= address < end:
+            return fields[4] != "0"
+    raise AssertionError("nothing is mapped there")
