@@ -31,8 +31,8 @@ class Placed:
     """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
 
     ``shared``: its place, if other ranks have the memory too.  ``drive``: its bytes in a file, if it is on the drive;
-    ``scratch``: in a scratch file; ``through``: writes to ``host`` go to the file.  ``before``: where a weight that is shared
-    in memory lay, if that takes nothing.
+    ``scratch``: in a scratch file; ``through``: writes to ``host`` go to the file.  ``before``: where
+    a weight lay that was in its checkpoint, which took no memory.
     """
 
     host: torch.Tensor
@@ -118,11 +118,11 @@ class Filling:
                 check_room(self._todo + weight.takes)  # another copy than was thought
         if self._again:
             return Placed(values)
-        made = self._filled(weight, values)
+        made, before = self._filled(weight, values), weight.lay_in(values)
         if not weight.drive:
-            return Placed(made)
+            return Placed(made, before=before)
         host, kept = self._drive.keep(made)
-        return Placed(host, drive=kept, scratch=True, through=True)
+        return Placed(host, drive=kept, scratch=True, through=True, before=before)
 
     def _share_pages(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
         """The values in memory that other ranks map too; None if those there are others."""
@@ -133,8 +133,7 @@ class Filling:
         elif role == "compare" and not shared.same(name, found.host, values):
             return None
         self._kept.add(name)
-        before = None if weight.part is None else Mapped(values, weight.part, unread=role == "leave")
-        return Placed(found.host, shared=found, before=before)
+        return Placed(found.host, shared=found, before=weight.lay_in(values, unread=role == "leave"))
 
     def _share_file(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
         """The values in the scratch file of all ranks; None if those there are others."""
@@ -143,7 +142,7 @@ class Filling:
         host, kept = shared.kept(weight.name)
         if role == "compare" and not shared.same(weight.name, host, values):
             return None
-        return Placed(host, drive=kept, scratch=True)
+        return Placed(host, drive=kept, scratch=True, before=weight.lay_in(values))
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""

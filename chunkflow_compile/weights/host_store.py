@@ -112,7 +112,7 @@ class HostStore:
     def release(self, device: torch.device | None = None, failed: bool = False) -> None:
         """Give every parameter its bytes back, on the device that it came from or on ``device``.
 
-        ``failed``: whether the move has; then a weight that is shared goes back to its checkpoint, which takes no memory.
+        ``failed``: whether the move has; then a weight goes back to its checkpoint, which takes no memory.
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
         homes = self.homes
@@ -123,7 +123,7 @@ class HostStore:
                 if (weight := home.weight) is not None:
                     target = device or home.origin
                     if failed and target.type == "cpu":
-                        undo_sharing(home, weight)
+                        undo_move(home, weight)
                     if home_of(weight) is home:
                         give_back(weight, target, stagings, failed)
                     home.unpin()  # not sooner: pinned memory is copied faster
@@ -257,19 +257,20 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, u
             weight.grad = home.grad.to(device)
 
 
-def undo_sharing(home: Home, weight: HostWeight) -> None:
-    """Take a weight back that was going to be shared, as a mapping of its checkpoint again if it was one.
+def undo_move(home: Home, weight: HostWeight) -> None:
+    """Take a weight back as a mapping of its checkpoint again if it was one, and otherwise from what ranks share.
 
     Without memory: it may be why the move has failed.
     """
     shared, before = weight.cell.shared, home.before
-    if shared is None:
-        return
     if before is not None and before.intact:
         become(weight, weight.plain(before.values))
         if home.grad is not None:
             weight.grad = home.grad
-        shared.leave()
+        if shared is not None:
+            shared.leave()
+        return
+    if shared is None:
         return
     if before is not None and before.unread:
         _log.error(

@@ -21,7 +21,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .checkpoint import FilePart
+from .checkpoint import FilePart, Mapped
 from .drive import Scratch, scratch_folder
 from .holes import Place
 from .limits import PLACING, WRITING, check_room, no_room
@@ -70,6 +70,10 @@ class Wanted:
         for size in self.shape:
             count *= size
         return count * self.dtype.itemsize
+
+    def lay_in(self, values: torch.Tensor, unread: bool = False) -> Mapped | None:
+        """Its ``values`` in the file that it is a part of; None if it is none.  ``unread``: see :class:`Mapped`."""
+        return None if self.part is None else Mapped(values, self.part, unread)
 
     def told(self) -> dict[str, Any]:
         """As JSON holds it."""

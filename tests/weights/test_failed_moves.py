@@ -20,7 +20,7 @@ from chunkflow_compile import ChunkflowError, offload
 from chunkflow_compile.models.small import small_model
 from chunkflow_compile.placement import placement_of
 from chunkflow_compile.weights import filling, limits
-from chunkflow_compile.weights.checkpoint import CheckpointReader
+from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
 
 
 def equal(model: nn.Module, twin: nn.Module) -> bool:
@@ -78,6 +78,28 @@ def a_shard_is_cut(rank: int, folder: str) -> None:
 
 def test_a_shard_is_cut_before_the_other_rank_reads_it(on_ranks: Callable[..., None], shards: str) -> None:
     on_ranks(a_shard_is_cut, shards)
+
+
+@pytest.mark.parametrize("host_memory", [None, 0])
+def test_weights_go_back_to_their_checkpoint(
+    shards: str, host_memory: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy of each in memory may be more than the machine has."""
+    model, twin = diffusers.WanTransformer3DModel.from_pretrained(shards), small_model("wan", SIZE)
+    plain, done = CheckpointReader.read, list[int]()
+
+    def read(self: CheckpointReader, part: Any, *args: Any) -> None:
+        if len(done) == 8:
+            raise ChunkflowError("The drive is full.")
+        done.append(part.nbytes)
+        plain(self, part, *args)
+
+    monkeypatch.setattr(CheckpointReader, "read", read)
+    with pytest.raises(ChunkflowError, match="The drive is full"):
+        offload(model, min_bytes=LEAST, dtype=torch.bfloat16, host_memory=host_memory)
+    mappings = Mappings()
+    assert all(mappings.part(p.detach()) is not None for p in model.parameters())
+    assert equal(model, twin)
 
 
 def memory_runs_out(rank: int) -> None:
