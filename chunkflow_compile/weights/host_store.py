@@ -249,6 +249,11 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, u
             weight.cell.check()
         if device.type == "cpu":
             _end_sharing(home, weight.cell)  # an ordinary tensor may be written at any time
+            if weight.cell.scratch and (cause := no_room(weight.host.nbytes)) is not None:
+                raise ChunkflowError(
+                    f"There is no room in host memory for {weight.label} ({weight.host.nbytes} bytes): {cause}. It and the "
+                    "weights not restored yet stay where they are. Free host memory and call restore again."
+                )
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=weight.cell.scratch)

@@ -329,6 +329,21 @@ def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
+def test_no_room_for_weights_that_come_back_from_the_drive(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, twin = loaded(saved), loaded(saved, torch_dtype=torch.bfloat16)
+    offload(model, min_bytes=LEAST, host_memory=0, dtype=torch.bfloat16)
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
+        with pytest.raises(
+            ChunkflowError, match=r"no room in host memory for .* bytes\): 5 are free.*call restore again"
+        ):
+            restore(model)
+    assert homes(model) and all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    restore(model)
+    assert not homes(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
 def test_the_drive_is_asked_for_room_for_all_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model("wan", SIZE)
     free, written = large(model) // 2, list[int]()
