@@ -163,15 +163,18 @@ class Home:
             return
         self.settle()
         self.unpin()
+        self.cell.version += 1  # programs pin it again
+        # What is shared is noted before it is mapped.  Ctrl-C between the two leaves the same bytes where no other rank
+        # writes; after a mapping that is not noted, a write would reach the other ranks.
         if placed.shared is not None:
-            self.cell.shared = placed.shared.over(self.host)
+            self.cell.shared = placed.shared.at(self.host)
+            self.cell.shared.map()
         elif placed.drive is not None:
             own = self._drive[0].place if self.through and self._drive is not None else None
-            placed.drive.map_over(self.host, mmap.MAP_PRIVATE)
             self._drive, self.through = (placed.drive, self.host._version), False
+            placed.drive.map_over(self.host, mmap.MAP_PRIVATE)
             if own is not None and not own.seen:
                 own.clear()  # no other rank has this file
-        self.cell.version += 1  # programs pin it again
 
     def may_change(self) -> None:
         """The values are about to be written: a scratch file of this rank sees it, and any other file does not.

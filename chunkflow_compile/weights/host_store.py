@@ -82,18 +82,19 @@ class HostStore:
                 return self._adopt(names, tensor, self.device)
             grad, origin = tensor.grad, tensor.device
             placed = filling.place(names[0], tensor)
-            become(tensor, like(tensor, HostWeight(placed.host, self.device, label=names[0])))
-            home = self._adopt(names, tensor, origin)
+            made = like(tensor, HostWeight(placed.host, self.device, label=names[0]))
+            home = self._adopt(names, made, origin, tensor)
             home.grad = grad
-            weight: Any = tensor
-            weight.cell.shared, weight.cell.scratch = placed.shared, placed.scratch
+            made.cell.shared, made.cell.scratch = placed.shared, placed.scratch
             home.through = placed.through
             home._drive = None if placed.drive is None else (placed.drive, home.host._version)
             home.was_shared, home.before = home.shares, placed.before
+            become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
             return home
 
-    def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device) -> Home:
-        home = Home(names, weight.host, weight.cell, self, origin, weakref.ref(weight))
+    def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device, becomes: Any = None) -> Home:
+        """Make a home for a weight, or for the tensor that ``becomes`` it."""
+        home = Home(names, weight.host, weight.cell, self, origin, weakref.ref(weight if becomes is None else becomes))
         weight.label, weight.home = names[0], home
         weight.cell.order = id(self)
         weight.cell.writing = partial(_writing, weakref.ref(home), weakref.ref(weight.cell))
@@ -297,6 +298,7 @@ def _end_sharing(home: Home | None, cell: HostBytes) -> None:
         return
     if home is not None:
         home.unpin()  # the pages that a device reads are those at the address when they were pinned
+        cell.version += 1  # programs pin it again, also if there is no memory
     cell.shared.own_again()
     if home is not None:
         home.left = cell.shared.place

@@ -121,16 +121,16 @@ class SharedWeight:
         with contextlib.suppress(OSError):  # else it stays shared, which is right until it is written
             map_over(self.host, self._descriptor, mmap.MAP_PRIVATE, self._offset)
 
-    def over(self, host: torch.Tensor) -> SharedWeight:
-        """The shared memory at the address of ``host``, a weight of the same bytes in pages of its own, which it replaces.
+    def at(self, host: torch.Tensor) -> SharedWeight:
+        """The shared memory for ``host``, a weight of the same bytes in pages of its own, until :meth:`map` replaces them."""
+        return SharedWeight(self._descriptor, self._offset, host)
 
-        Raises ChunkflowError if the kernel refuses.
-        """
+    def map(self) -> None:
+        """Map the shared memory at the address of the weight.  Raises ChunkflowError if the kernel refuses."""
         try:
-            map_over(host, self._descriptor, mmap.MAP_SHARED, self._offset)
+            map_over(self.host, self._descriptor, mmap.MAP_SHARED, self._offset)
         except OSError as error:
             raise ChunkflowError(f"A weight cannot be shared again: {error.strerror}.") from error
-        return SharedWeight(self._descriptor, self._offset, host)
 
     def to_write(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values as an ordinary tensor.  It takes no memory until it is written, and only it sees the writes.

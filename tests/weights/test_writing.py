@@ -6,6 +6,7 @@ import fcntl
 import logging
 import os
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,9 +14,10 @@ import torch.distributed as dist
 from test_shared_memory import LEAST, SIZE, large, shared
 from torch import nn
 
-from chunkflow_compile import offload, writing
+from chunkflow_compile import ChunkflowError, offload, writing
 from chunkflow_compile.models.small import small_model
 from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.mapping import map_over
 
 NAME = "blocks.0.ffn.net.0.proj.weight"
 
@@ -68,6 +70,33 @@ def data_and_new_memory(rank: int) -> None:
 def test_what_lora_fusing_writes_is_shared_again(on_ranks: Callable[..., None]) -> None:
     """And what got new memory is named."""
     on_ranks(data_and_new_memory)
+
+
+def interrupted(rank: int) -> None:
+    """Ctrl-C on one rank, just after it has mapped the memory of all again."""
+    model = small_model("wan", SIZE)
+    offload(model, min_bytes=LEAST, share=True)
+    weight = model.get_parameter(NAME)
+
+    def mapped(*args: Any) -> None:
+        map_over(*args)
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr("chunkflow_compile.weights.sharing.map_over", mapped)
+        with pytest.raises((KeyboardInterrupt, ChunkflowError), match=None if rank else "another rank failed"):  # noqa: SIM117
+            with writing(model):
+                weight.fill_(0.5)
+    dist.barrier()
+    if rank == 1:
+        weight.fill_(2)
+    dist.barrier()
+    assert bool((weight.detach() == (2 if rank else 0.5)).all()), "a write stays on its rank"
+
+
+def test_an_interrupt_while_weights_are_shared_again(on_ranks: Callable[..., None]) -> None:
+    on_ranks(interrupted)
 
 
 def written_by_one(rank: int) -> None:
