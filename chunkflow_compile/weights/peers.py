@@ -30,6 +30,7 @@ from .meeting import PLACING, WRITING, Meeting, Occasion, meeting
 _log = logging.getLogger(__name__)
 
 _KEY = "chunkflow/peers"
+_GIVEN_UP = "given up"
 _LENGTH = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -186,10 +187,16 @@ def stay_away(share: Any, device: torch.device, error: BaseException) -> None:
 
 
 def _next(found: Meeting) -> str:
-    """The key of the next time that these ranks meet.  Each counts for itself, as all of them come each time."""
+    """The key of the next time that these ranks meet.  Each counts for itself, as all of them come each time.
+
+    A rank that was absent skips the times that the others have given up, or they would never meet again.
+    """
     group = hashlib.sha256(repr(found.ranks).encode()).hexdigest()[:8]
-    number = found.store.add(f"{_KEY}/{group}/count/{found.rank}", 1)
-    return f"{_KEY}/{group}/{number}"
+    while True:
+        number = found.store.add(f"{_KEY}/{group}/count/{found.rank}", 1)
+        key = f"{_KEY}/{group}/{number}"
+        if not found.store.check([f"{key}/{_GIVEN_UP}"]):
+            return key
 
 
 def meet(found: Meeting, near: str = "", occasion: Occasion = PLACING) -> Peers | None:
@@ -246,6 +253,7 @@ def _exchange(found: Meeting, key: str, mine: Mapping[str, str], occasion: Occas
         found.store.wait(keys, found.timeout)
     except RuntimeError as error:
         absent = [rank for rank, k in zip(found.ranks, keys, strict=True) if not found.store.check([k])]
+        found.store.set(f"{key}/{_GIVEN_UP}", "")
         raise ChunkflowError(
             f"{_numbers(absent).capitalize()} {occasion.absent} within {found.timeout.total_seconds():.0f} s: "
             f"{occasion.missed}"

@@ -67,6 +67,25 @@ def test_each_memory_node_has_a_group(caplog: pytest.LogCaptureFixture) -> None:
     )
 
 
+@pytest.mark.parametrize("missed", [1, 2])
+def test_a_rank_that_was_absent_meets_the_others_the_next_time(missed: int) -> None:
+    store = dist.HashStore()
+
+    def come(rank: int, seconds: float = 20) -> Peers | None:
+        return meet(Meeting(store, rank, (0, 1, 2), timedelta(seconds=seconds)))
+
+    for _ in range(missed):
+        with ThreadPoolExecutor(2) as threads:
+            for met in [threads.submit(come, rank, 0.5) for rank in (0, 2)]:
+                with pytest.raises(ChunkflowError, match="Rank 1 did not place the model within 0 s"):
+                    met.result()
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as threads:
+            for peers_ in threads.map(come, range(3)):
+                assert peers_ is not None and peers_.ranks == (0, 1, 2)
+                peers_.close()
+
+
 @pytest.mark.parametrize("near", [["", ""], ["0-7", "0-7"]])
 def test_ranks_in_different_containers(caplog: pytest.LogCaptureFixture, near: list[str]) -> None:
     assert ranks_meet(near, _network=lambda rank: f"net:[{rank}]") == [None, None]
