@@ -66,7 +66,10 @@ def test_a_result_is_returned_though_it_took_too_much(caplog: pytest.LogCaptureF
     remove(pipe)
 
 
-@pytest.mark.parametrize("changed", ["sizes", "output", "tiling", "callback"])
+_LONG = [pytest.param(changed, marks=pytest.mark.long) for changed in ("sizes", "tiling", "callback")]
+
+
+@pytest.mark.parametrize("changed", ["output", *_LONG])
 def test_a_generation_that_may_take_less_begins(changed: str) -> None:
     """Only the call that took too much is refused then, if it comes to that with inputs as large."""
     pipe, latents = small_pipeline("flux"), None

@@ -83,7 +83,10 @@ def after_with_kwargs(m: Any) -> None:
     m.blocks[1].attn1.norm_q.register_forward_hook(hook, with_kwargs=True)
 
 
-@pytest.mark.parametrize("change", [wider, without_bias, with_kwargs, after_with_kwargs])
+LONG = [pytest.param(change, marks=pytest.mark.long) for change in (without_bias, after_with_kwargs)]
+
+
+@pytest.mark.parametrize("change", [wider, with_kwargs, *LONG])
 def test_a_block_that_differs_later_is_told_apart(change: Callable[[Any], None]) -> None:
     model, twin, plain = (small_model("wan", SIZE) for _ in range(3))
     chunkflow_compile.compile(model, **EAGER)
