@@ -83,11 +83,15 @@ def by_kind(model: nn.Module) -> Any:
 
 
 def same_by_torch(model: nn.Module) -> Any:
-    """The modules that ``by_kind`` compiles, by torch.compile: what calls by kind cost without ChunkFlow."""
+    """The modules that ``by_kind`` compiles, by torch.compile: what calls by kind cost without ChunkFlow.
+
+    Except those of torch itself, such as a Linear, which Dynamo does not compile by themselves.
+    """
     blocks = blocks_of(model)
     compiled = between_hooks(blocks, RESIDENT["min_bytes"])
     for module in (*compiled.values(), *parts_of(model, blocks.values(), RESIDENT["min_bytes"]).values()):
-        module.compile(fullgraph=True)
+        if not type(module).__module__.startswith("torch.nn."):
+            module.compile(fullgraph=True)
     return model
 
 
