@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkflow_compile.compiling import compile_by_kind
 from chunkflow_compile.components import check_cast, check_component, check_floor, components_of, why_eager
-from chunkflow_compile.hardware.reading import Reading
+from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.kinds import blocks_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -184,7 +184,7 @@ def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any,
     """How long it takes to read all components, in words; empty if that is no time to wait for, or if not all are read."""
     if room is not None or (device.type != "cuda" and share in (None, False)):
         return ""
-    return Reading.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).told
+    return ReadTime.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).told
 
 
 def remove(pipe: Any) -> Any:

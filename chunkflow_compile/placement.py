@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 
-from chunkflow_compile.hardware.reading import Reading
+from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
@@ -131,7 +131,7 @@ class Placement:
             pages = device.type == "cuda" or bool(on_drive)
             try:
                 filling = Filling(device, plain, dtype_of, pages=pages, peers=peers, on_drive=on_drive)
-                work, expected = sum(filling.work(names[0]) for names, _ in todo), Reading.here(filling.reads).told
+                work, expected = sum(filling.work(names[0]) for names, _ in todo), ReadTime.here(filling.reads).told
                 with moving(f"moving {type(self.root).__name__} to the host", work, expected) as moved:
                     for names, tensor in todo:
                         self.store.add(names, tensor, filling)

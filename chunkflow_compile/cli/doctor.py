@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from chunkflow_compile.hardware.machine import look
-from chunkflow_compile.hardware.reading import Reading
+from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
 from chunkflow_compile.models.presets import PRESETS, weight_bytes
 from chunkflow_compile.report.health import engines, findings, health_json, health_table, room_for
@@ -37,8 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = look()
     found = (*findings(machine), engines(why_not_tensorrt()))
     if arguments.model is not None:
-        reading = Reading.here(weight_bytes(arguments.model))
-        found += (room_for(arguments.model, reading, arguments.ranks, machine),)
+        read_time = ReadTime.here(weight_bytes(arguments.model))
+        found += (room_for(arguments.model, read_time, arguments.ranks, machine),)
     say(arguments, health_table(found))
     write_json(arguments, health_json(found))
     return 1 if any(f.verdict == "missing" for f in found) else 0

@@ -10,7 +10,7 @@ from typing import Literal
 from tabulate import tabulate
 
 from chunkflow_compile.hardware.machine import Gpu, Machine
-from chunkflow_compile.hardware.reading import Reading
+from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
 from chunkflow_compile.weights.limits import HostMemory
 
@@ -48,12 +48,12 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
     )
 
 
-def room_for(model: str, reading: Reading, ranks: int, machine: Machine) -> Finding:
+def room_for(model: str, read_time: ReadTime, ranks: int, machine: Machine) -> Finding:
     """Whether the host has room for the streamed weights of a model, which ``ranks`` of this machine share.
 
-    ``reading``: of these weights, if they are not in the page cache."""
-    nbytes, copies = reading.nbytes, f", one copy for {ranks} ranks" if ranks > 1 else ""
-    copies += f"; {reading}"
+    ``read_time``: of these weights, if they are not in the page cache."""
+    nbytes, copies = read_time.nbytes, f", one copy for {ranks} ranks" if ranks > 1 else ""
+    copies += f"; {read_time}"
     found = f"{_gib(nbytes)} of host memory{copies}"
     reserve = min(nbytes, HostMemory(machine.memory_bytes, machine.available_bytes).reserve)  # as offload leaves it
     if (left := machine.available_bytes - nbytes) >= reserve:

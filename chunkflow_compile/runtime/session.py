@@ -11,7 +11,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home, home_of
 from chunkflow_compile.weights.host_store import pin_all
-from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
 
@@ -40,9 +40,6 @@ from .route import Key
 from .taking import taking
 
 _log = logging.getLogger(__name__)
-
-# Of an offloaded weight: where it is, and the counts of writes that are in HostWeight.writes.
-_state = attrgetter("home", "cell.version", "host._version", "_version")
 
 # Why a weight stays that other calls of the same code stream.
 _NOT_OFFLOADED = "on the device: not offloaded"
@@ -69,7 +66,7 @@ class Session:
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.homes.values(), *self._in_place.values())))  # equal for the same weights
         self.versions = tuple(home.version for home in self.homes.values())
-        self._as_they_are = [_state(parameters[name]) for name in self.homes]
+        self._as_they_are = [state_of(parameters[name]) for name in self.homes]
         order = list(parameters)
         self._offloaded = taking([order.index(name) for name in self.homes])
         self._others = taking([order.index(name) for name in self._in_place])
@@ -137,7 +134,7 @@ class Session:
         try:
             # another home: it was restored, replaced, or given other memory; other numbers: it was written, so copies of it
             # on the device are out of date
-            if list(map(_state, self._offloaded(weights))) != self._as_they_are:
+            if list(map(state_of, self._offloaded(weights))) != self._as_they_are:
                 return False
         except AttributeError:  # it is an ordinary tensor now
             return False

@@ -285,10 +285,7 @@ class CallingStream:
     """The calling thread as a stream: work has finished when ``run`` returns."""
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        if watch is None:
-            work()
-        else:
-            _watched(work, watch)()
+        _watched(work, watch)()
 
     def record(self, event: HostEvent) -> None:
         event.reach(event.mark())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from expecttest import TestCase
 
 from chunkflow_compile.hardware.machine import Gpu, Machine
-from chunkflow_compile.hardware.reading import Reading
+from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.report.health import Finding, findings, health_table, room_for
 
 FAULTY = Machine(
@@ -34,10 +34,10 @@ FAULTY = Machine(
 
 
 def test_room_for_a_model() -> None:
-    found = room_for("wan", Reading(4 << 30, 3e9), 1, FAULTY)
+    found = room_for("wan", ReadTime(4 << 30, 3e9), 1, FAULTY)
     assert found == Finding("wan", "4.0 GiB of host memory; from a drive of 3.0 GB/s in 1 s; 4.0 GiB left")
-    assert room_for("wan", Reading(6 << 30, 3e9), 1, FAULTY).verdict == "missing", "offload leaves a reserve"
-    found = room_for("wan", Reading(30 << 30, 3e9), 8, FAULTY)
+    assert room_for("wan", ReadTime(6 << 30, 3e9), 1, FAULTY).verdict == "missing", "offload leaves a reserve"
+    found = room_for("wan", ReadTime(30 << 30, 3e9), 8, FAULTY)
     assert found.verdict == "missing" and found.fix.startswith(
         "load it in a smaller dtype or quantised, or free or add"
     )

@@ -17,7 +17,7 @@ from test_shared_memory import LEAST, SIZE, everywhere
 
 from chunkflow_compile import apply, offload
 from chunkflow_compile.hardware.profiles import CPU, load_profile
-from chunkflow_compile.hardware.reading import Reading
+from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.models.small import small_model
 from chunkflow_compile.weights.checkpoint import unread
 
@@ -110,7 +110,7 @@ def test_the_prediction(saved: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     model = loaded(saved)
     assert unread(model.parameters()) == sum(p.nbytes for p in model.parameters())
     assert not unread(small_model("wan", SIZE).parameters())
-    assert str(Reading(28_000_000_000, 2e9)) == "from a drive of 2.0 GB/s in 14 s"
-    assert Reading(28_000_000_000, 2e9).told and not Reading(1_000_000_000, 2e9).told
+    assert str(ReadTime(28_000_000_000, 2e9)) == "from a drive of 2.0 GB/s in 14 s"
+    assert ReadTime(28_000_000_000, 2e9).told and not ReadTime(1_000_000_000, 2e9).told
     (tmp_path / "chunkflow" / "hardware.json").write_text("{")
-    assert Reading.here(1).rate == load_profile(CPU).drive_bandwidth, "a damaged profile does not stop a move"
+    assert ReadTime.here(1).rate == load_profile(CPU).drive_bandwidth, "a damaged profile does not stop a move"

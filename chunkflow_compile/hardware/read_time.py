@@ -13,20 +13,20 @@ _TOLD_S = 1.0
 
 
 @dataclass(frozen=True)
-class Reading:
+class ReadTime:
     """``nbytes`` of files, read once for all ranks of a machine, from a drive of ``rate`` bytes/s."""
 
     nbytes: int
     rate: float
 
     @staticmethod
-    def here(nbytes: int) -> Reading:
+    def here(nbytes: int) -> ReadTime:
         """With the rate that ``chunkflow calibrate`` has measured on this machine, or else that of a common drive."""
         try:
             profile = load_profile(MEASURED)
         except ChunkflowError:  # not measured, or the file is damaged, which is no reason not to read
             profile = load_profile(CPU)
-        return Reading(nbytes, profile.drive_bandwidth)
+        return ReadTime(nbytes, profile.drive_bandwidth)
 
     @property
     def seconds(self) -> float:
