@@ -373,7 +373,7 @@ class Budget:
                 f"memory={budget_for(least + phase.beside - phase.kept)}, or the pipeline with smaller sizes."
             ) from error
         phase.goal = goal
-        if phase.arena.held:  # memory grows for a plan, and never shrinks; the new plans may keep weights beside it
+        if phase.arena.held > goal - phase.kept:
             self._vacate([phase])
 
 

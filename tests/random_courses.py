@@ -91,7 +91,8 @@ class CourseBench:
 
     def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
         self.tenants.append(Tenant(plan))
-        return arena.join(self.tenants[-1])
+        arena.join(self.tenants[-1])
+        return arena.reserve(plan.arena_bytes)
 
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor of a call that poisons evicted weights.  The slots are full of NaN before the first call."""

@@ -186,7 +186,8 @@ class Bench:
     def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
         """The arena's memory, for as long as the bench lives."""
         self.tenants.append(Tenant(plan))
-        return arena.join(self.tenants[-1])
+        arena.join(self.tenants[-1])
+        return arena.reserve(plan.arena_bytes)
 
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor that poisons evicted weights.  The slots are full of NaN before its first step."""

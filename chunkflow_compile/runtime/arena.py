@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import weakref
 from collections.abc import Callable, Collection, Sequence
@@ -64,6 +65,10 @@ class Tenant(Protocol):
     @property
     def beside(self) -> Collection[torch.Tensor]:
         """What the program has on the device beside the memory.  Programs of several sizes have the same tensors."""
+
+    @property
+    def budget(self) -> tuple[object, int | None]:
+        """The model, and most bytes of its offloaded weights on the device; None for any."""
 
 
 class Shared(Protocol):
@@ -136,6 +141,20 @@ class Arena:
                 tenant.step_aside()
             self._unbind()
 
+    def make_way(self, nbytes: int, beside: int) -> None:
+        """Free everything if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.
+
+        What a program leaves may be more than the next one's plan has room for.  The caller holds the lock.
+        """
+        budgets: dict[object, int | None] = {}
+        for tenant in self.tenants:
+            model, budget = tenant.budget
+            known = budgets.get(model, 0)
+            budgets[model] = None if budget is None or known is None else max(budget, known)
+        most = sum(math.inf if budget is None else budget for budget in budgets.values())
+        if self.held + max(0, nbytes - self.nbytes) + beside > most:
+            self.vacate()
+
     @property
     def streams(self) -> Device:
         if self._streams is None:
@@ -164,13 +183,8 @@ class Arena:
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
-    def join(self, tenant: Tenant, *, kind: DeviceKind | None = None, advice: Callable[[], str] = str) -> torch.Tensor:
-        """Add a tenant; return the memory, uint8, at least its ``plan.arena_bytes`` long and aligned to 256 bytes.
-
-        If the memory was smaller, it is allocated again, and the other tenants are bound again at their next step.  Raises
-        ChunkflowError if the device has no room (``advice`` returns what would fit), or if the other tenants use another
-        ``kind`` of device.
-        """
+    def join(self, tenant: Tenant, *, kind: DeviceKind | None = None) -> None:
+        """Add a tenant.  Raises ChunkflowError if the other tenants use another ``kind`` of device."""
         kind = kind or DeviceKind()
         with self.lock():
             self.refuse_inside()
@@ -183,11 +197,6 @@ class Arena:
                     'debug="threads" for all of them or for none, and use one hardware profile if it emulates a link.'
                 )
             self._tenants.append(weakref.ref(tenant))
-            try:
-                return self.reserve(tenant.plan.arena_bytes, advice)
-            except BaseException:
-                self.leave(tenant)
-                raise
 
     def refuse_inside(self) -> None:
         """Raise ChunkflowError if a call runs now: in this thread, because other threads wait for its lock."""
@@ -199,10 +208,11 @@ class Arena:
             )
 
     def reserve(self, nbytes: int, advice: Callable[[], str] = str) -> torch.Tensor:
-        """Make the memory at least ``nbytes`` large; return it.  The caller holds the lock.
+        """Make the memory at least ``nbytes`` large; return it, uint8, aligned to 256 bytes.  The caller holds the lock.
 
-        The old memory is freed first, then ``grows`` is called.  Raises ChunkflowError if the device has no room; the memory
-        is then as large as before, or freed, if the device has lost the room for that too.
+        The old memory is freed first, and tenants are bound again at their next step; then ``grows`` is called.  Raises
+        ChunkflowError if the device has no room (``advice`` returns what would fit); the memory is then as large as before,
+        or freed, if the device has lost the room for that too.
         """
         before = self.nbytes
         if self._memory is None or before < nbytes:

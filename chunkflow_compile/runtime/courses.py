@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pace import give_way
 from chunkflow_compile.passes.pipeline import Settings, make_course
@@ -29,6 +30,7 @@ from chunkflow_compile.passes.program.course import Call, Course
 from chunkflow_compile.weights.home import Home
 
 from .arena import Arena
+from .common import bare, common, serves
 from .executor import Executor
 from .route import Homes, Key, Route, calls_of
 
@@ -50,13 +52,15 @@ _MOST_COURSES = 8
 class _Job:
     """A course that is being planned on another thread.
 
-    ``folder``: of the dump, if there is one.  ``instead``: the course that runs on these calls now, if it is planned again.
-    ``course``, ``marks``: the result.  ``error``: why there is none.  ``hurried``: whether another thread waits for it.
+    ``settings``: without measured times.  ``folder``: of the dump, if there is one.  ``instead``: the course that runs on
+    these calls now, if it is planned again.  ``course``, ``marks``: the result.  ``error``: why there is none.
+    ``hurried``: whether another thread waits for it.
     """
 
     keys: tuple[Key, ...]
     calls: Sequence[Call]
     homes: Homes
+    settings: Settings
     folder: Path | None
     instead: Route | None = None
     thread: threading.Thread | None = None
@@ -65,7 +69,8 @@ class _Job:
     error: ChunkflowError | None = None
     hurried: bool = False
 
-    def start(self, settings: Settings) -> None:
+    def start(self, timings: Timings | None = None) -> None:
+        settings = replace(self.settings, timings=timings)
         # Not a daemon: Python would stop it inside C++ code when the process exits, which aborts the process.
         self.thread = threading.Thread(target=self.plan, args=(settings,), name="chunkflow-plan")
         self.thread.start()
@@ -106,8 +111,8 @@ class Courses:
         key = self._keys.get(found)
         if key is None or not key.lasts:
             key = self._keys[found] = Key(home for region in homes for home in region)
-        elif (other := key.session()) is not None and _bare(other.code.settings) != _bare(session.code.settings):
-            self._start_anew(key)  # it was planned again for another goal
+        elif (other := key.session()) is not None and bare(other.code.settings) != bare(session.code.settings):
+            self._start_anew(key, session.code.settings)  # it was planned again for another goal
         key.session = weakref.ref(session)
         return key
 
@@ -211,10 +216,14 @@ class Courses:
         if self.current is route:
             self.current = None
 
-    def _start_anew(self, key: Key) -> None:
-        """Forget what is known of the courses of a call."""
-        for route in [r for r in self.known if key in r.keys]:
+    def _start_anew(self, key: Key, settings: Settings) -> None:
+        """Forget what is known of the courses of a call, but for those that are as good for its new settings."""
+        routes = [r for r in self.known if key in r.keys]
+        gone = [r for r in routes if not serves(r, settings)]
+        for route in gone:
             self._forget(route)
+        if routes and not gone and (self._job is None or key not in self._job.keys):
+            return
         self._job = self._fresh = None
         self._refused.clear()
         self._history.clear()
@@ -259,7 +268,7 @@ class Courses:
         sessions = _sessions(keys)
         if sessions is None:
             return False
-        settings = _common(sessions)
+        settings = common(sessions)
         regions = sum(len(s.program.problem.regions) for s in sessions)
         again = any(a is b and not s.part for a, b, s in zip(keys, (*keys[1:], keys[0]), sessions, strict=True))
         if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a course already
@@ -267,18 +276,18 @@ class Courses:
             return False
         calls, homes = calls_of(sessions)
         refs = {name: weakref.ref(home) for name, home in homes.items()}
-        self._job = _Job(keys, calls, refs, _folder(sessions))
-        self._job.start(settings)
+        self._job = _Job(keys, calls, refs, settings, _folder(sessions))
+        self._job.start()
         return True
 
     def _replan(self, route: Route, passes: int) -> bool:
         """Plan a course again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
         sessions, timings = _sessions(route.keys), route.timings(passes)
-        settings = None if sessions is None else _common(sessions)
+        settings = None if sessions is None else common(sessions)
         if sessions is None or settings is None or timings is None:
             return False
-        self._job = _Job(route.keys, route.calls, route.homes, _folder(sessions), instead=route)
-        self._job.start(replace(settings, timings=timings))
+        self._job = _Job(route.keys, route.calls, route.homes, settings, _folder(sessions), instead=route)
+        self._job.start(timings)
         return True
 
     def _refuse(self, keys: tuple[Key, ...]) -> None:
@@ -306,7 +315,7 @@ class Courses:
                 )
             return None
         assert job.marks is not None
-        route = Route(arena, job.keys, job.calls, job.homes, job.course, job.marks)
+        route = Route(arena, job.keys, job.calls, job.homes, job.settings, job.course, job.marks)
         if not route.lasts:
             return None
         if job.instead is not None:
@@ -363,27 +372,3 @@ def _sessions(keys: Sequence[Key]) -> list[Session] | None:
 def _folder(sessions: Sequence[Session]) -> Path | None:
     """The folder of the dumps of these calls, if there is one."""
     return next((s.code.folder.parent for s in sessions if s.code.folder is not None), None)
-
-
-def _bare(settings: Settings) -> Settings:
-    """Without what differs between sizes of one call, and between calls."""
-    return replace(settings, likes=(), part=False, outside=0)
-
-
-def _common(sessions: Sequence[Session]) -> Settings | None:
-    """The settings of a course, None if those of its calls do not agree.  The budget is the largest."""
-    bare = [replace(_bare(s.code.settings), memory=None) for s in sessions]
-    if any(s != bare[0] for s in bare):
-        return None
-    budgets = (s.code.settings.memory for s in sessions)
-    return replace(bare[0], memory=max((m for m in budgets if m is not None), default=None), outside=_outside(sessions))
-
-
-def _outside(sessions: Sequence[Session]) -> int:
-    """Bytes on the device of the weights of these models that none of the calls reads."""
-    left: dict[int, int] = {}
-    for session in {id(s.key): s for s in sessions}.values():
-        root = next((id(home.store.root) for home in session.homes.values()), 0)
-        kept = sum(w.nbytes for w in session.program.problem.weights if w.name not in session.homes)
-        left[root] = left.get(root, session.code.settings.outside + kept) - kept
-    return sum(max(0, nbytes) for nbytes in left.values())

@@ -14,6 +14,7 @@ import torch
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
 from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
@@ -56,7 +57,7 @@ class Route:
     """A course on the weights of its calls.
 
     ``position``: the call that is expected next.  ``jumps``: those so far.  ``replan_after``: the number of warm passes
-    after which to plan it again from their times; 0 for never.
+    after which to plan it again from their times; 0 for never.  ``settings``: that it was planned with, but for those times.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Route:
         keys: tuple[Key, ...],
         calls: Sequence[Call],
         homes: Homes,
+        settings: Settings,
         course: Course,
         marks: Arrivals,
     ) -> None:
@@ -76,6 +78,7 @@ class Route:
         self.replan_after = 0
         self.calls = calls
         self.homes = homes
+        self.settings = settings
         self._versions: dict[str, int] = {}
         self._places = [{id(self.homes[n]()): n for n in call.names.values() if n in self.homes} for call in self.calls]
         self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the session of a call has them
@@ -197,6 +200,9 @@ class Route:
     def _bound(
         self, session: Session, course: Course, call: int, names: Mapping[str, str], marks: Arrivals
     ) -> Executor:
+        if self._occupancy is not None:
+            kept = [name for name in session.homes if names[name] not in self._slots]
+            self.arena.make_way(0, session.missing(kept))  # another program may have run since
         if self._occupancy is None:
             self._take_memory(session.code.pin_bytes)
         outside = [name for name in session.homes if names[name] not in self._slots]
@@ -214,7 +220,10 @@ class Route:
         for tenant in self.arena.tenants:
             if tenant.key in self.keys:
                 tenant.step_aside()
-        memory = self.arena.reserve(self.course.plan.arena_bytes)
+        plan = self.course.plan
+        kept = [home for w in plan.weights if w.offset is None and (ref := self.homes.get(w.name)) and (home := ref())]
+        self.arena.make_way(plan.arena_bytes, sum(home.nbytes for home in set(kept)))
+        memory = self.arena.reserve(plan.arena_bytes)
         homes = {w.name: self._home(w.name) for w in self.course.plan.streamed}
         self._occupancy = Occupancy(self.arena.streams, len(self._marks.marked))
         if not pin_all([*homes.values()], self.arena.streams, pin_bytes):

@@ -62,7 +62,10 @@ class Session:
         self.started = time.monotonic()
         self.closed = False
         self.homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
+        self.model = next((id(home.store.root) for home in self.homes.values()), 0)
         self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
+        # bytes of its weights that never leave the device
+        self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.homes)
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.homes.values(), *self._in_place.values())))  # equal for the same weights
         self.versions = tuple(home.version for home in self.homes.values())
@@ -81,7 +84,7 @@ class Session:
         with arena.lock():
             if code.verified:
                 arena.prove(code, lambda other: verify_together(other.program, code.program))
-            arena.join(self, kind=code.kind, advice=code.advice)
+            arena.join(self, kind=code.kind)
             self._device = arena.streams
             try:
                 self._executor = self._bound()
@@ -223,6 +226,13 @@ class Session:
         """Its weights on the device beside the arena, which other programs on them share."""
         return self._residents.values()
 
+    @property
+    def budget(self) -> tuple[object, int | None]:
+        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any."""
+        settings = self.choice.code.settings
+        memory = settings.memory
+        return self.model, None if memory is None else max(0, memory - settings.outside - self.in_place)
+
     def as_call(self, names: Mapping[str, str]) -> Call:
         """The program as a call of a course.  ``names``: of its weights in the course."""
         keep = dict.fromkeys((names[name] for name in self._in_place), _NOT_OFFLOADED)
@@ -241,6 +251,15 @@ class Session:
         self._residents = made
         return made
 
+    def missing(self, names: Iterable[str]) -> int:
+        """Bytes that :meth:`residents` would add to what is on the device."""
+        return sum(self.homes[name].nbytes for name in names if self.homes[name].on_device is None)
+
+    @property
+    def _outside(self) -> list[str]:
+        """The offloaded weights that the plan keeps on the device."""
+        return [w.name for w in self.plan.weights if w.offset is None and w.name in self.homes]
+
     def _save(self, wait: bool = False) -> None:
         """Write the measurements to the dump folder, if there is one.  A full disk or a failed device is no error."""
         if self._folder is None:
@@ -254,8 +273,9 @@ class Session:
 
     def _bound(self) -> Executor:
         """The executor of the program outside courses, on the arena's memory."""
+        outside = self._outside
+        self.arena.make_way(self.plan.arena_bytes, self.missing(outside))
         memory = self.arena.reserve(self.plan.arena_bytes, self.code.advice)
-        outside = [w.name for w in self.plan.weights if w.offset is None and w.name in self.homes]
         values = dict(self.residents(outside))
         slots: dict[str, torch.Tensor] = {}
         for weight in self.plan.streamed:

@@ -98,13 +98,16 @@ class Home:
     def nbytes(self) -> int:
         return self.host.numel() * self.host.element_size()
 
+    @property
+    def on_device(self) -> torch.Tensor | None:
+        """The copy of the values on the store's device that programs use now, None if there is none."""
+        version, ref = self._resident or (None, None)
+        return None if ref is None or version != self.version else ref()
+
     def resident(self, stagings: GpuStagings) -> torch.Tensor:
         """A copy of the values on the store's device, shared by all programs that use it at the same time."""
-        if self._resident is not None:
-            version, ref = self._resident
-            found = ref()
-            if found is not None and version == self.version:
-                return found
+        if (found := self.on_device) is not None:
+            return found
         self.check()
         version = self.version  # before the copy: newer values need another
         made = stagings.brought(self.host, self.store.device, copy=True)

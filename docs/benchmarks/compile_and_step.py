@@ -4,14 +4,15 @@
 
 Compile time: a Wan-style model of narrow blocks, from the call to the first output, each arm in a fresh process with
 empty caches, in random order; then once more in a second process with the caches that the first one left.
-Ten sizes in turns, by kind, within half of the bytes of the weights: the time of their calls, and what was compiled; in
-a process of its own with empty caches.
+Ten resolutions in turns, then other batches, by kind, within half of the bytes of the weights: the time of their calls, and
+what was compiled; in a process of its own with empty caches.
 Step time: all arms in one process, steps interleaved in random order, medians and spread.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import platform
@@ -48,19 +49,12 @@ from chunkflow_compile.runtime.session import Session
 
 # Weights of narrow blocks count as large.
 RESIDENT = {"policy": "resident", "min_bytes": 4096}
-# Batch, height and width of the latents.
-SIZES = [
-    (1, 8, 12),
-    (1, 16, 8),
-    (1, 16, 16),
-    (2, 12, 20),
-    (1, 24, 16),
-    (2, 20, 12),
-    (1, 8, 24),
-    (1, 12, 12),
-    (2, 16, 20),
-    (1, 28, 8),
+# Batch, height and width of the latents: ten resolutions, and then other batches.
+RESOLUTIONS = [
+    (2, *size)
+    for size in ((8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8))
 ]
+BATCHES = [(3, 16, 16), (1, 16, 16)]
 # Blocks of other counts, compiled by kind, for the time that one more block takes.
 COUNTS = (20, 60)
 
@@ -186,7 +180,7 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
 
 
 def measure_sizes(blocks: int) -> dict[str, Any]:
-    """Ten sizes in two turns, by kind, with a budget of half of the weights.
+    """The sizes, the resolutions and then the batches in two turns each, by kind, with a budget of half of the weights.
 
     Of each size: its label, seconds of its first call, of planning in it, and of its second call, graphs compiled so far, and
     whether its outputs are those of a model compiled for that size alone.
@@ -198,11 +192,12 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
     found: dict[str, list[Any]] = {}
     outputs = dict[str, Any]()
     kinds: dict[str, dict[int, object]] = {}  # kind -> the lowered regions of its graphs, by identity
+    graphs: dict[str, list[int]] = {}  # kind -> how many they are, after the resolutions and after the batches
     run: Any = chunkflow_compile.compile(model, **options)
     with torch.no_grad():
-        for turn in range(2):
-            for number, (batch, height, width) in enumerate(tqdm(SIZES, desc=f"sizes, turn {turn + 1}")):
-                inputs = small_inputs("wan", replace(size, batch=batch, height=height, width=width), number)
+        for sizes, turn in itertools.product((RESOLUTIONS, BATCHES), range(2)):
+            for batch, height, width in tqdm(sizes, desc=f"sizes, turn {turn + 1}"):
+                inputs = small_inputs("wan", replace(size, batch=batch, height=height, width=width), len(outputs))
                 label, start = f"{batch} x {height} x {width}", time.perf_counter()
                 with planning() as took:
                     output = run(**inputs)[0]
@@ -214,13 +209,15 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
                     outputs[label] = inputs, output
                 for program in programs(model):
                     kinds.setdefault(kind_of(program), {})[id(program.code.regions)] = program.code.regions
+            if turn:
+                for kind, of in kinds.items():
+                    graphs.setdefault(kind, []).append(len(of))
         moved = sum(route.course.plan.moved_bytes for route in courses(model)[:1])
         assert moved > 0, "nothing streams"
         for label, (inputs, output) in tqdm(outputs.items(), desc="compiled for one size"):
             torch._dynamo.reset()
             expected = chunkflow_compile.compile(small_model("wan", size), dynamic=False, **options)(**inputs)[0]
             found[label].append(torch.allclose(output, expected, atol=1e-4, rtol=1e-3))
-    graphs = {kind: len(of) for kind, of in kinds.items()}
     return {"rows": list(found.values()), "kinds": graphs, "budget": budget, "moved": moved}
 
 
@@ -356,16 +353,18 @@ def compile_section(blocks: int, repeats: int) -> str:
 def sizes_section(blocks: int) -> str:
     with tempfile.TemporaryDirectory() as cache:
         found = in_a_process(SIZES_ONCE, blocks, cache)
-    kinds = "\n".join(f"* {kind}: {graphs}" for kind, graphs in found["kinds"].items())
+    kinds = "\n".join(
+        f"* {kind}: {ten}, and {more} with the other batches" for kind, (ten, more) in found["kinds"].items()
+    )
     return (
-        f"## Ten sizes in turns, {blocks} narrow blocks, by kind, within half of the bytes of the weights\n\n"
+        f"## Ten resolutions in turns, {blocks} narrow blocks, by kind, within half of the bytes of the weights\n\n"
         f"Empty caches. The budget is {found['budget'] / 1e6:.1f} MB, half of the weights; a warm step fetches "
         f"{found['moved'] / 1e6:.1f} MB. Planning is that of the thread that\ncalls; the course is planned beside it. "
         "Graphs compiled of each kind, named by its first large weight:\n\n"
         f"{kinds}\n\n"
         "The first size is compiled for itself, and the second for all sizes where it changes what the kind is given: torch "
-        "makes a size\nsymbolic once it has changed. A batch of one is another graph than a larger one, because torch "
-        "compiles a size of one for\nitself: it comes with the first batch of two. All other sizes are plans only.\n\n"
+        "makes a size\nsymbolic once it has changed. So another batch is one graph more, once, and a batch of one is "
+        "another: torch compiles a size of\none for itself. All other sizes are plans only.\n\n"
         f"{size_table(found['rows'])}"
     )
 

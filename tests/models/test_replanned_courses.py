@@ -14,7 +14,7 @@ from helpers import Stack
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile import courses, offload, programs, replan
+from chunkflow_compile import Arena, courses, offload, programs, replan
 from chunkflow_compile.runtime.route import Route
 
 PAUSE_S = 0.02
@@ -118,6 +118,39 @@ def test_a_course_for_another_goal() -> None:
     for i in range(4):
         step(i)
     assert courses(model) == (), "the user chose the placement"
+
+
+def test_a_course_that_fits_a_smaller_budget_goes_on() -> None:
+    model, step = pair(memory=sum(p.nbytes for p in Stack(4).parameters()) // 2, slowdown=None)
+    before = run(model, step)
+    needed = before.course.plan.device_bytes + before.settings.outside
+    replan(model, memory=needed)
+    assert run(model, step) is before, "no other plan is faster within less memory"
+    assert all(p.code.settings.memory == needed for p in programs(model))
+    replan(model, memory=needed - 1)
+    smaller = run(model, step)
+    assert smaller is not before and smaller.course.plan.device_bytes < before.course.plan.device_bytes
+    replan(model, memory=needed + 1)
+    assert run(model, step) is not smaller, "there may be a faster one"
+
+
+def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> None:
+    arena, models, twins = Arena(), [Stack(4).eval(), Stack(4).eval()], [Stack(4).eval(), Stack(4).eval()]
+    memory = sum(p.nbytes for p in models[0].parameters()) * 9 // 10
+    for model, twin in zip(models, twins, strict=True):
+        twin.load_state_dict(model.state_dict())
+        options = {**OPTIONS, "lowering": "eager", "slowdown": None, "memory": memory, "arena": arena}
+        del options["hardware"]  # where copies take longest, plans have resident weights
+        model.compile(backend="chunkflow", fullgraph=True, options=options)
+    held, kinds = [], set()
+    for i in (*[0, 1] * 5, 1, 1, 1, 1, *[0, 1] * 2, 0, 0, 0, 0, *[0, 1] * 2):
+        x = torch.randn(4, 8)
+        assert torch.equal(models[i](x), twins[i](x))
+        kinds.add(arena.courses.current is not None)
+        held.append(arena.held)
+        arena.courses.settle()
+    assert kinds == {True, False}
+    assert max(held) <= 2 * memory
 
 
 def test_a_size_that_comes_after_a_replan_runs_in_the_same_course(no_grad: None) -> None:
