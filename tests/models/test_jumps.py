@@ -1,0 +1,83 @@
+"""Calls that come in another order than before: each is right at once, and what repeats becomes a course."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_courses import arena_of, learn, primed, taken
+
+from chunkflow_compile import courses, programs
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+def test_any_order_of_calls_is_right(record_property: Callable[[str, object], None]) -> None:
+    """Passes, skipped blocks, repeated blocks, two sizes, in any order."""
+    jumps = 0
+    for seed in range(4):
+        torch._dynamo.reset()
+        rng = random.Random(seed)
+        model, twin = taken(debug="poison")
+        for i in range(40):
+            order = list(range(5))
+            if i > 2 and rng.random() < 0.5:
+                order = [*rng.sample(order, rng.randint(1, 5)), rng.randrange(5)]
+            x = torch.randn(rng.choice([2, 4]), 32)
+            assert torch.equal(model(x, order), twin(x, order)), (seed, i, order)
+            if rng.random() < 0.3:
+                learn(model)
+        assert courses(model)
+        jumps += sum(route.jumps for route in courses(model))
+    assert jumps > 20
+    record_property("counts", f"{jumps} jumps")
+
+
+def test_a_jump_moves_what_runs_and_at_most_an_arena() -> None:
+    """A step cache that skips all blocks but the first, in turns with whole steps."""
+    model, twin = taken()
+    for i in range(12):
+        order = list(range(5)) if i < 4 or i % 2 else [0]
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x, order), twin(x, order))
+        if i == 1:
+            learn(model)
+        if i > 4 and order == [0]:
+            (first,) = [
+                p
+                for p in programs(model)
+                if p.measurements and "blocks.0.up.weight" in {home.name for home in p.homes.values()}
+            ]
+            cost = first.measurements[-1]
+            assert cost.moved_bytes + cost.primed_bytes <= first.plan.moved_bytes + 2 * arena_of(model).nbytes
+    assert courses(model)[0].jumps >= 4
+
+
+def test_jumps_that_repeat_become_a_course() -> None:
+    model, twin = taken()
+    for _i in range(16):
+        x = torch.randn(4, 32)
+        for order in ([0, 1, 2, 3, 4], [0]):
+            assert torch.equal(model(x, order), twin(x, order))
+        learn(model)
+    assert len(courses(model)[0].course.calls) == 6
+    before = courses(model)[0].jumps
+    for order in ([0, 1, 2, 3, 4], [0]) * 2:
+        assert torch.equal(model(x, order), twin(x, order))
+    assert courses(model)[0].jumps == before
+
+
+def test_two_sizes_in_turns_are_one_course() -> None:
+    """Guidance with two text lengths: both calls of a block read the same weights."""
+    model, twin = taken()
+    for i in range(10):
+        for rows in (4, 6):
+            x = torch.randn(rows, 32)
+            assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
+            if i > 3:
+                assert primed(model) == 0
+        learn(model)
+    (route,) = courses(model)
+    assert len(route.course.calls) == 5 and route.jumps == 0
