@@ -37,8 +37,8 @@ def common(sessions: Sequence[Session]) -> Settings | None:
     shared = [replace(bare(s.code.settings), memory=None) for s in sessions]
     if any(s != shared[0] for s in shared):
         return None
-    budgets = (s.code.settings.memory for s in sessions)
-    return replace(shared[0], memory=max((m for m in budgets if m is not None), default=None), outside=_outside(sessions))
+    memory = max((m for s in sessions if (m := s.code.settings.memory) is not None), default=None)
+    return replace(shared[0], memory=memory, outside=_outside(sessions))
 
 
 def _outside(sessions: Sequence[Session]) -> int:
