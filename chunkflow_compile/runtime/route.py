@@ -172,11 +172,18 @@ class Route:
 
     def _make(self, session: Session, call: int) -> Executor:
         course, marks, placed = self.course, self._marks, self.calls[call]
-        if session.code.cut is not placed.cut:  # another graph, such as one for another size
+        # another graph, such as one for another size, or the same one on weights that have changed places
+        if session.code.cut is not placed.cut or not self._reads_as(session, placed):
             placed = session.as_call(_names(session) | {n: self._name(home, call) for n, home in session.homes.items()})
             program, marks = self._program(session, call, placed)
             course = course.at(call, program)
         return self._bound(session, course, call, placed.names, marks)
+
+    def _reads_as(self, session: Session, placed: Call) -> bool:
+        """Whether each weight of the graph is for the session what it is for a call.  Two that a region reads may have
+        changed places, such as the projections of queries and keys."""
+        seen = (self.homes.get(placed.names[name]) for name in session.homes)
+        return all(ref is not None and ref() is home for ref, home in zip(seen, session.homes.values(), strict=True))
 
     def _program(self, session: Session, call: int, placed: Call) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""

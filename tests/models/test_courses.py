@@ -175,6 +175,24 @@ def test_weights_that_change_in_the_middle_of_a_course() -> None:
     assert courses(model)[0].course.calls
 
 
+@pytest.mark.parametrize("when", [0, 5])
+def test_weights_of_one_region_that_change_places(when: int) -> None:
+    """While the course is planned, and while it runs: the call reads the same weights, each for another purpose."""
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    offload(model, min_bytes=MIN_BYTES)
+    model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
+    for i in range(9):
+        inputs = small_inputs("wan", SIZE, i)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+        if i == when:
+            for m in (model, twin):
+                attention: Any = m.blocks[1].attn1  # type: ignore[union-attr, index]
+                attention.to_q, attention.to_k = attention.to_k, attention.to_q
+        learn(model)
+    (route,) = courses(model)
+    assert route.course.calls and route.measurements[-1].primed_bytes == 0
+
+
 def test_a_tied_weight_and_one_on_the_device() -> None:
     """What stays is settled for the weights of each call, not for those of the block that was compiled first."""
     made = []
