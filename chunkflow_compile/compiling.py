@@ -12,9 +12,12 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
+from torch.fx import GraphModule
 
+from chunkflow_compile.frames import guard_hooks
 from chunkflow_compile.guards import needed
 from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook, calls_of_hooks, kinds_of, parts_of
 from chunkflow_compile.lowering.warm_up import warm_up
@@ -113,7 +116,7 @@ def compile_by_kind(
     others = kinds_of(parts)
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *others]))
     for module in (*compiled.values(), *parts.values()):
-        _compile(module, options, dynamic)
+        _compile(module, options, dynamic, _with_hooks)
     _show_first_call(model, placement, len(kinds) + len(others))
 
 
@@ -169,11 +172,25 @@ def _show_first_call(model: nn.Module, placement: Placement | None, kinds: int) 
     model._compiled_call_impl = first_call
 
 
-def _compile(module: nn.Module, options: Mapping[str, Any], dynamic: bool | None) -> None:
+def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
+    """The backend for a part of a model, however much of its weights a frame reads: hooks of its modules are guarded."""
+    guard_hooks()
+    return lookup_backend("chunkflow")(graph, inputs, **given)
+
+
+_with_hooks.__name__ = "chunkflow"  # torch's errors have it
+
+
+def _compile(
+    module: nn.Module,
+    options: Mapping[str, Any],
+    dynamic: bool | None,
+    backend: str | Callable[..., Any] = "chunkflow",
+) -> None:
     """Compile a module in place, at its first call."""
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
-    more |= {"backend": "chunkflow", "options": {**options, "guard_filter_fn": needed}, "dynamic": dynamic}
+    more |= {"backend": backend, "options": {**options, "guard_filter_fn": needed}, "dynamic": dynamic}
     if (hook := caching_hook(module)) is not None:
         forward = hook.fn_ref.original_forward
         hook.fn_ref.original_forward = Compiled(forward, torch.compile(forward, **more))

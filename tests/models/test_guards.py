@@ -100,6 +100,47 @@ def test_a_block_that_differs_later_is_told_apart(change: Callable[[Any], None])
     assert graphs() == before + 1
 
 
+class Breaking(nn.Module):
+    """A block whose last frame reads no weight."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.last = nn.Linear(32, width), nn.Tanh()
+        self.down = nn.Linear(width, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.down(self.up(x))
+        torch._dynamo.graph_break()
+        return torch.neg(self.last(x))
+
+
+class Uneven(nn.Module):
+    """Its second block has more than half of the weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList([Breaking(width) for width in (64, 512, 64)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("hooked", ["blocks.1.up", "blocks.0.last"])
+def test_a_hook_is_noticed_whatever_the_frame_reads(hooked: str) -> None:
+    """More than half of the large weights, or none."""
+    model, twin = Uneven().eval(), Uneven().eval()
+    chunkflow_compile.compile(model, **EAGER)
+    for step in range(4):
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x), twin(x))
+        if step == 1:
+            for m in (model, twin):
+                m.get_submodule(hooked).register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
 def test_a_hook_of_gradients_does_nothing_where_they_are_off() -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     chunkflow_compile.compile(model, **EAGER)
