@@ -28,6 +28,11 @@ def _forks() -> _Forks:
     return _Forks()
 
 
+def note_forks() -> None:
+    """From now on forks count, because this process is about to map a file that ranks share."""
+    _forks()
+
+
 @dataclass(frozen=True)
 class Place:
     """``nbytes`` from a page on, ``offset``, of a file that ranks share."""
@@ -38,7 +43,6 @@ class Place:
 
     @staticmethod
     def of(descriptor: Descriptor, offset: int, nbytes: int) -> Place:
-        _forks()  # from now on they count
         return Place(weakref.ref(descriptor), offset, whole_pages(nbytes))
 
     @property

@@ -23,7 +23,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .checkpoint import FilePart, Mapped
 from .drive import Scratch, scratch_folder
-from .holes import Place
+from .holes import Place, note_forks
 from .limits import PLACING, WRITING, check_room, no_room
 from .mapping import ACCESS, MAP_FIXED, Descriptor, libc, map_file, map_over, own_memory, whole_pages
 from .peers import Peers
@@ -152,6 +152,7 @@ class SharedPages:
 
         Raises ChunkflowError if there is no room, or a peer has ended.
         """
+        note_forks()
         self._peers = peers
         self._again = again
         self._pages: dict[str, SharedWeight] = {}

@@ -162,6 +162,30 @@ def test_what_nobody_sees_any_more_is_given_back(on_ranks: Callable[..., None], 
     on_ranks(rounds, host_memory)
 
 
+def forked(rank: int) -> None:
+    """The child of a rank reads a weight only after the ranks have written it for the first time."""
+    model = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(2))
+    for layer in model:
+        layer.weight.fill_(1)  # type: ignore[operator,union-attr]
+    offload(model, min_bytes=LEAST, share=True, device="cpu")
+    weight: Any = model[0].weight
+    told, tell = os.pipe()
+    child = os.fork() if rank == 1 else None
+    if child == 0:
+        os.read(told, 1)
+        os._exit(0 if bool((weight.host == 1).all()) else 1)
+    with writing(model):
+        weight.fill_(2)
+    dist.barrier()  # the leader gives back what nobody sees
+    if child is not None:
+        os.write(tell, b" ")
+        assert os.waitpid(child, 0)[1] == 0, "the child has the values from before"
+
+
+def test_a_child_from_before_the_first_write_keeps_its_values(on_ranks: Callable[..., None]) -> None:
+    on_ranks(forked)
+
+
 def sealed(rank: int) -> None:
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
     offload(model, min_bytes=LEAST, share=True, device="cpu")
