@@ -46,6 +46,14 @@ class Place:
         return Place(weakref.ref(descriptor), offset, whole_pages(nbytes))
 
     @property
+    def told(self) -> list[int]:
+        """What other ranks know it by; nothing if its file is closed."""
+        if (found := self.descriptor()) is None:
+            return []
+        status = os.fstat(found.number)
+        return [status.st_dev, status.st_ino, self.offset]
+
+    @property
     def seen(self) -> bool:
         """Whether something beside the weights may show the bytes: a tensor that ``state_dict`` has made, or a child."""
         if _forks().happened or (found := self.descriptor()) is None:

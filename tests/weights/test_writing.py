@@ -99,6 +99,37 @@ def test_an_interrupt_while_weights_are_shared_again(on_ranks: Callable[..., Non
     on_ranks(interrupted)
 
 
+def interrupted_leader(rank: int) -> None:
+    """Ctrl-C on the leader leaves it in the memory of before, while the other rank is in that of the round."""
+    model = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(4))
+    weights: list[Any] = [layer.weight for layer in model]
+    for weight in weights:
+        weight.fill_(1)
+    offload(model, min_bytes=LEAST, share=True, device="cpu")
+    kept = model.state_dict()["1.weight"] if rank == 1 else None
+
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr("chunkflow_compile.weights.sharing.map_over", interrupt)
+        with pytest.raises((KeyboardInterrupt, ChunkflowError)):  # noqa: SIM117
+            with writing(model):
+                for weight in weights[:3]:
+                    weight.fill_(2)
+    dist.barrier()
+    with writing(model):
+        for weight in weights[:2]:
+            weight.fill_(3)
+    dist.barrier()  # the leader gives back what nobody sees
+    assert kept is None or bool((kept == 1).all()), "what state_dict has made keeps its values"
+
+
+def test_a_rank_keeps_what_only_the_leader_has_left(on_ranks: Callable[..., None]) -> None:
+    on_ranks(interrupted_leader)
+
+
 def written_by_one(rank: int) -> None:
     model, said = small_model("wan", SIZE), heard()
     offload(model, min_bytes=LEAST, share=True)
