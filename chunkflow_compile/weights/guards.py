@@ -227,11 +227,13 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
     tensor.cell.check()
-    shared, home = tensor.cell.shared, tensor.cell.home()
+    home = tensor.cell.home()
     if home is not None and home.through:
         home.may_change()  # as part of the scratch file, unseen from here on
-    if shared is not None:  # other ranks read it, and a write to it would go unnoticed here
-        return shared.to_write(tensor.host)
+    while (shared := tensor.cell.shared) is not None:  # other ranks read it, and a write to it would go unnoticed here
+        copy = shared.to_write(tensor.host)
+        if tensor.cell.shared is shared:  # else another thread has written it, and its place may be given back
+            return copy
     if home is not None and home.was_shared and home.drive is None:
         return tensor.host.clone()  # ``writing`` may map shared memory at its address
     return tensor.host.detach()

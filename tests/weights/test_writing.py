@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, writing
 from chunkflow_compile.models.small import small_model
 from chunkflow_compile.weights.home import home_of
-from chunkflow_compile.weights.mapping import map_over
+from chunkflow_compile.weights.mapping import map_file, map_over
 
 NAME = "blocks.0.ffn.net.0.proj.weight"
 
@@ -128,6 +129,40 @@ def interrupted_leader(rank: int) -> None:
 
 def test_a_rank_keeps_what_only_the_leader_has_left(on_ranks: Callable[..., None]) -> None:
     on_ranks(interrupted_leader)
+
+
+def state_beside_writing(rank: int) -> None:
+    """A thread that makes a ``state_dict`` is held up while its rank writes and shares again."""
+    model = nn.ModuleList(nn.Linear(128, 128, bias=False) for _ in range(2))
+    weight: Any = model[0].weight
+    weight.fill_(1)
+    offload(model, min_bytes=LEAST, share=True, device="cpu")
+    state: dict[str, torch.Tensor] = {}
+    reader = threading.Thread(target=lambda: state.update(model[0].state_dict()))
+    begun, shared_again = threading.Event(), threading.Event()
+
+    def late(*args: Any, **options: Any) -> Any:
+        if threading.current_thread() is reader and not begun.is_set():
+            begun.set()
+            shared_again.wait(60)
+        return map_file(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chunkflow_compile.weights.sharing.map_file", late)
+        if rank == 1:
+            reader.start()
+            begun.wait(60)
+        with writing(model):
+            weight.fill_(2)
+        dist.barrier()  # the leader gives back what nobody sees
+        if rank == 1:
+            shared_again.set()
+            reader.join()
+            assert bool((state["weight"] == 2).all())
+
+
+def test_a_state_dict_beside_writing_has_the_values(on_ranks: Callable[..., None]) -> None:
+    on_ranks(state_beside_writing)
 
 
 def written_by_one(rank: int) -> None:
