@@ -22,7 +22,7 @@ from .filling import Placed
 from .holes import Place
 from .host_bytes import HostBytes
 from .host_weight import HostWeight
-from .limits import Room
+from .limits import Room, no_room
 from .reader import HostReader
 from .source import DriveBytes, Source
 from .staging import GpuStagings
@@ -121,6 +121,17 @@ class Home:
         """
         if self._drive is not None:
             self._drive[0].file.check()
+
+    def copied(self, nbytes: int) -> None:
+        """The values are about to be copied into so many bytes of host memory.
+
+        Raises ChunkflowError if they are on the drive, and there is no room.
+        """
+        if self.drive is not None and (cause := no_room(nbytes)) is not None:
+            raise ChunkflowError(
+                f"{self.name} is on the drive, and a copy of it ({nbytes} bytes) finds no room in host memory: {cause}. Free "
+                "host memory, or load the model once more, or in another dtype, with host_memory=."
+            )
 
     def pin(self, device: HostReader, room: Room | None) -> None:
         """Pin the host memory for the device's copies, once; if that fails, the store warns.  ``room``: None for any."""

@@ -54,6 +54,7 @@ class HostStore:
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
+    _replaced: bool = False
     _owned: set[int] = field(default_factory=set)  # pages at the ends of weights that have left their checkpoint
 
     @property
@@ -187,6 +188,18 @@ class HostStore:
                 "model with its new values (save_pretrained) and load it again to have them on the drive.",
                 stacklevel=2,
             )
+
+    def replaced(self, home: Home) -> None:
+        """A weight gets other memory, so it leaves the drive.  Warns once that ``bound`` is not for that."""
+        if self.bound is None or home.drive is None or self._replaced:
+            return
+        self._replaced = True
+        warnings.warn(
+            f"{home.name} got other memory, as by .to(dtype) or p.data = ..., and is no longer on the drive: such weights "
+            f"are in host memory, beyond host_memory ({self.bound} bytes) if need be. Save the model with its new values "
+            "(save_pretrained) and load it again to have them on the drive.",
+            stacklevel=2,
+        )
 
     def room(self, budget: int | None) -> Room:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
@@ -328,6 +341,7 @@ def _leaving(ref: weakref.ref[Home]) -> Iterator[None]:
     with contextlib.nullcontext() if home is None else home.store.quiet():
         if home is not None:
             home.settle()
+            home.store.replaced(home)
         yield
 
 

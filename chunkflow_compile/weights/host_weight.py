@@ -199,11 +199,18 @@ class HostWeight(torch.Tensor):
         target = self.device if device is None else torch.device(device)
         if target.type == "cuda" and target.index is None:
             target = torch.device("cuda", torch.cuda.current_device())
+        if target == self.device or target.type == "cpu":
+            self._copied(kwargs.get("dtype"))
         if target != self.device:
             return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
         with torch.inference_mode(False):
             made = _aten._to_copy.default(self.checked(), **{**kwargs, "device": "cpu"})
             return HostWeight(made, self.device, label=self.label)
+
+    def _copied(self, dtype: torch.dtype | None = None) -> None:
+        """Raise ChunkflowError if the values are on the drive, and there is no room for a copy of them."""
+        if (home := self.cell.home()) is not None:
+            home.copied(self.host.numel() * (dtype or self.host.dtype).itemsize)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
@@ -213,6 +220,7 @@ class HostWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
+            self._copied()
             with torch.inference_mode(False):
                 made = memo[id(self)] = like(self, HostWeight(self.checked().clone(), self.device, label=self.label))
                 made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})

@@ -303,6 +303,23 @@ def test_writes_beyond_host_memory_are_told_once(saved: Path, monkeypatch: pytes
     assert torch.equal(model.get_parameter(name), 2 * twin.get_parameter(name))
 
 
+def test_copies_of_weights_on_the_drive(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They go into host memory: a sentence where there is no room, and one warning for weights that leave the drive."""
+    model = loaded(saved)
+    offload(model, min_bytes=LEAST, host_memory=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
+        for made in (copy.deepcopy, lambda m: m.to(torch.bfloat16)):
+            with pytest.raises(
+                ChunkflowError, match=r"is on the drive, and a copy of it .* finds no room .*: 5 are free"
+            ):
+                made(model)
+    assert all(home.drive is not None for home in homes(model).values())
+    with pytest.warns(UserWarning, match="is no longer on the drive: such weights are in host memory") as told:
+        model.to(torch.bfloat16)
+    assert len([w for w in told if "no longer on the drive" in str(w.message)]) == 1
+
+
 def test_a_scratch_file_that_loses_what_was_written(tmp_path: Path) -> None:
     files, weight = Drive(folder=tmp_path), torch.randn(3, 50_000)
     first, found = files.keep(weight), files.keep(weight + 1)[1]
