@@ -58,7 +58,10 @@ def room_for(model: str, read_time: ReadTime, ranks: int, machine: Machine) -> F
     reserve = min(nbytes, HostMemory(machine.memory_bytes, machine.available_bytes).reserve)  # as offload leaves it
     if (left := machine.available_bytes - nbytes) >= reserve:
         return Finding(model, f"{found}; {_gib(left)} left")
-    fix = "load it in a smaller dtype or quantised, or free or add host memory; in a container, raise its memory limit"
+    fix = (
+        "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory=, or free or add host "
+        "memory; in a container, raise its memory limit"
+    )
     free = f"{_gib(machine.available_bytes)} free, and {_gib(reserve)} must stay free"
     return Finding(model, f"{found}; {free}", "missing", fix)
 

@@ -39,7 +39,7 @@ def test_room_for_a_model() -> None:
     assert room_for("wan", ReadTime(6 << 30, 3e9), 1, FAULTY).verdict == "missing", "offload leaves a reserve"
     found = room_for("wan", ReadTime(30 << 30, 3e9), 8, FAULTY)
     assert found.verdict == "missing" and found.fix.startswith(
-        "load it in a smaller dtype or quantised, or free or add"
+        "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory="
     )
     assert found.found == (
         "30.0 GiB of host memory, one copy for 8 ranks; from a drive of 3.0 GB/s in 11 s; 8.0 GiB free, "
