@@ -228,9 +228,14 @@ class Session:
 
     @property
     def budget(self) -> tuple[object, int | None]:
-        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any."""
+        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any.
+
+        A program without such weights is not known to be one of a model's, and needs no budget.
+        """
         settings = self.choice.code.settings
         memory = settings.memory
+        if not self.homes:
+            return self.model, 0
         return self.model, None if memory is None else max(0, memory - settings.outside - self.in_place)
 
     def as_call(self, names: Mapping[str, str]) -> Call:

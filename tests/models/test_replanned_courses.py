@@ -16,6 +16,7 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import Arena, courses, offload, programs, replan
 from chunkflow_compile.runtime.route import Route
+from chunkflow_compile.weights.home import home_of
 
 PAUSE_S = 0.02
 
@@ -151,6 +152,42 @@ def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> 
         arena.courses.settle()
     assert kinds == {True, False}
     assert max(held) <= 2 * memory
+
+
+def on_device(arena: Arena, *models: nn.Module) -> int:
+    """Bytes of the arena and of all copies of weights beside it, whoever keeps them."""
+    homes = [home_of(p) for model in models for p in model.parameters()]
+    copies = {id(made): made.nbytes for home in homes if home is not None and (made := home.on_device) is not None}
+    return arena.nbytes + sum(copies.values())
+
+
+class Parted(nn.Module):
+    """Two stacks behind a norm, whose weights are small, with graph breaks between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), Stack(3), Stack(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        torch._dynamo.graph_break()
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+def test_a_part_without_large_weights_has_no_budget_of_its_own() -> None:
+    model = Parted().eval()
+    twin = copy.deepcopy(model)
+    memory = sum(p.nbytes for p in model.parameters()) * 3 // 4
+    offload(model, min_bytes=OPTIONS["min_bytes"])
+    options = {**OPTIONS, "lowering": "eager", "slowdown": None, "memory": memory, "disable": ["course"]}
+    del options["hardware"]  # where copies take longest, plans have resident weights
+    model.compile(backend="chunkflow", options=options)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        assert torch.equal(model(x), twin(x))
+        assert on_device(programs(model)[0].arena, model) <= memory
 
 
 def test_a_size_that_comes_after_a_replan_runs_in_the_same_course(no_grad: None) -> None:
