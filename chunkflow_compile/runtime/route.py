@@ -207,6 +207,7 @@ class Route:
     def _bound(
         self, session: Session, course: Course, call: int, names: Mapping[str, str], marks: Arrivals
     ) -> Executor:
+        session.step_aside()  # its own plan keeps other weights on the device
         if self._occupancy is not None:
             kept = [name for name in session.homes if names[name] not in self._slots]
             self.arena.make_way(0, session.missing(kept))  # another program may have run since

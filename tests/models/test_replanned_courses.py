@@ -190,6 +190,23 @@ def test_a_part_without_large_weights_has_no_budget_of_its_own() -> None:
         assert on_device(programs(model)[0].arena, model) <= memory
 
 
+def test_a_size_that_comes_in_a_course_keeps_nothing_for_a_plan_of_its_own() -> None:
+    arena, models = Arena(), [Stack(4).eval(), Stack(4).eval()]
+    twins = copy.deepcopy(models)
+    memory = sum(p.nbytes for p in models[0].parameters()) * 9 // 10
+    options = {**OPTIONS, "lowering": "eager", "slowdown": None, "memory": memory, "arena": arena}
+    del options["hardware"]
+    for model in models:
+        model.compile(backend="chunkflow", fullgraph=True, dynamic=True, options=options)
+    for rows in (4, 4, 4, 4, 7, 7, 9):
+        for model, twin in zip(models, twins, strict=True):
+            x = torch.randn(rows, 8)
+            assert torch.equal(model(x), twin(x))
+            assert on_device(arena, *models) == arena.held <= 2 * memory
+            arena.courses.settle()
+    assert arena.courses.current is not None
+
+
 def test_a_size_that_comes_after_a_replan_runs_in_the_same_course(no_grad: None) -> None:
     model = Stack(4).eval()
     options = {k: v for k, v in OPTIONS.items() if k != "slowdown"}
