@@ -215,6 +215,8 @@ class Courses:
         self.known.remove(route)
         if self.current is route:
             self.current = None
+        if self._job is not None and self._job.instead is route:
+            self._job = None
 
     def _start_anew(self, key: Key, settings: Settings) -> None:
         """Forget what is known of the courses of a call, but for those that are as good for its new settings."""

@@ -207,6 +207,30 @@ def test_a_size_that_comes_in_a_course_keeps_nothing_for_a_plan_of_its_own() -> 
     assert arena.courses.current is not None
 
 
+def test_a_course_that_is_forgotten_when_it_was_planned_again() -> None:
+    """One of its models gets a placement that the user has chosen; the other goes on."""
+    arena, models = Arena(), [Stack(2).eval(), Stack(2).eval()]
+    twins = copy.deepcopy(models)
+    for model in models:
+        offload(model, min_bytes=OPTIONS["min_bytes"])
+        for block in model.blocks:
+            block.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager", "arena": arena})
+
+    def step(i: int) -> None:
+        x = torch.randn(4, 8)
+        assert torch.equal(models[i](x), twins[i](x))
+        arena.courses.settle()
+
+    for i in (0, 1) * 6:
+        step(i)
+    replan(models[0], as_measured=True)
+    replan(models[0], policy="layerwise")
+    for i in (0, 1) * 3:
+        step(i)
+    assert all(len(route.keys) == 2 for route in courses(models[1])), "of the other alone"
+    assert courses(models[1])
+
+
 def test_a_size_that_comes_after_a_replan_runs_in_the_same_course(no_grad: None) -> None:
     model = Stack(4).eval()
     options = {k: v for k, v in OPTIONS.items() if k != "slowdown"}
