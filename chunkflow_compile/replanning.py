@@ -56,11 +56,12 @@ def replan(
         found = [p for p in found if p not in together]
     codes, shared = [], dict[int, Code]()
     for program in found:
+        code = program.choice.code  # of the newest goal, which may not have run yet
         if as_measured and program not in together:
-            codes.append(program.code.remade(**goal, timings=measured(program.plan, program.measurements).timings()))
+            codes.append(code.remade(**goal, timings=measured(program.plan, program.measurements).timings()))
         else:  # blocks of one kind share their code
-            key = id(program.code)
-            shared[key] = shared.get(key) or program.code.remade(**goal)
+            key = id(code)
+            shared[key] = shared.get(key) or code.remade(**goal)
             codes.append(shared[key])
     for route in routes if "policy" not in goal else ():
         with route.arena.lock():

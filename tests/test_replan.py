@@ -145,6 +145,17 @@ def test_a_goal_is_kept_where_none_is_given(no_grad: None) -> None:
     assert session.plan.hardware.endswith("as measured") and session.plan.policy == "layerwise"
 
 
+def test_a_goal_that_has_not_run_yet_is_kept_where_none_is_given(no_grad: None) -> None:
+    model, twin = stack(), stack()
+    run = compiled(model)
+    check(run, twin)
+    replan(model, memory=30000)
+    replan(model, as_measured=True)
+    check(run, twin)
+    (session,) = programs(model)
+    assert session.code.settings.memory == 30000 >= session.plan.device_bytes
+
+
 def wrong(tmp_path: Path) -> str:
     """A profile on which a copy takes a hundred times as long as all compute: every weight stays resident."""
     machine = replace(load_profile(OPTIONS["hardware"]), launch_s=1e-5, h2d_bandwidth=1e6, name="wrong")
