@@ -85,6 +85,7 @@ class Route:
         self._measured = [deque[StepMeasurement](maxlen=KEPT_MEASUREMENTS) for _ in self.keys]
         self._marks = marks
         self._occupancy: Occupancy | None = None
+        self._streamed = frozenset(w.name for w in course.plan.streamed)
         self._slots: dict[str, torch.Tensor] = {}
         self._hosts: dict[str, Source] = {}
         self._executors: list[weakref.WeakKeyDictionary[Session, Executor]] = [
@@ -172,18 +173,14 @@ class Route:
 
     def _make(self, session: Session, call: int) -> Executor:
         course, marks, placed = self.course, self._marks, self.calls[call]
-        # another graph, such as one for another size, or the same one on weights that have changed places
-        if session.code.cut is not placed.cut or not self._reads_as(session, placed):
-            placed = session.as_call(_names(session) | {n: self._name(home, call) for n, home in session.homes.items()})
+        names = {name: self._name(home, call) for name, home in session.homes.items()}
+        # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
+        # projections of queries and keys may
+        if session.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
+            placed = session.as_call(_names(session) | names)
             program, marks = self._program(session, call, placed)
             course = course.at(call, program)
         return self._bound(session, course, call, placed.names, marks)
-
-    def _reads_as(self, session: Session, placed: Call) -> bool:
-        """Whether each weight of the graph is for the session what it is for a call.  Two that a region reads may have
-        changed places, such as the projections of queries and keys."""
-        seen = (self.homes.get(placed.names[name]) for name in session.homes)
-        return all(ref is not None and ref() is home for ref, home in zip(seen, session.homes.values(), strict=True))
 
     def _program(self, session: Session, call: int, placed: Call) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""
@@ -208,12 +205,11 @@ class Route:
         self, session: Session, course: Course, call: int, names: Mapping[str, str], marks: Arrivals
     ) -> Executor:
         session.step_aside()  # its own plan keeps other weights on the device
+        outside = [name for name in session.homes if names[name] not in self._streamed]
         if self._occupancy is not None:
-            kept = [name for name in session.homes if names[name] not in self._slots]
-            self.arena.make_way(0, session.missing(kept))  # another program may have run since
+            self.arena.make_way(0, session.missing(outside))  # another program may have run since
         if self._occupancy is None:
             self._take_memory(session.code.pin_bytes)
-        outside = [name for name in session.homes if names[name] not in self._slots]
         values = {names[name]: value for name, value in session.residents(outside).items()}
         for name, home in session.homes.items():
             if names[name] in self._slots:

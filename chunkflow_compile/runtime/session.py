@@ -232,11 +232,12 @@ class Session:
 
         A program without such weights is not known to be one of a model's, and needs no budget.
         """
-        settings = self.choice.code.settings
-        memory = settings.memory
         if not self.homes:
             return self.model, 0
-        return self.model, None if memory is None else max(0, memory - settings.outside - self.in_place)
+        settings = self.choice.code.settings
+        if settings.memory is None:
+            return self.model, None
+        return self.model, max(0, settings.memory - settings.outside - self.in_place)
 
     def as_call(self, names: Mapping[str, str]) -> Call:
         """The program as a call of a course.  ``names``: of its weights in the course."""

@@ -40,10 +40,9 @@ def share_again(store: HostStore, share: Any) -> None:
             if home.shares:
                 home.left = None
         # now every rank has left them, or says that it has not; after an error, ranks may have left other places
-        told = peers.gather([[name, place.told] for name, place in left.items() if not place.seen])
-        for name, place in told[0] if peers.leads else ():
-            if all([name, place] in each for each in told):
-                left[name].clear()
+        told = peers.gather([[name, *place.told] for name, place in left.items() if not place.seen])
+        for name, *_ in set.intersection(*(set(map(tuple, each)) for each in told)) if peers.leads else ():
+            left[name].clear()
     except BaseException as error:
         filling.close(error)
         raise

@@ -135,13 +135,17 @@ def test_a_course_that_fits_a_smaller_budget_goes_on() -> None:
     assert run(model, step) is not smaller, "there may be a faster one"
 
 
+def with_residents(**options: Any) -> dict[str, Any]:
+    """Options for plans with resident weights: of a machine where copies take longest."""
+    return {**{k: v for k, v in OPTIONS.items() if k not in ("hardware", "slowdown")}, "lowering": "eager", **options}
+
+
 def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> None:
     arena, models, twins = Arena(), [Stack(4).eval(), Stack(4).eval()], [Stack(4).eval(), Stack(4).eval()]
     memory = sum(p.nbytes for p in models[0].parameters()) * 9 // 10
     for model, twin in zip(models, twins, strict=True):
         twin.load_state_dict(model.state_dict())
-        options = {**OPTIONS, "lowering": "eager", "slowdown": None, "memory": memory, "arena": arena}
-        del options["hardware"]  # where copies take longest, plans have resident weights
+        options = with_residents(memory=memory, arena=arena)
         model.compile(backend="chunkflow", fullgraph=True, options=options)
     held, kinds = [], set()
     for i in (*[0, 1] * 5, 1, 1, 1, 1, *[0, 1] * 2, 0, 0, 0, 0, *[0, 1] * 2):
@@ -162,7 +166,7 @@ def on_device(arena: Arena, *models: nn.Module) -> int:
 
 
 class Parted(nn.Module):
-    """Two stacks behind a norm, whose weights are small, with graph breaks between."""
+    """A norm, whose weights are small, and two stacks, with graph breaks between them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -181,8 +185,7 @@ def test_a_part_without_large_weights_has_no_budget_of_its_own() -> None:
     twin = copy.deepcopy(model)
     memory = sum(p.nbytes for p in model.parameters()) * 3 // 4
     offload(model, min_bytes=OPTIONS["min_bytes"])
-    options = {**OPTIONS, "lowering": "eager", "slowdown": None, "memory": memory, "disable": ["course"]}
-    del options["hardware"]  # where copies take longest, plans have resident weights
+    options = with_residents(memory=memory, disable=["course"])
     model.compile(backend="chunkflow", options=options)
     for _ in range(3):
         x = torch.randn(4, 8)
@@ -194,8 +197,7 @@ def test_a_size_that_comes_in_a_course_keeps_nothing_for_a_plan_of_its_own() -> 
     arena, models = Arena(), [Stack(4).eval(), Stack(4).eval()]
     twins = copy.deepcopy(models)
     memory = sum(p.nbytes for p in models[0].parameters()) * 9 // 10
-    options = {**OPTIONS, "lowering": "eager", "slowdown": None, "memory": memory, "arena": arena}
-    del options["hardware"]
+    options = with_residents(memory=memory, arena=arena)
     for model in models:
         model.compile(backend="chunkflow", fullgraph=True, dynamic=True, options=options)
     for rows in (4, 4, 4, 4, 7, 7, 9):
