@@ -18,6 +18,7 @@ from pathlib import Path
 
 import diffusers
 import torch
+from gpu_card import GIB, Card, measure
 
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import RESIDENT, Job, Transport
@@ -100,15 +101,18 @@ def main() -> None:
     except ChunkflowError as error:
         parser.exit(2, f"{error}\n")
     machine = look()
+    dry = arguments.dry_run
+    card = measure(device, machine, *((GIB // 64, 256) if dry else ()))
+    print(*card.lines(), sep="\n", flush=True)
     profile = calibrate(device, "this card", loopback=True)
     hardware = arguments.out.with_name(f"{arguments.out.stem}_hardware.json")
     hardware.write_text(profile.to_json())
     log = arguments.out.with_name(f"{arguments.out.stem}_steps.jsonl")
     log.unlink(missing_ok=True)
     parts, records, took = [], [], dict[str, float]()
-    write = partial(_write, arguments.out, machine, profile, parts, records, arguments.dry_run)
+    write = partial(_write, arguments.out, card, profile, parts, records, dry)
     write(time.monotonic() - start)
-    cases = DRY_CASES if arguments.dry_run else CASES
+    cases = DRY_CASES if dry else CASES
     chosen = [int(n) for n in arguments.cases.split(",") if n] or range(1, len(cases) + 1)
     for case in (cases[n - 1] for n in chosen):
         left = arguments.seconds - (time.monotonic() - start)
@@ -182,23 +186,21 @@ def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
 
 
 def _write(
-    out: Path,
-    machine: object,
-    profile: Hardware,
-    parts: Sequence[str],
-    records: Sequence[object],
-    dry: bool,
-    took: float,
+    out: Path, card: Card, profile: Hardware, parts: Sequence[str], records: Sequence[object], dry: bool, took: float
 ) -> None:
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    versions = f"torch {torch.__version__}, CUDA {torch.version.cuda}, diffusers {diffusers.__version__}"
-    ran = (
-        f"{date}, {torch.cuda.get_device_name()}, driver {getattr(machine, 'driver', None)}, {versions}; {took:.0f} s."
-    )
+    ran = f"{date}, {card.versions}, diffusers {diffusers.__version__}; {took:.0f} s."
     about = [ABOUT, "**A dry run on small models: its figures mean nothing.**"] if dry else [ABOUT]
-    text = "\n\n".join([*about, f"```\npython docs/benchmarks/gpu.py --out {out}\n```", ran, _fenced(profile), *parts])
+    alone = ["## The card by itself", *(f"* {line}" for line in card.lines()[1:]), _fenced(profile)]
+    text = "\n\n".join([*about, f"```\npython docs/benchmarks/gpu.py --out {out}\n```", ran, *alone, *parts])
     out.write_text(text.replace("\n\n* ", "\n* ") + "\n")
-    body = {"date": date, "machine": ran, "profile": json.loads(profile.to_json()), "cases": list(records)}
+    body = {
+        "date": date,
+        "machine": ran,
+        "card": card.to_dict(),
+        "profile": json.loads(profile.to_json()),
+        "cases": list(records),
+    }
     out.with_suffix(".json").write_text(json.dumps(body, indent=1) + "\n")
 
 

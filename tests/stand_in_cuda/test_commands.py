@@ -36,7 +36,8 @@ def test_the_benchmark_of_a_card_runs_to_its_last_line(tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     ran(sys.executable, "docs/benchmarks/gpu.py", "--dry-run", "--steps", "3", "--seconds", "800", "--out", str(page))
     text, record = page.read_text(), json.loads(page.with_suffix(".json").read_text())
-    assert "A dry run" in text and "failed" not in text, text
+    assert "A dry run" in text and "The card by itself" in text and "failed" not in text, text
+    assert record["card"]["pin_s"] > 0 and record["card"]["copied"] * 8 == record["card"]["pinned"]
     arms = [set(case["steps_s"]) for case in record["cases"]]
     assert len(arms) == 2 and {"resident", "layerwise", "chunkflow", "inductor"} <= arms[0]
     assert any("diffusers" in arm for arm in arms[0])
