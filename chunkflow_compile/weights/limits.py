@@ -156,9 +156,10 @@ def _limit(group: Path) -> tuple[Path, int] | None:
 
 
 def _used(group: Path) -> int:
-    """Bytes that a group uses, without the page cache that the kernel can drop at once."""
-    name, cache = ("memory.current", "inactive_file")
+    """Bytes that a group uses, without its page cache, which the kernel can drop.  What is read twice becomes active."""
+    name, total = ("memory.current", "")
     if not (group / name).exists():
-        name, cache = "memory.usage_in_bytes", "total_inactive_file"
+        name, total = "memory.usage_in_bytes", "total_"
+    cache = (f"{total}inactive_file", f"{total}active_file")
     rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
-    return int((group / name).read_text()) - next((int(row[1]) for row in rows if row[0] == cache), 0)
+    return int((group / name).read_text()) - sum(int(row[1]) for row in rows if row[0] in cache)

@@ -42,7 +42,8 @@ def machine(root: Path, mounts: str, groups: str) -> None:
 
 def group(root: Path, path: str, limit: int | str, used: int, cache: int, v1: bool = False) -> None:
     names = ("memory.limit_in_bytes", "memory.usage_in_bytes") if v1 else ("memory.max", "memory.current")
-    stat = f"cache 1\n{'total_' * v1}inactive_file {cache}"
+    total = "total_" * v1
+    stat = f"cache 1\n{total}inactive_file {cache // 4}\n{total}active_file {cache - cache // 4}"
     write(
         root,
         {f"{path}/{name}": value for name, value in zip((*names, "memory.stat"), (limit, used, stat), strict=True)},
