@@ -152,6 +152,7 @@ class Placement:
                 torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
             if todo:
                 give_free_memory_back()
+                self.store.came(todo[-1][0][0])
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = as_they_are) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them."""

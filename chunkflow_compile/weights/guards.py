@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
+from .home import home_of
 from .host_store import HostStore
 from .host_weight import HostWeight
 from .leaves import beside, leaves, with_leaves
@@ -249,6 +250,8 @@ def _assign_host_copies(
         for name, tensor in held.items():
             value: Any = state.get(prefix + name)
             if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
+                if (home := home_of(tensor)) is not None:
+                    home.store.replaced(home)
                 state[prefix + name] = HostWeight(ordinary(value.detach().to("cpu")), tensor.device, label=tensor.label)
 
 

@@ -191,15 +191,25 @@ class HostStore:
 
     def replaced(self, home: Home) -> None:
         """A weight gets other memory, so it leaves the drive.  Warns once that ``bound`` is not for that."""
-        if self.bound is None or home.drive is None or self._replaced:
-            return
-        self._replaced = True
-        warnings.warn(
-            f"{home.name} got other memory, as by .to(dtype) or p.data = ..., and is no longer on the drive: such weights "
-            f"are in host memory, beyond host_memory ({self.bound} bytes) if need be. Save the model with its new values "
-            "(save_pretrained) and load it again to have them on the drive.",
-            stacklevel=2,
-        )
+        if self.bound is not None and home.drive is not None:
+            self._warn_beyond(
+                f"{home.name} got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True), and is no "
+                f"longer on the drive: such weights are in host memory, beyond host_memory ({self.bound} bytes) if need be."
+            )
+
+    def came(self, name: str) -> None:
+        """A weight has come, perhaps after the others.  Warns once if all of them take more host memory than ``bound``."""
+        if self.bound is not None and (held := self.held_bytes) > self.bound:
+            self._warn_beyond(
+                f"{name} came after the model was placed, and such weights do not go to the drive: the weights take {held} "
+                f"bytes of host memory now, more than host_memory, which is {self.bound}."
+            )
+
+    def _warn_beyond(self, what: str) -> None:
+        if not self._replaced:
+            self._replaced = True
+            fix = "Save the model with its new values (save_pretrained) and load it again to have them on the drive."
+            warnings.warn(f"{what} {fix}", stacklevel=3)
 
     def room(self, budget: int | None) -> Room:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""

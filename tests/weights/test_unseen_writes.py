@@ -1,13 +1,17 @@
-"""Writes to a weight in its checkpoint that no op on the weight sees: through a tensor that ``state_dict`` has made."""
+"""New values of a weight in its checkpoint that no op on it has written: through a tensor that ``state_dict`` has made, or
+as another tensor."""
 
 from __future__ import annotations
 
 import os
+import re
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from test_drive import LEAST, OPTIONS, homes, loaded, saved, steps, touch
+from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload
 
@@ -52,6 +56,31 @@ def test_what_notices_the_write_takes_the_weight_from_the_file(saved: Path, by: 
     with open(file, "r+b") as changed:
         changed.write(b"\1" * file.stat().st_size)
     assert torch.equal(weight.detach().clone(), expected)
+
+
+@pytest.mark.parametrize("how", ["assign", "parameter"])
+def test_new_weights_beyond_host_memory_are_told_once(saved: Path, how: str) -> None:
+    model, twin = (loaded(saved) for _ in range(2))
+    offload(model, min_bytes=LEAST, host_memory=0)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    steps(run, twin)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for factor in (2, 3):
+            made = factor * twin.get_parameter(NAME)
+            for m in (model, twin):
+                if how == "assign":
+                    m.load_state_dict({NAME: made.clone()}, assign=True, strict=False)
+                else:
+                    m.get_submodule(NAME.removesuffix(".weight")).weight = nn.Parameter(made.clone())
+            steps(run, twin, seed=factor)
+    said = [str(w.message) for w in told if "host_memory" in str(w.message)]
+    expected = (
+        "got other memory, as by .* is no longer"
+        if how == "assign"
+        else "came after .* the weights take 65536 bytes of host"
+    )
+    assert len(said) == 1 and re.search(f"{NAME} {expected}", said[0]), said
 
 
 def of_a_file(address: int) -> bool:
