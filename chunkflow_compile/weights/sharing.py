@@ -194,8 +194,11 @@ class SharedPages:
         # each leaves the memory that it has once it is written: one at a time exists twice
         twice = max(min(w.nbytes, w.frees) for w in weights)
         memory, descriptor = self._mapped(places[-1], sum(w.takes for w in weights) + twice)
+        storage = memory.untyped_storage()
         for weight, begin in zip(weights, places, strict=False):
-            host = weight.view(memory[begin : begin + weight.nbytes])
+            # each has a storage of its own: one of all weights would be pickled with each of them
+            part = torch.empty(0, dtype=torch.uint8).set_(storage[begin : begin + weight.nbytes])
+            host = weight.view(part)
             self._pages[weight.name] = SharedWeight(descriptor, begin, host)
 
     def _share_file(self, weights: Sequence[Wanted]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import pickle
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -63,6 +64,9 @@ def same_model(rank: int) -> None:
     names = large(model)
     offload(model, min_bytes=LEAST, share=True)
     assert shared(model) == names and memfds() == 1
+    name = "blocks.0.ffn.net.0.proj.weight"
+    sizes = [len(pickle.dumps(m.get_parameter(name))) for m in (model, twin)]
+    assert sizes[0] == sizes[1], "without the other weights"
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     steps(run, twin)
     (program,) = programs(model)
