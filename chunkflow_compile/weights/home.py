@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import time
 import warnings
 import weakref
@@ -23,6 +24,7 @@ from .holes import Place
 from .host_bytes import HostBytes
 from .host_weight import HostWeight
 from .limits import Room, no_room
+from .mapping import own_memory, whole_pages
 from .reader import HostReader
 from .source import DriveBytes, Source
 from .staging import GpuStagings
@@ -59,6 +61,7 @@ class Home:
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
     _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
     _copied_by: list[HostReader] = field(default_factory=list)
+    _process: int = field(default_factory=os.getpid)  # that has placed it
 
     @property
     def name(self) -> str:
@@ -193,11 +196,14 @@ class Home:
     def may_change(self) -> None:
         """The values are about to be written: a scratch file of this rank sees it, and any other file does not.
 
-        A weight in a scratch file of all ranks goes to one of this rank first, and a part of a checkpoint to host memory.
+        A weight in a scratch file of all ranks goes to one of this rank first, and a part of a checkpoint to host memory, as
+        does a weight that a child of this process writes.
         Raises ChunkflowError if there is no room, or the checkpoint has changed.
         """
         self.check()
-        if self.drive is not None and self.cell.scratch and not self.through:
+        if self.drive is not None and self.cell.scratch and self._process != os.getpid():
+            self._leave_parent()
+        elif self.drive is not None and self.cell.scratch and not self.through:
             drive, place = self.store.drive or Drive(fix=WRITING), self.drive.place
             self.store.drive = drive
             self._drive, self.through = (drive.keep_in_place(self.host), self.host._version), True
@@ -207,6 +213,15 @@ class Home:
         else:
             self._leave_checkpoint()
             self._drive = None  # of a mapping of a scratch file of all ranks, which stays one
+
+    def _leave_parent(self) -> None:
+        """Give a weight in a scratch file host memory, in a child of the process that has placed it: both have the file."""
+        self.copied(self.nbytes)
+        try:
+            own_memory(self.host.data_ptr(), self.nbytes, whole_pages(self.nbytes))
+        except OSError as error:
+            raise ChunkflowError(f"{self.name} ({self.nbytes} bytes) cannot be written: {error.strerror}.") from error
+        self._drive, self.through = None, False
 
     def _leave_checkpoint(self) -> None:
         """Give a part of a checkpoint host memory, because it is or was written.  Any other weight stays where it is."""

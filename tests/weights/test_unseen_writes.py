@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_drive import LEAST, OPTIONS, homes, loaded, saved, steps, touch
+from test_drive import LEAST, OPTIONS, SIZE, homes, loaded, saved, steps, touch
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload
+from chunkflow_compile.models.small import small_model
 
 __all__ = ["saved"]
 
@@ -81,6 +82,24 @@ def test_new_weights_beyond_host_memory_are_told_once(saved: Path, how: str) -> 
         else "came after .* the weights take 65536 bytes of host"
     )
     assert len(said) == 1 and re.search(f"{NAME} {expected}", said[0]), said
+
+
+def test_a_child_writes_no_weight_of_its_parent() -> None:
+    """Both have the scratch file."""
+    model, twin = (small_model("wan", SIZE) for _ in range(2))
+    offload(model, min_bytes=LEAST, host_memory=0)
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            model.state_dict()[NAME.replace("1", "2")].zero_()
+            model.get_parameter(NAME).mul_(2)
+            assert torch.equal(model.get_parameter(NAME), 2 * twin.get_parameter(NAME))
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def of_a_file(address: int) -> bool:
