@@ -8,6 +8,7 @@ import inspect
 import logging
 import weakref
 from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -115,8 +116,10 @@ def compile_by_kind(
         _warn_of_counters(kind)
     others = kinds_of(parts)
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *others]))
-    for module in (*compiled.values(), *parts.values()):
-        _compile(module, options, dynamic, _with_hooks)
+    for kind in (*kinds, *others):
+        code = _code()
+        for module in kind.members.values():
+            _compile(module, options, dynamic, _with_hooks, code)
     _show_first_call(model, placement, len(kinds) + len(others))
 
 
@@ -186,8 +189,9 @@ def _compile(
     options: Mapping[str, Any],
     dynamic: bool | None,
     backend: str | Callable[..., Any] = "chunkflow",
+    code: CodeType | None = None,
 ) -> None:
-    """Compile a module in place, at its first call."""
+    """Compile a module in place, at its first call.  ``code``: of the calls of its kind, if it is one of torch's own."""
     known = inspect.signature(torch.compile).parameters
     more: dict[str, Any] = {"recompile_limit": _RECOMPILE_LIMIT} if "recompile_limit" in known else {}
     more |= {"backend": backend, "options": {**options, "guard_filter_fn": needed}, "dynamic": dynamic}
@@ -199,15 +203,21 @@ def _compile(
     if type(module).__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         called = _through(module._call_impl)
+        called.__code__ = code or _code()
         module._compiled_call_impl = torch.compile(called, **more)
 
 
-def _through(call: Callable[..., Any]) -> Callable[..., Any]:
+def _through(call: Callable[..., Any]) -> FunctionType:
     def called(*args: Any, **kwargs: Any) -> Any:
         return call(*args, **kwargs)
 
-    called.__code__ = called.__code__.replace()  # of its own: Dynamo counts compilations by code
+    assert isinstance(called, FunctionType)
     return called
+
+
+def _code() -> CodeType:
+    """Code for the calls of one kind: Dynamo finds and counts compilations by code."""
+    return _through(_code).__code__.replace()
 
 
 def _said(kinds: list[Kind]) -> str:

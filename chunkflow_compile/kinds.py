@@ -18,7 +18,7 @@ from typing import Any
 from torch import nn
 
 from chunkflow_compile.weights.leaves import leaves_of
-from chunkflow_compile.weights.modules import hook_registry
+from chunkflow_compile.weights.modules import elements, hook_registry, is_called
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -58,7 +58,7 @@ def parts_of(root: nn.Module, blocks: Collection[nn.Module], min_bytes: int) -> 
         for name, child in module.named_children():
             if id(child) in inside or not _large(child, min_bytes):
                 continue
-            if _is_called(child) and not any(id(m) in inside for m in child.modules()):
+            if is_called(child) and not any(id(m) in inside for m in child.modules()):
                 yield prefix + name, child
             else:
                 yield from walk(child, f"{prefix}{name}.")
@@ -112,22 +112,17 @@ def kinds_of(modules: Mapping[str, nn.Module]) -> list[Kind]:
 
 
 def _lists(module: nn.Module, prefix: str) -> Iterator[tuple[str, Mapping[str, nn.Module]]]:
-    """The outermost lists with modules of one class: name, and the elements by theirs.  A list of stages holds such lists."""
+    """The outermost lists with modules of one class: name, and the elements by theirs.  A stage may hold such lists."""
     for name, child in module.named_children():
-        elements = dict(child.named_children())
-        if isinstance(child, nn.ModuleList) and len({type(m) for m in elements.values()}) < len(elements):
-            yield prefix + name, elements
+        found = dict(elements(child))
+        if isinstance(child, nn.ModuleList) and len({type(m) for m in found.values()}) < len(found):
+            yield prefix + name, found
         else:
             yield from _lists(child, f"{prefix}{name}.")
 
 
 def _large(module: nn.Module, min_bytes: int) -> bool:
     return any(leaf.nbytes >= min_bytes for leaf in leaves_of(module))
-
-
-def _is_called(module: nn.Module) -> bool:
-    """Whether the module has a forward, unlike a list of modules."""
-    return type(module).forward is not nn.Module.forward
 
 
 def _structure(module: nn.Module) -> object:

@@ -28,7 +28,7 @@ class ModelIndex:
     the model around it; None if no module holds them.
     ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of those that have
     memory in common with another.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
-    block.  A block is an element of an outermost ``ModuleList``.
+    block.  A block is an element of an outermost ``ModuleList``, see :func:`elements`.
     """
 
     root: nn.Module | None
@@ -69,12 +69,26 @@ def hooks_of(module: nn.Module) -> Mapping[str, Any]:
     return found
 
 
-def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+def is_called(module: nn.Module) -> bool:
+    """Whether the module has a forward, unlike a list of modules."""
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__
+
+
+def elements(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Name and module of each element of a list.  One that nothing calls, such as a list in a list, stands for its own."""
     for name, child in module.named_children():
-        if isinstance(module, nn.ModuleList):
-            yield str(id(child)), prefix + name
+        if is_called(child):
+            yield prefix + name, child
         else:
-            yield from _blocks(child, f"{prefix}{name}.")
+            yield from elements(child, f"{prefix}{name}.")
+
+
+def _blocks(module: nn.Module, prefix: str) -> Iterator[tuple[str, str]]:
+    if isinstance(module, nn.ModuleList):
+        yield from ((str(id(element)), name) for name, element in elements(module, prefix))
+        return
+    for name, child in module.named_children():
+        yield from _blocks(child, f"{prefix}{name}.")
 
 
 def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.Module]:

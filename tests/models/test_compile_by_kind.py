@@ -278,6 +278,39 @@ def test_blocks_of_a_list_of_one_stage() -> None:
     assert list(blocks_of(model)) == [f"stages.0.blocks.{n}" for n in range(3)]
 
 
+class Pairs(nn.Module):
+    """Lists of a block and a Linear, which nothing calls as a whole."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.ModuleList([Block(2), nn.Linear(32, 32)]) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, linear in self.layers:  # type: ignore[misc]
+            x = linear(block(x))
+        return x
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_blocks_of_lists_in_a_list(whole: bool) -> None:
+    model, twin = Pairs().eval(), Pairs().eval()
+    if whole:
+        model.compile(backend="chunkflow", fullgraph=True, options={**EAGER, "min_bytes": 1024})
+    else:
+        chunkflow_compile.compile(model, **{**EAGER, "min_bytes": 1024})
+    for _ in range(3):
+        x = torch.randn(4, 32)
+        assert torch.equal(model(x), twin(x))
+    if whole:
+        (program,) = programs(model)
+        assert {r.block for r in program.program.problem.regions} == {
+            f"layers.{n}.{m}" for n in range(3) for m in (0, 1)
+        }
+    assert graphs() == (1 if whole else 2), "one of each kind, also of torch's own modules"
+    assert all(p.measurements[-1].moved_bytes > 0 for p in programs(model))
+
+
 def test_misuse() -> None:
     with pytest.raises(ChunkflowError, match=r"takes a torch.nn.Module, not function"):
         chunkflow_compile.compile(lambda x: x)  # type: ignore[arg-type]
