@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -41,14 +42,15 @@ class DiskPlans:
         """The plans beside Inductor's cache; None if its caches are switched off."""
         return None if torch._inductor.config.force_disable_caches else DiskPlans(Path(cache_dir(), FOLDER))
 
-    def find(self, key: str) -> Plan | None:
-        """The plan of a key, None if there is none or it cannot be read."""
+    def find(self, key: str, check: Callable[[Plan], object]) -> Plan | None:
+        """The plan of a key, None if there is none, or it cannot be read, or ``check`` raises ChunkflowError."""
         path = self._path(key)
         try:
             plan = Plan.from_json(path.read_text())
+            check(plan)
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError, ChunkflowError, TypeError, KeyError) as error:
+        except (OSError, UnicodeDecodeError, RecursionError, ChunkflowError, TypeError, KeyError) as error:
             _log.warning("the plan in %s is ignored and made again: %s", path, error)
             return None
         self.used[key] = None

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, Protocol, get_args
 
 from chunkflow_compile.passes.cost.timings import Timings
@@ -47,8 +48,8 @@ OPTIONAL_PASSES: Mapping[str, str] = {
 class PlanCache(Protocol):
     """Plans that were made before, by :func:`plan_key`."""
 
-    def find(self, key: str) -> Plan | None:
-        """The plan of a key, None if there is none."""
+    def find(self, key: str, check: Callable[[Plan], object]) -> Plan | None:
+        """The plan of a key, None if there is none.  ``check``: raises ChunkflowError for a plan that does not fit."""
 
     def keep(self, key: str, plan: Plan) -> None:
         """Keep a plan.  Raises nothing."""
@@ -113,7 +114,7 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
     like = next((plan for other, plan in settings.likes if other.structure == problem.structure), None)
     cache = settings.cache if settings.timings is None else None  # measured times are never the same again
     key = "" if cache is None else plan_key(problem, settings, like, inside)
-    if cache is not None and (known := cache.find(key)) is not None and known.problem == problem.digest:
+    if cache is not None and (known := cache.find(key, partial(_check_known, problem, settings.memory))) is not None:
         return known
     plan = place(
         problem,
@@ -133,6 +134,13 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
     if cache is not None:
         cache.keep(key, plan)
     return plan
+
+
+def _check_known(problem: Problem, memory: int | None, plan: Plan) -> None:
+    """Raise ChunkflowError if a plan that was made before is not for this problem, or takes more than the budget."""
+    plan.check_problem(problem)
+    if memory is not None and plan.device_bytes > memory:
+        raise ChunkflowError(f"The plan takes {plan.device_bytes} bytes on the device, more than memory={memory}.")
 
 
 def plan_key(problem: Problem, settings: Settings, like: Plan | None, inside: bool) -> str:

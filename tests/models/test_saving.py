@@ -150,7 +150,13 @@ def emptied(_: str) -> str:
     return "[]"
 
 
-@pytest.mark.parametrize("spoil", [edited, *(pytest.param(f, marks=pytest.mark.long) for f in (shortened, emptied))])
+def nested(_: str) -> str:
+    return "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "spoil", [edited, nested, *(pytest.param(f, marks=pytest.mark.long) for f in (shortened, emptied))]
+)
 def test_a_plan_that_was_spoilt_is_made_again(
     spoil: Callable[[str], str], file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -163,6 +169,27 @@ def test_a_plan_that_was_spoilt_is_made_again(
             run(Stack())
         assert plan.read_text() == good
     assert sum("is ignored and made again" in record.message for record in caplog.records) == 1
+
+
+def test_a_plan_of_another_budget_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
+    options = {name: value for name, value in OPTIONS.items() if name != "slowdown"} | {"lowering": "eager"}
+
+    def planned(memory: int) -> int:
+        model, x = Stack(layers=4), torch.randn(4, 8)
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**options, "memory": memory})
+        run(x)
+        return chunkflow_compile.programs(model)[0].plan.device_bytes
+
+    with fresh_cache(), caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
+        assert planned(10**6) > 34_000
+        (large,) = Path(cache_dir(), "chunkflow_plans").iterdir()
+        assert planned(34_000) <= 34_000
+        (small,) = {*Path(cache_dir(), "chunkflow_plans").iterdir()} - {large}
+        small.write_text(large.read_text())
+        torch._dynamo.reset()
+        assert planned(34_000) <= 34_000
+    (record,) = caplog.records
+    assert "more than memory=34000" in record.getMessage()
 
 
 def test_other_settings_do_not(file: Path) -> None:
