@@ -11,6 +11,7 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from conftest import HERE, OPTIONS
-from helpers import Stack
+from helpers import Stack, cut_of
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config, cpu_vec_isa
@@ -27,7 +28,10 @@ from torch._inductor.utils import fresh_cache
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, plan_cache
+from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes import pipeline
+from chunkflow_compile.passes.pipeline import Settings, make_plan
+from chunkflow_compile.plan_cache import DiskPlans
 
 
 @pytest.fixture(autouse=True)
@@ -171,25 +175,19 @@ def test_a_plan_that_was_spoilt_is_made_again(
     assert sum("is ignored and made again" in record.message for record in caplog.records) == 1
 
 
-def test_a_plan_of_another_budget_is_made_again(caplog: pytest.LogCaptureFixture) -> None:
-    options = {name: value for name, value in OPTIONS.items() if name != "slowdown"} | {"lowering": "eager"}
-
-    def planned(memory: int) -> int:
-        model, x = Stack(layers=4), torch.randn(4, 8)
-        run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**options, "memory": memory})
-        run(x)
-        return chunkflow_compile.programs(model)[0].plan.device_bytes
-
-    with fresh_cache(), caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
-        assert planned(10**6) > 34_000
-        (large,) = Path(cache_dir(), "chunkflow_plans").iterdir()
-        assert planned(34_000) <= 34_000
-        (small,) = {*Path(cache_dir(), "chunkflow_plans").iterdir()} - {large}
-        small.write_text(large.read_text())
-        torch._dynamo.reset()
-        assert planned(34_000) <= 34_000
-    (record,) = caplog.records
-    assert "more than memory=34000" in record.getMessage()
+def test_a_plan_of_another_budget_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    problem = cut_of(Stack(), torch.randn(4, 8), min_bytes=4096).problem
+    settings = Settings(hardware=load_profile(HERE / "slow_compute.json"), chunk_bytes=4096, cache=DiskPlans(tmp_path))
+    large, small = (replace(settings, memory=memory) for memory in (10**6, 20_000))
+    assert make_plan(problem, large).device_bytes > 20_000
+    (file,) = tmp_path.iterdir()
+    expected = make_plan(problem, small)
+    assert expected.device_bytes <= 20_000
+    (other,) = {*tmp_path.iterdir()} - {file}
+    other.write_text(file.read_text())
+    with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
+        assert make_plan(problem, small) == make_plan(problem, small) == expected
+    assert caplog.text.count("more than memory=20000") == 1
 
 
 def test_other_settings_do_not(file: Path) -> None:
@@ -310,7 +308,7 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import torch
 from conftest import HERE, OPTIONS
-from helpers import Stack
+from helpers import Stack, cut_of
 from torch._dynamo.utils import counters
 
 torch.manual_seed(0)
