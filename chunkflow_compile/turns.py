@@ -32,7 +32,12 @@ def in_turns(cls: type) -> type:
         if budget is None or _left(self, budget):
             return call(self, *args, **kwargs)
         with budget.turn():
-            if budget_of(self) is budget:
+            now = budget_of(self)
+            if now is None or _left(
+                self, now
+            ):  # it was removed while this thread waited, which has its turn all the same
+                return call(self, *args, **kwargs)
+            if now is budget:
                 _check(self, budget)
                 with budget.lock():
                     free(unused(budget), budget)
@@ -42,7 +47,7 @@ def in_turns(cls: type) -> type:
                     budget.generated = True
                     budget.show()
                 return result
-        return __call__(self, *args, **kwargs)  # it was removed by another thread, which this one waited for
+        return __call__(self, *args, **kwargs)  # it was applied anew by another thread, which this one waited for
 
     body = {
         "__call__": __call__,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -89,3 +91,28 @@ def test_the_same_memory_again() -> None:
     apply(pipe, memory="1MiB", **EAGER)
     assert placed(pipe) == {*models(pipe)}
     remove(pipe)
+
+
+def test_calls_that_wait_while_it_is_removed() -> None:
+    """They run one at a time all the same: the scheduler counts the steps of one generation."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
+    apply(pipe, memory="1MiB", **EAGER)
+    other, got = copy.copy(pipe), dict[int, torch.Tensor]()
+
+    def tell(*_: Any) -> dict[str, Any]:
+        time.sleep(0.02)  # another thread runs
+        return {}
+
+    def serve(seed: int) -> None:
+        got[seed] = WAN.generate((pipe, other)[seed % 2], seed, callback_on_step_end=tell)
+
+    threads = [threading.Thread(target=serve, args=(seed,)) for seed in range(4)]
+    with budget_of(pipe).turn():
+        for thread in threads:
+            thread.start()
+        time.sleep(0.1)  # they wait
+        remove(pipe)
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(got[seed], WAN.generate(twin, seed)) for seed in range(4))
+    assert same_weights(pipe, twin)
