@@ -12,6 +12,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.headroom import budget_for
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.phase import Phase
 from chunkflow_compile.phases import Budget
 from chunkflow_compile.placement import placement_of, placements_around
 from chunkflow_compile.weights.filling import as_they_are, cast_to
@@ -38,7 +39,8 @@ def components_of(pipe: Any) -> dict[str, nn.Module]:
 def check_component(name: str, model: nn.Module, device: torch.device) -> None:
     """Raise ChunkflowError if a component cannot be placed."""
     what = f"pipe.{name} ({type(model).__name__})"
-    if any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules()):
+    whole = any(isinstance(m, OptimizedModule) or m._compiled_call_impl is not None for m in model.modules())
+    if whole or _has_compiled_method(model):
         raise ChunkflowError(f"{what} is compiled already: pass a pipeline that is not, apply compiles it.")
     if placement_of(model) is not None or placements_around(leaves_of(model)):
         raise ChunkflowError(f"{what} is offloaded already: call chunkflow_compile.restore(pipe.{name}) first.")
@@ -92,16 +94,26 @@ def _quantiser(model: nn.Module) -> str | None:
     return None if found is None else str(getattr(found, "value", found))
 
 
-def check_unmoved(name: str, model: nn.Module, device: torch.device) -> None:
-    """Raise ChunkflowError if something else moves the weights of a placed component, or has moved them."""
+def check_unmoved(name: str, phase: Phase, device: torch.device) -> None:
+    """Raise ChunkflowError if something else moves the weights of a placed component, or has moved or compiled it."""
+    model = phase.root
     what, then = f"pipe.{name} ({type(model).__name__})", "call chunkflow_compile.remove(pipe) first, or undo that."
     if (hook := _moving_hook(model)) is not None:
         raise ChunkflowError(f"{what} is under {hook} since apply, and both would move its weights: {then}")
+    if not phase.begins or _has_compiled_method(model):
+        raise ChunkflowError(f"{what} was compiled after apply, which compiles it: {then}")
     for leaf in leaves_of(model):
         # what came later and is no part of a program yet may be on the CPU
         known = isinstance(leaf, HostWeight) or leaf.device.type != "cpu"
         if leaf.device != device and known:
             raise ChunkflowError(f"{what} was moved from {device} to {leaf.device} after apply: {then}")
+
+
+def _has_compiled_method(model: nn.Module) -> bool:
+    """Whether torch.compile made a method of a module anew, as in ``vae.decode = torch.compile(vae.decode)``."""
+    own = ((type(m), name, call) for m in model.modules() for name, call in vars(m).items())
+    given = (getattr(call, "__dict__", {}) for kind, name, call in own if callable(getattr(kind, name, None)))
+    return any("_torchdynamo_orig_callable" in found and "_torchdynamo_disable" not in found for found in given)
 
 
 def _moving_hook(model: nn.Module) -> str | None:
@@ -135,8 +147,8 @@ def check_floor(
         said += f" (the largest is {first}, {weight.stays})"
     raise ChunkflowError(
         f"memory={budget.total} bytes is too little for pipe.{name}: its largest streamed weight has {largest[name]} bytes, "
-        f"{said}. Give at least memory={budget_for(kept + largest[name])}. Activations come on top: what they take is known "
-        "after the first call of each component."
+        f"{said}. Give at least memory={budget_for(kept + largest[name])}. Activations come on top, and other weights of the "
+        "same region: what they take is known after the first call of each component."
     )
 
 

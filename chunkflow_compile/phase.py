@@ -56,6 +56,11 @@ class Phase:
         return nn.Module() if found is None else found
 
     @property
+    def begins(self) -> bool:
+        """Whether its calls come here: ``module.compile()`` replaces what makes them."""
+        return bool(self.methods) or isinstance(self.root._compiled_call_impl, Entry)
+
+    @property
     def weights(self) -> list[torch.Tensor]:
         """Its weights, each once."""
         return [*{id(leaf): leaf for leaf in leaves_of(self.root)}.values()]

@@ -99,9 +99,10 @@ def _check(pipe: Any, budget: Budget) -> None:
     """Raise ChunkflowError if a component is another one than at apply, or somewhere else."""
     names = budget.pipelines.get(pipe, frozenset())
     for name, model in components_of(pipe).items():
-        if budget.phase_of(model) is None:
+        phase = budget.phase_of(model)
+        if phase is None:
             raise ChunkflowError(
                 f"pipe.{name} was {'replaced' if name in names else 'added'} after apply: call chunkflow_compile.apply(pipe) "
                 "again, which places it too."
             )
-        check_unmoved(name, model, budget.device)
+        check_unmoved(name, phase, budget.device)

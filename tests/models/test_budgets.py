@@ -180,7 +180,7 @@ def test_other_phases_give_way_to_an_arena_that_grows() -> None:
 
 
 def test_what_apply_says_of_activations() -> None:
-    with pytest.raises(ChunkflowError, match=r"Give at least memory=\d+\. Activations come on top: .* first call"):
+    with pytest.raises(ChunkflowError, match=r"Give at least memory=\d+\. Activations come on top, .* first call"):
         apply(small_pipeline("wan"), **{**EAGER, "memory": 1024})
 
 

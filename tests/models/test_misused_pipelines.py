@@ -30,13 +30,15 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
-@pytest.mark.parametrize("part", [False, True])
-def test_a_component_that_torch_compiled(part: bool) -> None:
+@pytest.mark.parametrize("part", ["whole", "block", "forward"])
+def test_a_component_that_torch_compiled(part: str) -> None:
     pipe = small_pipeline("wan")
-    if part:
+    if part == "block":
         pipe.transformer.blocks[0] = torch.compile(pipe.transformer.blocks[0], backend="eager")
-    else:
+    elif part == "whole":
         pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+    else:
+        pipe.transformer.forward = torch.compile(pipe.transformer.forward, backend="eager")
     with pytest.raises(ChunkflowError, match=r"pipe\.transformer .* is compiled already: pass a pipeline that is not"):
         apply(pipe, **EAGER)
     assert budget_of(pipe) is None and not any(isinstance(p, HostWeight) for p in pipe.transformer.parameters())
@@ -51,7 +53,16 @@ def test_a_component_that_torch_compiled_after() -> None:
         apply(pipe)
     pipe.transformer = plain
     assert WAN.generate(pipe).isfinite().all()
+    pipe.vae.decode = torch.compile(pipe.vae.decode, backend="eager")
+    with pytest.raises(ChunkflowError, match=r"pipe\.vae .* was compiled after apply, which compiles it: .*remove"):
+        WAN.generate(pipe)
     remove(pipe)
+    apply(pipe, memory="1MiB", **EAGER)
+    pipe.transformer.compile(backend="eager")
+    with pytest.raises(ChunkflowError, match=r"pipe\.transformer .* was compiled after apply"):
+        WAN.generate(pipe)
+    remove(pipe)
+    assert not any(map(compiled, models(pipe).values())) and same_weights(pipe, small_pipeline("wan"))
 
 
 def compiled(model: nn.Module) -> list[str]:
