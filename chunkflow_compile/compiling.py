@@ -82,8 +82,7 @@ def _check(model: nn.Module, dynamic: bool | None, options: Mapping[str, Any]) -
     """Raise ChunkflowError for what cannot be compiled by kind, and for arguments that are those of torch.compile."""
     if not isinstance(model, nn.Module):
         raise ChunkflowError(f"compile takes a torch.nn.Module, not {type(model).__name__}.")
-    if dynamic not in (None, True, False):
-        raise ChunkflowError(f"dynamic={dynamic!r} must be True, False or None, as in torch.compile.")
+    check_dynamic(dynamic)
     if theirs := [name for name in ("backend", "fullgraph", "options", "recompile_limit") if name in options]:
         raise ChunkflowError(
             f"{theirs[0]} is an argument of torch.compile: pass options of ChunkFlow by name, such as memory='8GiB'."
@@ -94,6 +93,12 @@ def _check(model: nn.Module, dynamic: bool | None, options: Mapping[str, Any]) -
             f"{'This model' if whole else 'A part of this model'} is compiled already: call the model as it is, also after "
             "restore(), which its next call undoes; or pass one that was never compiled."
         )
+
+
+def check_dynamic(dynamic: bool | None) -> None:
+    """Raise ChunkflowError for a value that torch.compile does not take."""
+    if dynamic not in (None, True, False):
+        raise ChunkflowError(f"dynamic={dynamic!r} must be True, False or None, as in torch.compile.")
 
 
 def compile_by_kind(

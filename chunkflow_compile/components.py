@@ -66,6 +66,16 @@ def check_component(name: str, model: nn.Module, device: torch.device) -> None:
             )
 
 
+def check_dtypes(dtype: Any, pipe: Any) -> None:
+    """Raise ChunkflowError if ``dtype`` is none, or one for what is no component, such as a misspelt one."""
+    for name, given in dtype.items() if isinstance(dtype, Mapping) else [("default", dtype)]:
+        if name != "default" and name not in pipe.components:
+            known = ", ".join(components_of(pipe))
+            raise ChunkflowError(f"dtype has {name!r}, which is no component of this pipeline: use default, {known}.")
+        if given is not None and not isinstance(given, torch.dtype):
+            raise ChunkflowError(f"dtype={given!r} is no dtype: give one of torch's, such as torch.bfloat16.")
+
+
 def check_cast(name: str, model: nn.Module, dtype: torch.dtype | None) -> None:
     """Raise ChunkflowError if a cast to ``dtype`` would change weights beside those of a quantiser that does not allow it."""
     fixed = next((t for _, t in tensors_of(model) if class_of(t).startswith(_FIXED_DTYPES)), None)

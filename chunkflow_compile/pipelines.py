@@ -12,10 +12,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkflow_compile.compiling import compile_by_kind
-from chunkflow_compile.components import check_cast, check_component, check_floor, components_of, why_eager
+from chunkflow_compile.compiling import check_dynamic, compile_by_kind
+from chunkflow_compile.components import (
+    check_cast,
+    check_component,
+    check_dtypes,
+    check_floor,
+    components_of,
+    why_eager,
+)
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.kinds import blocks_of
+from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phase import Phase
@@ -65,7 +73,7 @@ def apply(
     A component with GGUF weights runs eagerly, because torch.compile fails on them, and a warning names it.
     Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
     group offload, on another device, without values or compiled already, if ``memory`` cannot hold one weight of it, or if
-    ``dtype`` would cast what is beside weights of bitsandbytes, quanto or GGUF.
+    ``dtype`` names none of them, or would cast what is beside weights of bitsandbytes, quanto or GGUF.
     """
     if mine := sorted({"arena", "slowdown", "plan", "policy"} & options.keys()):
         raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
@@ -129,6 +137,7 @@ def _extend(
     other_memory = memory is not None and parse_bytes(memory, "memory") != budget.total
     if budget.phases and (other_memory or (device is not None and _device(device) != budget.device)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
+    check_dtypes(given.get("dtype"), pipe)
     for name, model in fresh.items():
         check_component(name, model, budget.device)
     free(dropped, budget)
@@ -152,7 +161,10 @@ def _add(
     **options: Any,
 ) -> None:
     """Place and compile components.  If that fails, they are ordinary again."""
+    check_dynamic(dynamic)
     chosen = parse_options(options, mode)
+    if chosen.lowering == "tensorrt":
+        check_tensorrt(budget.device)
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
     for name, model in models.items():
         check_cast(name, model, cast[name])

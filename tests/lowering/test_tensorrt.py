@@ -109,7 +109,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Engines]:
         package.__spec__ = importlib.machinery.ModuleSpec("torch_tensorrt", None)
         package.Input, package.dynamo = Input, types.SimpleNamespace(compile=made.compile)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "torch_tensorrt", package)
-        monkeypatch.setattr("chunkflow_compile.backend.check_tensorrt", lambda device: None)  # there is no GPU
+        for user in ("backend", "pipelines"):  # there is no GPU
+            monkeypatch.setattr(f"chunkflow_compile.{user}.check_tensorrt", lambda device: None)
         return made
 
     return install

@@ -342,6 +342,10 @@ def test_what_is_refused() -> None:
     refused("Unknown option 'memmory'", memmory=1)
     refused("leave out arena", arena=chunkflow_compile.Arena("cpu"))
     refused("leave out slowdown", slowdown=1.1)
+    refused("dtype has 'transfomer', which is no component .* use default, vae", dtype={"transfomer": torch.bfloat16})
+    refused("dtype='bf16' is no dtype", dtype="bf16")
+    refused("dynamic='yes' must be True, False or None", dynamic="yes")
+    refused("lowering='tensorrt' cannot be used on cpu", lowering="tensorrt")
     pipe.text_encoder.to("meta")
     with pytest.raises(
         ChunkflowError, match=r"pipe\.text_encoder \(UMT5EncoderModel\) has parameters on the meta device"
