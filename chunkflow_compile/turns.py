@@ -33,9 +33,8 @@ def in_turns(cls: type) -> type:
             return call(self, *args, **kwargs)
         with budget.turn():
             now = budget_of(self)
-            if now is None or _left(
-                self, now
-            ):  # it was removed while this thread waited, which has its turn all the same
+            if now is None or _left(self, now):
+                # removed while this thread waited: still one generation at a time
                 return call(self, *args, **kwargs)
             if now is budget:
                 _check(self, budget)
