@@ -95,8 +95,8 @@ class Phase:
         counts = {session: count - before.get(session, 0) for session, count in self.steps().items()}
         self._ran = [(weakref.ref(session), count) for session, count in counts.items() if count]
 
-    def figures(self) -> PhaseFigures:
-        """What is known of it now."""
+    def figures(self, small: int) -> PhaseFigures:
+        """What is known of it now.  ``small``: bytes of the weights of all phases that never leave the device."""
         predicted, measured = self._predicted(), self._measured()
         return PhaseFigures(
             name=self.name,
@@ -104,7 +104,7 @@ class Phase:
             weights=sum(leaf.nbytes for leaf in self.weights),
             streamed=self.streamed,
             on_device=self.kept + self.arena.held,
-            beside=self.beside or None,
+            activations=max(0, self.beside - small) or None,
             calls=self.calls,
             predicted_s=predicted,
             measured_s=measured,

@@ -71,7 +71,8 @@ class Budget:
 
     def figures(self) -> PipelineFigures:
         """What is known of the phases now, in the order of the components."""
-        return PipelineFigures(tuple(phase.figures() for phase in self.phases), self.total, self.most)
+        small = sum(phase.kept for phase in self.phases)
+        return PipelineFigures(tuple(phase.figures(small) for phase in self.phases), self.total, self.most)
 
     def show(self) -> None:
         """Print what is known of the phases now, on the first rank only."""

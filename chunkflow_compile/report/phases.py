@@ -15,16 +15,16 @@ _TEXT = 100  # characters in a line of prose
 @dataclass(frozen=True, kw_only=True)
 class PhaseFigures:
     """One component.  Bytes of its ``weights``, of those ``streamed``, of those ``on_device`` now, and most bytes that its
-    calls took ``beside`` the weights (None if that is not counted, or was not yet).  ``predicted_s``: seconds of a call, by
-    its plan.  ``measured_s``: median seconds of its calls, from beginning to return.  ``retries``: calls that ran out of
-    memory and ran again.  ``notes``: on what was compiled.  None where a figure is not known."""
+    calls took beside all weights, ``activations`` (None if they are not counted, or were not yet).  ``predicted_s``: seconds
+    of a call, by its plan.  ``measured_s``: median seconds of its calls, from beginning to return.  ``retries``: calls that
+    ran out of memory and ran again.  ``notes``: on what was compiled.  None where a figure is not known."""
 
     name: str
     model: str
     weights: int
     streamed: int
     on_device: int
-    beside: int | None
+    activations: int | None
     calls: int
     predicted_s: float | None
     measured_s: float | None
@@ -49,7 +49,7 @@ class PipelineFigures:
                 size(p.weights),
                 size(p.streamed),
                 size(p.on_device),
-                size(p.beside),
+                size(p.activations),
                 p.calls,
                 seconds(p.predicted_s),
                 seconds(p.measured_s),

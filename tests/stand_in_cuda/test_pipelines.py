@@ -54,6 +54,7 @@ def test_the_memory_of_each_phase(name: str) -> None:
         for phase in budget.phases:
             if phase.arena.courses is not None:
                 phase.arena.courses.settle()  # the next generation runs in them
+    assert all(p.activations for p in budget.figures().phases)
     for phase in budget.phases:
         assert phase.beside > 0 and phase.goal is not None
         assert all(p.plan.device_bytes <= phase.goal for p in programs(phase.root))
