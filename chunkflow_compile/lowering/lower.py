@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.releases import release_of
 
 from .beside import Workers
 from .inductor import Region, through_inductor
@@ -75,4 +76,7 @@ def _named_by_place(module: GraphModule) -> GraphModule:
             copied.name = f"v{number}"
             if node.op == "placeholder":
                 copied.target = copied.name
+                if isinstance(value := node.meta.get("val"), torch.SymInt) and release_of(torch.__version__) >= (2, 14):
+                    # AOTAutograd's keys leave out the value that the symbol has now if the input is marked as a symbol.
+                    copied.type, copied.target = torch.SymInt, str(value)
     return GraphModule(module, graph)
