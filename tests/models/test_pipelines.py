@@ -97,6 +97,7 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
     assert torch.equal(small.generate(pipe), seen[0])
 
 
+@pytest.mark.long
 def test_a_larger_batch_keeps_to_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a new size, compiled or planned after the components were given their parts of the budget."""
     pipe, twin, held = WAN.build(), WAN.build(), list[int]()

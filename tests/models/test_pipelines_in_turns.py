@@ -42,6 +42,7 @@ def made_from(pipe: Any) -> Any:
 IMAGE = {"image": torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1)), "strength": 1.0}
 
 
+@pytest.mark.long
 def test_a_pipeline_made_from_an_applied_one() -> None:
     """It replaces the other, which is dropped: ``apply`` finds the components placed."""
     pipe, twin = small_pipeline("flux"), small_pipeline("flux")

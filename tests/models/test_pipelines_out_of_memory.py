@@ -141,6 +141,7 @@ def test_a_failure_that_passes_does_not_cost_residency_for_good(pressed: tuple[A
     assert phase.retries == 1
 
 
+@pytest.mark.long
 def test_a_failure_that_stays_does_not_come_back_in_every_call(pressed: tuple[Any, Phase, Pressed]) -> None:
     """What the activations take changes meanwhile: that does not lift the cap."""
     pipe, phase, allocator = pressed

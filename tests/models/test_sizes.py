@@ -67,7 +67,8 @@ def test_resolutions_are_two_compilations_of_the_whole_model(count: int) -> None
     assert len({id(p.program.module) for p in found}) == 2, "one for the first size, one for all others"
 
 
-@pytest.mark.parametrize("by_kind", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.long
+@pytest.mark.parametrize("by_kind", [False, True])
 def test_batches_and_resolutions_are_two_compilations(by_kind: bool) -> None:
     """Of each kind; from a batch of two on, because torch compiles a size of one for itself."""
     model = small_model("wan", SIZE)
@@ -88,7 +89,8 @@ def test_ten_resolutions_are_two_compilations_of_each_kind() -> None:
     assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
 
 
-@pytest.mark.parametrize("by_kind", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("by_kind", [False, True])
 def test_inductor_lowers_regions_for_all_sizes(by_kind: bool) -> None:
     model = small_model("wan", SIZE)
     twin = copy.deepcopy(model)

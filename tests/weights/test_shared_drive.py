@@ -167,6 +167,7 @@ def in_a_course(rank: int, folder: str) -> None:
     assert own() is None, "the program reads the file of all ranks, and the rank's own is gone"
 
 
+@pytest.mark.long
 def test_a_course_reads_what_its_rank_has_written(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(in_a_course, saved)
 

@@ -59,7 +59,7 @@ def test_what_notices_the_write_takes_the_weight_from_the_file(saved: Path, by: 
     assert torch.equal(weight.detach().clone(), expected)
 
 
-@pytest.mark.parametrize("how", ["assign", "parameter"])
+@pytest.mark.parametrize("how", ["assign", pytest.param("parameter", marks=pytest.mark.long)])
 def test_new_weights_beyond_host_memory_are_told_once(saved: Path, how: str) -> None:
     model, twin = (loaded(saved) for _ in range(2))
     offload(model, min_bytes=LEAST, host_memory=0)
