@@ -12,7 +12,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.headroom import budget_for
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phase import Phase
+from chunkflow_compile.phase import Phase, kept_by
 from chunkflow_compile.phases import Budget
 from chunkflow_compile.placement import placement_of, placements_around
 from chunkflow_compile.weights.filling import as_they_are, cast_to
@@ -143,7 +143,7 @@ def check_floor(
     found = {name: _weights(model, cast[name], min_bytes) for name, model in models.items()}
     small = sum(w.nbytes for weights in found.values() for w in weights if w.stays == "")
     fixed = {f"pipe.{n}.{w.name}": w for n, weights in found.items() for w in weights if w.stays}
-    small += sum(p.kept for p in budget.phases)
+    small += kept_by(budget.phases)
     unstreamed = sum(w.nbytes for w in fixed.values())
     kept = small + unstreamed
     largest = {n: max((w.nbytes for w in weights if w.stays is None), default=0) for n, weights in found.items()}

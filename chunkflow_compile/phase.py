@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any, NoReturn
 
@@ -132,6 +132,11 @@ class Phase:
         if found and not any(session.closed for session, _ in found):
             return sum(count * _median([m.step_s for m in session.measurements]) for session, count in found)
         return _median([*self._seconds]) if self._seconds else None
+
+
+def kept_by(phases: Iterable[Phase]) -> int:
+    """Bytes of the weights of several phases that never leave the device."""
+    return sum(phase.kept for phase in phases)
 
 
 class Entry:

@@ -24,7 +24,7 @@ from chunkflow_compile.allocators import Allocator, allocator_of
 from chunkflow_compile.alternating import Alternating
 from chunkflow_compile.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phase import Entry, Phase
+from chunkflow_compile.phase import Entry, Phase, kept_by
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.refusals import Refusals
 from chunkflow_compile.replanning import replan
@@ -71,8 +71,8 @@ class Budget:
 
     def figures(self) -> PipelineFigures:
         """What is known of the phases now, in the order of the components."""
-        small = sum(phase.kept for phase in self.phases)
-        return PipelineFigures(tuple(phase.figures(small) for phase in self.phases), self.total, self.most)
+        small = kept_by(self.phases)
+        return PipelineFigures(tuple(p.figures(small) for p in self.phases), self.total, self.most)
 
     def show(self) -> None:
         """Print what is known of the phases now, on the first rank only."""
@@ -225,10 +225,7 @@ class Budget:
             self._evict(phase, nbytes)
 
     def _evict(self, phase: Phase, nbytes: int = 0) -> None:
-        """Free the arenas of other phases, least recently used first, until this one fits.
-
-        ``nbytes``: that its arena is about to have.
-        """
+        """Free the arenas of others, least recently used first, until this phase fits with an arena of ``nbytes`` more."""
         room = -1  # what the other arenas may hold; until there is a goal, all of them give way
         if phase.goal is not None:
             room = self.usable - phase.beside - self._taken(phase, phase.goal, nbytes)
@@ -268,7 +265,7 @@ class Budget:
         reserved = self._allocator.reserved()
         if reserved is None:
             return
-        takes = phase.beside - sum(p.kept for p in self.phases)
+        takes = phase.beside - kept_by(self.phases)
         if phase.goal is not None:
             takes += self._taken(phase, phase.goal) - phase.arena.held
         if phase.goal is None or reserved + takes > self.total:
@@ -302,7 +299,7 @@ class Budget:
         before, was_steady = phase.beside, phase.steady
         if peak is None:
             if phase.goal is None:
-                phase.beside = sum(p.kept for p in self.phases)
+                phase.beside = kept_by(self.phases)
         elif others == self._held_beside(phase):  # otherwise the peak may have weights that gave way since
             beside = max(0, peak - after - others)
             steady = held == after

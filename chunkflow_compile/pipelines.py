@@ -26,7 +26,7 @@ from chunkflow_compile.kinds import blocks_of
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phase import Phase
+from chunkflow_compile.phase import Phase, kept_by
 from chunkflow_compile.phases import Budget, budget_of, claim, unclaim
 from chunkflow_compile.placement import placement_of
 from chunkflow_compile.placing import offload
@@ -251,7 +251,7 @@ def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: O
         budget.add(phase, ())
         return
     if not blocks_of(model):  # compiled whole, and its first plan may keep as much as it is given
-        given["memory"] = max(0, budget.usable - sum(p.kept for p in budget.phases))
+        given["memory"] = max(0, budget.usable - kept_by(budget.phases))
     compile_by_kind(model, placement, given, chosen.min_bytes, dynamic)
     budget.add(phase, ())
 
