@@ -225,7 +225,7 @@ class Budget:
             self._evict(phase, nbytes)
 
     def _evict(self, phase: Phase, nbytes: int = 0) -> None:
-        """Free the arenas of others, least recently used first, until this phase fits with an arena of ``nbytes`` more."""
+        """Free the arenas of others, least recently used first, until this phase fits, whose arena gets ``nbytes`` now."""
         room = -1  # what the other arenas may hold; until there is a goal, all of them give way
         if phase.goal is not None:
             room = self.usable - phase.beside - self._taken(phase, phase.goal, nbytes)

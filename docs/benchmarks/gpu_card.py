@@ -5,19 +5,17 @@ from __future__ import annotations
 import ctypes
 import platform
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 import torch
 
-from chunkflow_compile.hardware.machine import Machine
+from chunkflow_compile.hardware.beside import MIB, median_seconds
+from chunkflow_compile.hardware.machine import Machine, device_name
 from chunkflow_compile.report.record import size
 from chunkflow_compile.runtime.cuda import register
 from chunkflow_compile.weights.host_memory import empty_pages, near_cpus, running_on
 
-GIB, MIB = 1 << 30, 1 << 20
-# Of the copies and products beside each other, the fastest of so many counts: anything else only slows them.
-_TURNS = 5
+GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -25,7 +23,7 @@ class Card:
     """Bytes, and seconds for them.  ``fill_s``: until the pages are written; then ``pin_s`` and ``unpin_s``.
 
     ``pinned_s``, ``pageable_s``: to copy ``copied`` bytes to the card.  ``product_s``: matrix products that take about as
-    long as the pinned copy; ``both_s``: these and the copy on a stream of its own, at the same time.
+    long as the pinned copy; ``both_s``: these and the copy on a stream of its own, at the same time.  These four are medians.
     """
 
     versions: str
@@ -83,40 +81,28 @@ def measure(device: torch.device, machine: Machine, nbytes: int = 8 * GIB, side:
             with torch.cuda.stream(copies):
                 target.copy_(part, non_blocking=True)
 
-        pinned_s = _fastest(device, copy)
+        pinned_s = median_seconds(device, copy)
         a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-        times = max(1, round(pinned_s / _fastest(device, lambda: a @ b)))
+        times = max(1, round(pinned_s / median_seconds(device, lambda: a @ b)))
 
         def products() -> None:
             for _ in range(times):
                 _ = a @ b
 
-        product_s = _fastest(device, products)
-        both_s = _fastest(device, lambda: (copy(), products()))
+        product_s = median_seconds(device, products)
+        both_s = median_seconds(device, lambda: (copy(), products()))
     finally:
         start = time.perf_counter()
         unpin()
         unpin_s = time.perf_counter() - start
-    pageable_s = _fastest(device, lambda: target.copy_(part))
+    pageable_s = median_seconds(device, lambda: target.copy_(part))
     return Card(
-        _versions(machine), nbytes, fill_s, pin_s, unpin_s, part.nbytes, pinned_s, pageable_s, product_s, both_s
+        _versions(device, machine), nbytes, fill_s, pin_s, unpin_s, part.nbytes, pinned_s, pageable_s, product_s, both_s
     )
 
 
-def _versions(machine: Machine) -> str:
+def _versions(device: torch.device, machine: Machine) -> str:
     return (
-        f"{torch.cuda.get_device_name()}, driver {machine.driver}, CUDA {torch.version.cuda}, torch {torch.__version__}, "
+        f"{device_name(device)}, driver {machine.driver}, CUDA {torch.version.cuda}, torch {torch.__version__}, "
         f"Python {platform.python_version()}, {machine.cpus} cores"
     )
-
-
-def _fastest(device: torch.device, work: Callable[[], object]) -> float:
-    """Seconds of ``work`` on all streams, without the first run."""
-    seconds = []
-    for _ in range(1 + _TURNS):
-        torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        work()
-        torch.cuda.synchronize(device)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds[1:])

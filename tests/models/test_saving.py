@@ -308,7 +308,7 @@ import sys
 sys.path[:0] = sys.argv[1:]
 import torch
 from conftest import HERE, OPTIONS
-from helpers import Stack, cut_of
+from helpers import Stack
 from torch._dynamo.utils import counters
 
 torch.manual_seed(0)
