@@ -137,6 +137,10 @@ class Placement:
                         self.store.add(names, tensor, filling)
                         moved(filling.work(names[0]))
                     filling.finish()
+                    if peers is not None and self.store.links is None:
+                        here = any(home.drive is not None for home in self.store.homes)
+                        # the ranks read the drive together, see runtime/together.py
+                        self.store.links = peers.stay() if all(peers.gather(here)) else None
                 self.store.moved()
                 self.guards.add()
             except BaseException as error:

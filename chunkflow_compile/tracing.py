@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.distributed import distributed_c10d
 from torch.fx import GraphModule
 
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
@@ -24,6 +23,7 @@ from chunkflow_compile.placing import large_weights
 from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
+from chunkflow_compile.weights.meeting import ranks_of
 from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.streamable import why_not
 
@@ -95,9 +95,8 @@ def as_on_device(inputs: Sequence[Any]) -> list[Any]:
 
 def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str]) -> Traced:
     """An ATen graph with the sizes of the process groups that its collectives use, which must still exist."""
-    resolve: Any = distributed_c10d.__dict__["_resolve_process_group"]  # exists in every release, but not in __all__
     groups = {group_name(n) for n in graph.graph.nodes if collective_kind(n) is not None}
-    ranks = {name: int(resolve(name).size()) for name in sorted(groups)}
+    ranks = {name: len(ranks_of(name)) for name in sorted(groups)}
     unknown = bounds(graph)
     sizes = estimated(hints(graph), unknown)
     return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks, sizes=sizes, unknown=unknown)

@@ -10,15 +10,23 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# What is read beside the page cache is read in whole blocks of the file.
+BLOCK = 4096
 # Most bytes that are read from the drive ahead of their copies: some tens of milliseconds of a fast drive.
 MOST_READ_AHEAD = 128 << 20
 
 
+def room(nbytes: int) -> int:
+    """The bytes of the ring that a read takes: all blocks that it can touch, because a weight begins anywhere in a file."""
+    return (-(-nbytes // BLOCK) + 1) * BLOCK
+
+
 def ring_bytes(reads: Sequence[int]) -> int:
-    """The bytes of the ring in host memory for these reads of a step: room for one that is copied, and for those ahead of it,
-    a quarter of the step and one at least."""
-    largest = max(reads, default=0)
-    return largest + max(largest, min(MOST_READ_AHEAD, sum(reads) // 4))
+    """The bytes of the ring in host memory for reads of so many bytes in a step: room for one that is copied, and for those
+    ahead of it, a quarter of the step and one at least."""
+    rooms = [room(nbytes) for nbytes in reads]
+    largest = max(rooms, default=0)
+    return largest + max(largest, min(MOST_READ_AHEAD, sum(rooms) // 4))
 
 
 @dataclass(frozen=True)
@@ -35,25 +43,26 @@ class Ring:
     """The slots of reads, given one after the other."""
 
     def __init__(self, capacity: int) -> None:
-        """``capacity``: bytes; at least those of the largest read."""
+        """``capacity``: bytes; at least the :func:`room` of the largest read."""
         self._capacity = capacity
         self._used: deque[tuple[int, int]] = deque()
         self._after = 0
 
     def slot(self, nbytes: int) -> RingSlot:
-        """The slot of the next read."""
-        while (begin := self._place(nbytes)) is None:
+        """The slot of the next read, from a block on."""
+        taken = room(nbytes)
+        while (begin := self._place(taken)) is None:
             self._used.popleft()
             self._after += 1
-        self._used.append((begin, begin + nbytes))
-        return RingSlot(begin, begin + nbytes, self._after)
+        self._used.append((begin, begin + taken))
+        return RingSlot(begin, begin + taken, self._after)
 
-    def _place(self, nbytes: int) -> int | None:
+    def _place(self, taken: int) -> int | None:
         if not self._used:
             return 0
         oldest, newest = self._used[0][0], self._used[-1][1]
         if newest <= oldest:  # the newest are at the beginning of the ring again
-            return newest if newest + nbytes <= oldest else None
-        if newest + nbytes <= self._capacity:
+            return newest if newest + taken <= oldest else None
+        if newest + taken <= self._capacity:
             return newest
-        return 0 if nbytes <= oldest else None
+        return 0 if taken <= oldest else None

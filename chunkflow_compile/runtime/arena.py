@@ -100,6 +100,7 @@ class Arena:
         self.holder: Occupancy | None = None  # that of the program that ran last
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
         self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
+        self.call = (0, 0)  # the number of calls with collectives so far, and that of calls since the newest of them
         self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
         self._make = make
         self._roll: RollCall | None = None
@@ -165,7 +166,7 @@ class Arena:
     def reader(self) -> ReadAhead:
         """Reads what the holder's copies need from the drive."""
         if self._reader is None:
-            self._reader = ReadAhead(self.streams.ring, 0.0 if self._kind.link is None else self._kind.link.drive)
+            self._reader = ReadAhead(self.streams.pin, 0.0 if self._kind.link is None else self._kind.link.drive)
         return self._reader
 
     @property
@@ -277,7 +278,7 @@ class Arena:
                 self._occupancies.clear()  # a program that was closed may still hold one, with events of these streams
                 streams.close()
                 if self._reader is not None:
-                    self._reader.stop()
+                    self._reader.close()
                     self._reader = None
                 del memory  # not sooner: copies into it may have been in flight
 

@@ -156,12 +156,6 @@ class CudaDevice:
         if isinstance(self.copy, CudaStream):
             self.copy = StagedCopies(self, self.copy)
 
-    def ring(self, nbytes: int) -> torch.Tensor:
-        try:
-            return self.cuda.staging(nbytes)
-        except RuntimeError:  # it cannot be pinned
-            return torch.empty(nbytes, dtype=torch.uint8)
-
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         if isinstance(self.copy, StagedCopies):
             self.copy.copy_bytes(target, source)

@@ -72,9 +72,6 @@ class Device(HostReader, Protocol):
     def stage(self) -> None:
         """From now on, some copies come from memory that could not be pinned."""
 
-    def ring(self, nbytes: int) -> torch.Tensor:
-        """Host memory, uint8, that copies of bytes from the drive begin in."""
-
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
 
@@ -126,9 +123,6 @@ class _HostDevice:
 
     def stage(self) -> None:
         """Nothing to do: threads read any host memory."""
-
-    def ring(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         since = self.copy.since

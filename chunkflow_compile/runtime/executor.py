@@ -40,8 +40,11 @@ from chunkflow_compile.weights.source import Source
 
 from .arena import Occupancy
 from .binding import Binding, Cost, Step
+from .drive_runs import Order
 from .instructions import Issue, Issuer
 from .measurement import StepMeasurement, no_seconds
+from .read_ahead import Start
+from .together import in_step
 
 # An hour of steps of one second; older measurements are dropped.
 KEPT_MEASUREMENTS = 3600
@@ -95,6 +98,8 @@ class Executor:
         self._values = [
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
+        links = binding.links
+        self._links = links if links is not None and in_step(self.course, links.ranks) else None
         self._later: list[Any] = [None] * (len(self._issuer.number) - len(placeholders))
         self._streams = bool(program.plan.streamed)
         self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
@@ -124,6 +129,8 @@ class Executor:
         ready = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
+        if ready and self._links is not None and self._issuer.on_drive:
+            self.device.copy.run(partial(self.binding.arena.reader.goes_on, self.binding.arena.call))
         self.occupancy.next = None
         for issue in self._instructions:
             issue(step)
@@ -168,6 +175,8 @@ class Executor:
         self.occupancy.writes.clear()
         if self._issuer.flag is not None:
             self._issuer.flag.drop()  # an error in a collective left it set
+        if self._issuer.on_drive and holds:
+            self.binding.arena.reader.alone()  # the copies in flight wait for no rank that is gone
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
@@ -221,7 +230,7 @@ class Executor:
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.reads.cycle:
-            copy.run(partial(self._read, cold.reads))
+            copy.run(partial(self._read, cold.reads, Start(arena.call, self._links, self.course.plan.placement)))
         for weight, target, source in () if jumps else cold.kept:
             self._issuer.copy(target, source, f"keep {weight}")
             self._issuer.mark(weight)
@@ -240,12 +249,13 @@ class Executor:
         reads = reads_from(self.course, self.call, found, self._issuer.on_drive)
         return _Cold(list(self._kept()), [self._issuer.prefetch(p, n) for p, n in ops], found.waits, reads)
 
-    def _read(self, reads: Reads) -> None:
+    def _read(self, reads: Reads, start: Start) -> None:
         """Let the drive be read in the order of the copies from this call on."""
         first, cycle = (
             [(r.key, r.source) for r in map(self._issuer.reading, ops)] for ops in (reads.first, reads.cycle)
         )
-        self.binding.arena.reader.restart(first, cycle, reads.begin, self.course.plan.drive_rate)
+        order = Order(first, cycle, reads.begin)
+        self.binding.arena.reader.restart(order, self.course.plan.drive_rate, start)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""

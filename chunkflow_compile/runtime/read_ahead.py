@@ -1,39 +1,39 @@
 """Reading ahead: the bytes of weights on the drive, in the order of their copies, round and round.
 
-The plan fixes that order.  So one thread reads what the next copies need into a ring of host memory, ahead of the copies,
-across the ends of calls.  A cold start or a jump gives it another order.
+The plan fixes that order.  So what the next copies need is read into a ring of host memory ahead of them, across the ends of
+calls: by a thread of this rank, or by the first rank of the machine for all (``together.py``).  A cold start or a jump gives
+another order.
 """
 
 from __future__ import annotations
 
-import itertools
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from queue import SimpleQueue
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.ring import Ring, ring_bytes
+from chunkflow_compile.passes.ring import ring_bytes
+from chunkflow_compile.weights.limits import host_memory, local_ranks
+from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.source import DriveBytes
 
-# A weight, and the chunks of it that one copy moves.
-Key = tuple[str, int, int]
-Order = Sequence[tuple[Key, DriveBytes]]
+from .drive_messages import Number
+from .drive_runs import BroughtRun, Key, Order, Over, OwnRun, Run, given
+from .follower import Follower
+from .leader import Leader
+from .ring_memory import Pin, RingMemory
+from .together import Together, together
 
-_OVER = object()
 _log = logging.getLogger(__name__)
 
 # A drive is reported if it reads at less than this share of the rate that the plan expects, over at least this time.
 _SLOW = 1 / 3
 _SURE_S = 1.0
-# An emulated drive makes up for a thread that wakes up late, by at most this.
-_LATE_S = 0.005
 
 
 @dataclass(frozen=True)
@@ -59,24 +59,43 @@ class Reading:
         self.reader.free(event)
 
 
-class ReadAhead:
-    """The reader of an arena.  :meth:`restart`, :meth:`take` and :meth:`free` are work of the copy stream, in its order."""
+@dataclass(frozen=True)
+class Start:
+    """Where reading starts: the call, and what ranks must have in common to read together.
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor], rate: float = 0.0) -> None:
-        """``allocate``: memory for the ring, uint8.  ``rate``: bytes/s of a drive to emulate; 0 for the machine's own."""
-        self._allocate = allocate
+    ``links``: those of the ranks that the collectives of the programs keep in step; None for this rank alone.
+    """
+
+    call: Number = (0, 0)
+    links: Links | None = None
+    plan: object = None
+
+
+class ReadAhead:
+    """The reader of an arena.  :meth:`restart`, :meth:`goes_on`, :meth:`take` and :meth:`free` are work of the copy stream,
+    in its order."""
+
+    def __init__(self, pin: Pin, rate: float = 0.0) -> None:
+        """``pin``: pins host memory for the device.  ``rate``: bytes/s of a drive to emulate; 0 for the machine's own."""
+        self._pin = pin
         self._rate = rate
-        self._ring = torch.empty(0, dtype=torch.uint8)
-        self._run: _Run | None = None
+        self._ring: RingMemory | None = None  # of this rank alone
+        self._wanted = 0
+        self._beside = False
+        self._run: Run | None = None
+        self._together: Together | None = None
+        self._digest = b""
+        self._number = 0  # of the next read to take
         self._expected: float | None = None
-        self._taken: deque[bool] = deque()  # whether each of the bytes not yet freed is in the ring
+        # where the room of each read not yet freed goes back to, None for one that is not in a ring
+        self._taken: deque[SimpleQueue[Any] | None] = deque()
         self._newest: Any = None  # the event of the newest copy out of the ring, after those of all others
         self._done = (0.0, 0)  # seconds and bytes of the runs that have ended
         self._told = (0.0, 0)  # those that :meth:`settle` has returned
         self._warned = False
 
-    def restart(self, first: Order, cycle: Order, begin: int, expected: float | None = None) -> None:
-        """Read ``first``, and then ``cycle`` from ``begin`` on, again and again.  ``expected``: the rate, bytes/s.
+    def restart(self, order: Order, expected: float | None = None, start: Start | None = None) -> None:
+        """Read in this order.  ``expected``: the rate, bytes/s.  ``start``: None for this rank alone.
 
         Waits for the copies out of the ring that are in flight, for readers in the calls before.
         """
@@ -84,24 +103,60 @@ class ReadAhead:
             self._newest.synchronize()
         self.stop()
         self._expected = expected
-        wanted = ring_bytes([source.numel() for _, source in cycle])
-        if self._ring.numel() < wanted:
-            self._ring = torch.empty(0, dtype=torch.uint8)  # freed before the new one is allocated
-            self._ring = self._allocate(wanted)
-        order = itertools.chain(first, cycle[begin:], itertools.cycle(cycle))
-        self._run = _Run(order, self._ring[:wanted], self._rate)  # as large as in the proof
+        sizes = [source.numel() for _, source in order.cycle]
+        self._wanted = ring_bytes(sizes)  # as large as in the proof
+        start = start or Start()
+        self._together = None if start.links is None else together(start.links, self)
+        alone = isinstance(self._together, Leader) or local_ranks() < 2
+        # where memory is short, the page cache would drop what it has before it is read again; ranks that each read for
+        # themselves may still find there what another has just read
+        self._beside = alone and host_memory().free < sum(sizes)
+        if self._together is not None:
+            self._digest = order.digest(start.plan)
+        if isinstance(self._together, Leader):
+            self._ring = None
+            memory = self._together.begin(order, self._digest, self._wanted, self._pin)
+            self._run = self._own(order, 0, memory, self._together)
+        else:
+            self._run = self._own(order, 0, self._own_ring())
+        self.goes_on(start.call)
+
+    def goes_on(self, call: Number) -> None:
+        """A call begins.  Here ranks may begin to read together."""
+        if isinstance(self._together, Leader) and self._run is not None:
+            self._together.reached(call, self._run.order, self._number)
+        elif isinstance(self._together, Follower) and isinstance(self._run, OwnRun):
+            self._together.reached(call, self._run, self._number, self._digest, self._pin)
 
     def take(self, reading: Reading) -> tuple[torch.Tensor, float]:
-        found = None if self._run is None else self._run.take(reading.key)
-        self._taken.append(found is not None)
-        if found is not None:
-            return found
+        while self._run is not None:
+            found = self._head()
+            if isinstance(found, Over):
+                self._go_on(found.then)
+                continue
+            if isinstance(found, ChunkflowError):
+                raise found
+            if found.key != reading.key:
+                break
+            self._run.pop()
+            self._number += 1
+            self._taken.append(self._run.freed)
+            return found.values, found.at
+        self._taken.append(None)
         return reading.source.read_all(), time.monotonic()  # out of order
 
     def free(self, event: Any) -> None:
-        if self._taken.popleft() and self._run is not None:
-            self._run.freed.put(_OVER if event is None else event)
+        freed = self._taken.popleft()
+        if freed is not None:
+            freed.put(given(event))
             self._newest = event
+
+    def alone(self) -> None:
+        """Wait for no other rank any more: a call has failed."""
+        if isinstance(self._together, Follower):
+            self._together.alone()
+        if self._run is not None:
+            self._run.alone()
 
     def settle(self) -> tuple[float, int]:
         """Seconds and bytes of reading since the last call; says once if the drive is far slower than expected."""
@@ -122,89 +177,58 @@ class ReadAhead:
         return seconds - before[0], nbytes - before[1]
 
     def stop(self) -> None:
-        """End the thread.  No copy may need its bytes any more."""
+        """End the reading.  No copy may need its bytes any more."""
+        if isinstance(self._together, Follower):
+            self._together.leave()
         if self._run is not None:
             self._run.stop()
-            self._done = self._done[0] + self._run.seconds, self._done[1] + self._run.nbytes
+            self._end(self._run)
             self._run = None
         self._newest = None
+        self._number = 0
         self._taken.clear()
 
+    def close(self) -> None:
+        """Stop, and give the ring back."""
+        self.stop()
+        if self._together is not None:
+            self._together.close()
+        self._together = self._ring = None
 
-@dataclass
-class _Run:
-    """One thread, from a restart to the next."""
-
-    order: Iterable[tuple[Key, DriveBytes]]
-    ring: torch.Tensor
-    rate: float
-    ready: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    freed: SimpleQueue[Any] = field(default_factory=SimpleQueue)
-    over: bool = False
-    seconds: float = 0.0
-    nbytes: int = 0
-    name: str = ""
-    _next: Any = None
-    _copied: int = 0
-
-    def __post_init__(self) -> None:
-        self._slots = Ring(self.ring.numel())
-        self._thread = threading.Thread(target=self._read, name="chunkflow-read-ahead", daemon=True)
-        self._thread.start()
-
-    def take(self, key: Key) -> tuple[torch.Tensor, float] | None:
-        """The bytes of the next read, None if it is another one."""
-        if self._next is None:
-            self._next = self.ready.get()
-        if isinstance(self._next, ChunkflowError):
-            raise self._next
-        found, values, at = self._next
-        if found != key:
-            return None
-        self._next = None
-        return values, at
-
-    def stop(self) -> None:
-        self.over = True
-        self.freed.put(None)
-        self._thread.join()
-
-    def _read(self) -> None:
+    def _head(self) -> Any:
+        """What comes next.  Waits for another rank no longer than a collective does."""
+        assert self._run is not None
+        if not isinstance(self._run, BroughtRun) or self._together is None:
+            return self._run.head()
         try:
-            self._read_in_order()
-        except ChunkflowError as error:
-            self.ready.put(error.with_traceback(None))
-        except RuntimeError as error:  # from an event
-            self.ready.put(ChunkflowError(f"The GPU failed: {error}"))
-        except Exception as error:  # noqa: BLE001  without a word of it, the copies would wait for ever
-            self.ready.put(ChunkflowError(f"Reading ahead of the copies failed: {type(error).__name__}: {error}"))
+            return self._run.head(self._together.seconds)
+        except Empty:
+            _log.warning("the first rank has read nothing from the drive for too long: this one reads alone now")
+            return Over()
 
-    def _read_in_order(self) -> None:
-        through = ended = time.monotonic()
-        for key, source in self.order:
-            begin = self._room(source.numel())
-            if begin is None or self.over:
-                return
-            values = self.ring[begin : begin + source.numel()]
-            start = time.monotonic()
-            source.read(values)
-            if self.rate:
-                through = start - min(max(0.0, ended - through), _LATE_S) + source.numel() / self.rate
-                time.sleep(max(0.0, through - time.monotonic()))
-            ended = time.monotonic()
-            self.seconds += ended - start
-            self.nbytes += source.numel()
-            self.name = source.file.name
-            self.ready.put((key, values, ended))
+    def _go_on(self, then: Run | None) -> None:
+        """Another run has the next read."""
+        before = self._run
+        assert before is not None
+        self._end(before)
+        if isinstance(before, BroughtRun):
+            before.over()
+        if then is None:
+            self._run = self._own(before.order, self._number, self._own_ring())
+        else:
+            self._run, self._ring = then, None
 
-    def _room(self, nbytes: int) -> int | None:
-        """Where the next bytes go in the ring, None when it is over.  Waits until the copies that use them have ended."""
-        slot = self._slots.slot(nbytes)
-        while self._copied < slot.after:
-            event = self.freed.get()
-            if event is None:
-                return None
-            if event is not _OVER:
-                event.synchronize()
-            self._copied += 1
-        return slot.begin
+    def _own(self, order: Order, number: int, memory: RingMemory, others: Leader | None = None) -> OwnRun:
+        def spare() -> RingMemory:
+            return RingMemory.own(self._wanted, self._pin)
+
+        return OwnRun(order, number, memory, self._wanted, spare, rate=self._rate, beside=self._beside, others=others)
+
+    def _own_ring(self) -> RingMemory:
+        if self._ring is None or self._ring.bytes.numel() < self._wanted:
+            self._ring = None  # freed before the new one is allocated
+            self._ring = RingMemory.own(self._wanted, self._pin)
+        return self._ring
+
+    def _end(self, run: Run) -> None:
+        self._done = self._done[0] + run.seconds, self._done[1] + run.nbytes

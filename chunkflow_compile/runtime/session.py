@@ -24,7 +24,7 @@ from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home, home_of
-from chunkflow_compile.weights.host_store import pin_all
+from chunkflow_compile.weights.host_store import links_of, pin_all
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
@@ -167,6 +167,8 @@ class Session:
             self.arena.close_outlived()
         if self._roll is not None:
             self._roll.answer(self._called)
+        answered, since = self.arena.call
+        self.arena.call = (answered, since + 1) if self._roll is None else (answered + 1, 0)
         in_course = self.arena.courses.executor(self)
         executor = in_course or self.executor
         self.arena.running = os.getpid(), self._called
@@ -298,7 +300,8 @@ class Session:
             marks.order,
             tuple((n, id(self.homes[n]), self.homes[n].version) for n in slots),
         )
-        binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks)
+        links = links_of(self.homes[name] for name in slots)
+        binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks, links)
         return Executor(self.program, self.code.regions, binding, self.code.poison, measurements=(self.measured,))
 
     def _name(self) -> str:

@@ -7,7 +7,7 @@ import logging
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from .home import Home, home_of
 from .host_bytes import HostBytes
 from .host_weight import HostWeight, become, like
 from .limits import Room, host_memory, local_ranks, no_room, pin_budget
+from .links import Links
 from .mapping import leave_file
 from .progress import moving
 from .reader import HostReader
@@ -50,6 +51,7 @@ class HostStore:
     drive: Drive | None = None
     bound: int | None = None
     turn: tuple[int, int] | None = None
+    links: Links | None = None
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
@@ -131,6 +133,9 @@ class HostStore:
                     home.unpin()  # not sooner: pinned memory is copied faster
                 moved(home.nbytes)
             self._homes.clear()
+        if self.links is not None:
+            self.links.close()
+            self.links = None
 
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
@@ -250,6 +255,12 @@ def pin_all(homes: Sequence[Home], device: HostReader, budget: int | None) -> bo
             home.pin(device, rooms.get(id(home.store)))
             pinned(home.nbytes)
     return all(home.pinned for home in homes)
+
+
+def links_of(homes: Iterable[Home]) -> Links | None:
+    """The links over which the weights on the drive may be read together; None if they are of several models, or of none."""
+    stores = {id(home.store): home.store for home in homes if home.drive is not None}
+    return next(iter(stores.values())).links if len(stores) == 1 else None
 
 
 @contextlib.contextmanager

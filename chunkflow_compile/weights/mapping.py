@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import functools
 import mmap
 import os
@@ -28,6 +29,15 @@ class Descriptor:
         self.number = number
         self.shown: dict[object, tuple[int, int]] = {}
         weakref.finalize(self, os.close, number).atexit = False
+
+
+def memory_file(name: str, nbytes: int) -> Descriptor:
+    """Shared memory as a file without a name in any file system, which no process can make shorter or longer."""
+    made = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    os.ftruncate(made.number, nbytes)
+    # no rank can cut it while another reads it
+    fcntl.fcntl(made.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return made
 
 
 @functools.cache

@@ -36,6 +36,14 @@ def meeting(group: Any = None) -> Meeting | None:
     return Meeting(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout)
 
 
+def ranks_of(name: str) -> tuple[int, ...]:
+    """The ranks of the process group of this name."""
+    resolve: Any = dist.distributed_c10d.__dict__[
+        "_resolve_process_group"
+    ]  # exists in every release, but not in __all__
+    return tuple(dist.get_process_group_ranks(resolve(name)))
+
+
 def _real_backend(group: Any) -> Any:
     """The backend of a group for one of its devices, None if it has no real one.  A group may have one for each device."""
     for device in ("cpu", "cuda"):

@@ -25,6 +25,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .host_memory import near_cpus
 from .limits import local_ranks
+from .links import Links
 from .meeting import PLACING, WRITING, Meeting, Occasion, meeting
 
 _log = logging.getLogger(__name__)
@@ -92,6 +93,11 @@ class Peers:
         if not descriptors:
             raise _ended(self.ranks[0], None, self.occasion)
         return descriptors[0]
+
+    def stay(self) -> Links:
+        """The sockets for later, which :meth:`close` leaves open."""
+        kept, self._links = self._links, {}
+        return Links(self.rank, self.ranks, kept)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the sockets.  ``error``: why this rank cannot go on, which the others are told."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import fcntl
 import logging
 import mmap
 import os
@@ -25,7 +24,7 @@ from .checkpoint import FilePart, Mapped
 from .drive import Scratch, scratch_folder
 from .holes import Place, note_forks
 from .limits import PLACING, WRITING, check_room, no_room
-from .mapping import ACCESS, MAP_FIXED, Descriptor, libc, map_file, map_over, own_memory, whole_pages
+from .mapping import ACCESS, MAP_FIXED, Descriptor, libc, map_file, map_over, memory_file, own_memory, whole_pages
 from .peers import Peers
 from .source import DriveBytes
 
@@ -227,11 +226,7 @@ class SharedPages:
             descriptor = Descriptor(self._peers.take())
         else:
             check_room(takes, WRITING if self._again else PLACING)
-            descriptor = Descriptor(os.memfd_create("chunkflow-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            os.ftruncate(descriptor.number, total)
-            # no rank can cut it while another reads it
-            seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-            fcntl.fcntl(descriptor.number, fcntl.F_ADD_SEALS, seals)
+            descriptor = memory_file("chunkflow-weights", total)
             self._peers.hand(descriptor.number)
         pages = map_file(descriptor, total, mmap.MAP_SHARED)
         if pages is None:

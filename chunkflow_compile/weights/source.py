@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import zlib
 from bisect import bisect_left
@@ -12,6 +13,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.ring import BLOCK
 
 from .bytes import copy_host_bytes, memory_of
 from .holes import Place
@@ -73,26 +75,62 @@ class DriveFile:
         self.read_bytes = 0
         self.sums = Checksums()
         self._stamp = stamp
+        self._beside: Descriptor | None = None  # for reads beside the page cache
+        self._blocks = hasattr(os, "O_DIRECT")  # whether the file system may have them
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
         view = memoryview(memory_of(target)).cast("B")
+        self._fill(self.descriptor.number, view, offset, view, offset)
+
+    def read_beside(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        """Read into ``memory`` without taking any of the page cache, where the file system can; return the bytes there.
+
+        ``memory``: uint8, from a page on, of all the blocks of the file that these bytes touch.  Raises as :meth:`read`.
+        """
+        begin = offset % BLOCK
+        found = memory[begin : begin + nbytes]
+        blocks = memoryview(memory_of(memory[: -(-(begin + nbytes) // BLOCK) * BLOCK])).cast("B")
+        if (number := self._number_beside()) is not None:
+            try:
+                self._fill(number, blocks, offset - begin, memoryview(memory_of(found)).cast("B"), offset)
+                return found
+            except ChunkflowError as error:
+                if getattr(error.__cause__, "errno", None) != errno.EINVAL:
+                    raise
+                self._blocks = False
+        self.read(found, offset)
+        return found
+
+    def _number_beside(self) -> int | None:
+        """The file opened for reads beside the page cache, None if the file system has none."""
+        if self._beside is None and self._blocks:
+            try:
+                # also a file without a name can be opened again there
+                self._beside = Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
+            except OSError:
+                self._blocks = False
+        return self._beside.number if self._beside is not None and self._blocks else None
+
+    def _fill(self, number: int, target: memoryview, begin: int, wanted: memoryview, offset: int) -> None:
+        """Fill ``target`` from ``begin`` on, with what is ``wanted`` from ``offset`` at least."""
+        least = offset + len(wanted) - begin
         try:
-            done = read_into(self.descriptor.number, view, offset, len(view))
+            done = read_into(number, target, begin, least) - (offset - begin)
         except OSError as error:
             raise ChunkflowError(
                 f"{self.name} cannot be read at byte {offset}: {error.strerror or error}. Check the drive, and load "
                 "the model again."
             ) from error
-        if done < len(view):
+        if done < len(wanted):
             raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
         self.check()
-        if (wrong := self.sums.wrong(offset, view)) is not None:
+        if (wrong := self.sums.wrong(offset, wanted)) is not None:
             raise ChunkflowError(
                 f"{self.name} does not have at byte {wrong} what was written there. Check the drive, and load the model "
                 "again."
             )
-        self.read_bytes += done
+        self.read_bytes += len(wanted)
 
     def check(self) -> None:
         """Raise ChunkflowError if a file that must not change has changed.  To touch a mapping of one that was cut would kill
@@ -138,6 +176,16 @@ class DriveBytes:
     def read(self, target: torch.Tensor) -> None:
         """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`DriveFile.read`."""
         self.file.read(target, self._offset)
+
+    def read_beside(self, memory: torch.Tensor) -> torch.Tensor:
+        """Read them beside the page cache, see :meth:`DriveFile.read_beside`."""
+        return self.file.read_beside(memory, self._offset, self._nbytes)
+
+    @property
+    def identity(self) -> tuple[int, int, int, int]:
+        """Device and inode of the file, offset and bytes: equal on two ranks only if the bytes are the same."""
+        told = os.fstat(self.file.descriptor.number)
+        return told.st_dev, told.st_ino, self._offset, self._nbytes
 
     def mapped(self, kind: int) -> torch.Tensor:
         """A mapping of them, uint8.  ``kind``: MAP_SHARED for one whose writes go to the file.

@@ -26,7 +26,7 @@ from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.plan import Lane, Span, span_name
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.passes.ring import ring_bytes
+from chunkflow_compile.passes.ring import ring_bytes, room
 
 from .schedule import Await, Collect, Compute, Item, Wait
 
@@ -250,9 +250,9 @@ class _Run:
         if self.read_left != _NEVER or not self.reads:
             return
         op = self._read_op(self.reads_done)
-        nbytes = self.simulator.nbytes(op.weight, op.first, op.end)
-        if not self.ring or self.ring + nbytes <= self.most_ring:
-            self.ring += nbytes
+        taken = room(self.simulator.nbytes(op.weight, op.first, op.end))
+        if not self.ring or self.ring + taken <= self.most_ring:
+            self.ring += taken
             self.read_start = self.now
             self.read_left = self.simulator.read_seconds(op.weight, op.first, op.end)
 
@@ -316,7 +316,7 @@ class _Run:
         if self.spans:
             self.step.spans.append(("copy", span_name(op.weight, op.first, op.end), self.copy_start, self.now))
         if read is not None:
-            self.ring -= self.simulator.nbytes(op.weight, op.first, op.end)
+            self.ring -= room(self.simulator.nbytes(op.weight, op.first, op.end))
             self._start_read()
         if self.copies:
             self._start_copy()

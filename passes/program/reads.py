@@ -4,7 +4,7 @@ The reader takes the order from here, and so does the proof; the slots in the ri
 proved for a cold start and for a jump to each call, over what is fetched first and two passes, that
 
 * the drive is read in the order in which the copies are issued,
-* a read stays within the ring,
+* a read stays within the ring, and has room there for all blocks of the file that it touches,
 * a read waits for copies of earlier reads only, so that reads and copies never wait for each other, and
 * a read goes into no bytes that a copy may still use: it waits for every earlier copy of them.
 """
@@ -17,7 +17,7 @@ from itertools import chain
 
 from chunkflow_compile.passes.ops import Prefetch, prefetch_of
 from chunkflow_compile.passes.pace import pace
-from chunkflow_compile.passes.ring import Ring, RingSlot, ring_bytes
+from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
 
 from .course import Border, Course, border
 from .happens_before import HappensBefore
@@ -89,7 +89,7 @@ def _check_ring(call: int, reads: Sequence[Prefetch], sizes: Sequence[int], capa
     for number, (op, nbytes) in enumerate(zip(reads, sizes, strict=True)):
         pace()
         slots.append(slot := ring.slot(nbytes))
-        if slot.begin < 0 or slot.end > capacity or slot.end - slot.begin < nbytes:
+        if slot.begin < 0 or slot.end > capacity or slot.end - slot.begin < room(nbytes) or slot.begin % BLOCK:
             yield f"{op.weight}: {_named(op)} goes to bytes {slot.begin} to {slot.end} of a ring of {capacity}"
         if slot.after > number:
             yield f"{op.weight}: {_named(op)} waits for a copy that comes after its own (from call {call} on)"

@@ -33,6 +33,7 @@ from chunkflow_compile.passes.program.course import prefetches
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
+from chunkflow_compile.runtime.drive_runs import Order
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
 from chunkflow_compile.weights.host_memory import own_pages, parse_cpus
@@ -362,10 +363,10 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     cycle = [((str(i), 0, 1), DriveBytes(file, 64 * i, 64)) for i in range(16)]
     device.stage()
     device.start(0)
-    reader, slots = ReadAhead(device.ring), torch.zeros(16, 64, dtype=torch.uint8)
+    reader, slots = ReadAhead(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
 
     def restart_and_copy(begin: int, count: int) -> None:
-        device.copy.run(lambda: reader.restart([], cycle, begin))
+        device.copy.run(lambda: reader.restart(Order([], cycle, begin)))
         for i in range(begin, begin + count):
             device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, *cycle[i])), None, "copy")
 

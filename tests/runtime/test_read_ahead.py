@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import logging
 import os
 import random
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,13 +20,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.ring import MOST_READ_AHEAD, Ring, RingSlot, ring_bytes
-from chunkflow_compile.runtime import read_ahead
+from chunkflow_compile.passes.ring import BLOCK, MOST_READ_AHEAD, Ring, RingSlot, ring_bytes, room
+from chunkflow_compile.runtime import drive_runs, read_ahead
+from chunkflow_compile.runtime.drive_runs import Order
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
+from chunkflow_compile.weights.limits import HostMemory
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveBytes, DriveFile
 
 CONTENT = random.Random(0).randbytes(4096)
+
+
+def unpinned(_: torch.Tensor) -> Callable[[], None]:
+    return lambda: None
 
 
 class Event:
@@ -63,14 +73,16 @@ def bytes_of(reader: ReadAhead, key: tuple[str, int, int], source: DriveBytes, e
 
 @given(st.lists(st.tuples(st.integers(0, 2048), st.integers(1, 2048)), min_size=1, max_size=12), st.data())
 def test_every_copy_gets_its_bytes(file: DriveFile, spans: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Over several rounds, from any begin, with restarts in the middle, whether room comes back at once or by events."""
+    """Over several rounds, from any begin, with restarts in the middle, whether room comes back at once or by events, and
+    whether memory is short, so that the page cache is left as it is."""
     cycle = cycle_of(file, spans)
-    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+    reader, patch = ReadAhead(unpinned), pytest.MonkeyPatch()
+    patch.setattr(read_ahead, "host_memory", lambda: HostMemory(1 << 40, data.draw(st.sampled_from([0, 1 << 40]))))
     try:
         for _ in range(3):
             begin = data.draw(st.integers(0, len(cycle) - 1))
             first = cycle[: data.draw(st.integers(0, len(cycle)))]
-            reader.restart(first, cycle, begin)
+            reader.restart(Order(first, cycle, begin))
             expected = [*first, *cycle[begin:], *cycle, *cycle]
             for key, source in expected[: data.draw(st.integers(0, len(expected)))]:
                 offset, size = spans[int(key[0])]
@@ -78,13 +90,80 @@ def test_every_copy_gets_its_bytes(file: DriveFile, spans: list[tuple[int, int]]
                 assert bytes_of(reader, key, source, event) == CONTENT[offset : offset + size]
     finally:
         reader.stop()
+        patch.undo()
     assert not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"]
+
+
+def in_the_page_cache(number: int, nbytes: int) -> int:
+    """Pages of a file there, from its beginning on."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *3 * [ctypes.c_int], ctypes.c_long]
+    libc.mincore.argtypes = libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    there, found = libc.mmap(None, nbytes, 1, 1, number, 0), (ctypes.c_ubyte * (nbytes // 4096))()
+    assert libc.mincore(there, nbytes, found) == 0
+    libc.munmap(there, nbytes, None)
+    return sum(entry & 1 for entry in found)
+
+
+@pytest.mark.parametrize("short", [True, False])
+def test_where_memory_is_short_the_page_cache_stays_as_it_is(
+    short: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A weight begins at any byte, and the last one ends with the file, in the middle of a block."""
+    nbytes, content = 1 << 20, random.Random(1).randbytes((1 << 20) + 1234)
+    path = tmp_path / "weights"
+    path.write_bytes(content)
+    number = os.open(path, os.O_RDONLY)
+    os.fsync(number)
+    os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+    file = DriveFile(Descriptor(number), "the file")
+    if in_the_page_cache(number, nbytes) or file._number_beside() is None:
+        pytest.skip("the folder for temporary files is on no drive")
+    spans = [(2240, 300_000), (302_240, 400_001), (702_241, len(content) - 702_241)]
+    monkeypatch.setattr(read_ahead, "host_memory", lambda: HostMemory(1 << 40, (1 << 19) if short else 1 << 40))
+    cycle, reader = cycle_of(file, spans), ReadAhead(unpinned)
+    reader.restart(Order([], cycle, 0))
+    for item, (begin, size) in zip([*cycle, *cycle], [*spans, *spans], strict=True):
+        assert bytes_of(reader, *item) == content[begin : begin + size]
+    reader.stop()
+    assert (in_the_page_cache(number, nbytes) == 0) == short
+
+
+def test_a_file_system_that_has_no_such_reads(file: DriveFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so when the file is opened, or in the first read."""
+    plain_open, plain_read = os.open, os.preadv
+    refused: list[str] = []
+
+    def no_open(path: Any, flags: int, *rest: Any) -> int:
+        if flags & os.O_DIRECT:
+            refused.append("open")
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain_open(path, flags, *rest)
+
+    def no_read(number: int, *rest: Any) -> int:
+        if number != file.descriptor.number:
+            refused.append("read")
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain_read(number, *rest)
+
+    monkeypatch.setattr(read_ahead, "host_memory", lambda: HostMemory(1 << 40, 0))
+    for name, change in (("open", no_open), ("preadv", no_read)):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, name, change)
+            again = DriveFile(file.descriptor, "the file")
+            cycle, reader = cycle_of(again, [(5, 50), (99, 1000)]), ReadAhead(unpinned)
+            reader.restart(Order([], cycle, 0))
+            for item in [*cycle, *cycle]:
+                bytes_of(reader, *item)
+            reader.stop()
+    assert refused == ["open", "read"], "asked once for each file"
 
 
 def test_it_reads_ahead_as_far_as_the_ring_goes(file: DriveFile) -> None:
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
-    reader, before = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8)), file.read_bytes
-    reader.restart([], cycle, 0)
+    reader, before = ReadAhead(unpinned), file.read_bytes
+    reader.restart(Order([], cycle, 0))
     (bytes_of(reader, *cycle[0]), bytes_of(reader, *cycle[1]))
     deadline = 200
     while file.read_bytes - before < 6 * 64 and deadline:
@@ -97,8 +176,8 @@ def test_it_reads_ahead_as_far_as_the_ring_goes(file: DriveFile) -> None:
 def test_a_slot_is_not_written_before_its_copy_has_ended(file: DriveFile) -> None:
     """The copies after it have ended; its own event has not come to pass."""
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
-    reader, before, late = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8)), file.read_bytes, Event()
-    reader.restart([], cycle, 0)
+    reader, before, late = ReadAhead(unpinned), file.read_bytes, Event()
+    reader.restart(Order([], cycle, 0))
     slow = Reading(reader, *cycle[0])
     values, _ = slow.take()
     slow.free(late)
@@ -120,8 +199,8 @@ def test_a_device_that_fails_ends_the_wait_for_bytes(file: DriveFile) -> None:
             raise RuntimeError("unspecified launch failure")
 
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
-    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
-    reader.restart([], cycle, 0)
+    reader = ReadAhead(unpinned)
+    reader.restart(Order([], cycle, 0))
     failed: list[str] = []
 
     def take_all() -> None:
@@ -147,10 +226,10 @@ class NeverWaits(Ring):
 
 def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: DriveFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the verifier refuses (tests/passes/program/test_reads.py) is one that a copy would see."""
-    monkeypatch.setattr(read_ahead, "Ring", NeverWaits)
+    monkeypatch.setattr(drive_runs, "Ring", NeverWaits)
     cycle, before = cycle_of(file, [(64 * i, 64) for i in range(16)]), file.read_bytes
-    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
-    reader.restart(cycle[:1], cycle[1:], 0)  # the first is not read again, however far the reader gets
+    reader = ReadAhead(unpinned)
+    reader.restart(Order(cycle[:1], cycle[1:], 0))  # the first is not read again, however far the reader gets
     values, _ = Reading(reader, *cycle[0]).take()
     while file.read_bytes - before < 7 * 64:
         threading.Event().wait(0.01)
@@ -160,9 +239,9 @@ def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: DriveFile, monkeypatc
 
 def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:
     cycle = cycle_of(file, [(0, 10), (10, 20), (30, 30)])
-    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+    reader = ReadAhead(unpinned)
     assert bytes_of(reader, *cycle[1]) == CONTENT[10:30], "before the first restart"
-    reader.restart([], cycle, 0)
+    reader.restart(Order([], cycle, 0))
     assert bytes_of(reader, *cycle[2]) == CONTENT[30:60]
     assert bytes_of(reader, *cycle[0]) == CONTENT[:10]
     assert bytes_of(reader, *cycle[1]) == CONTENT[10:30]
@@ -172,8 +251,8 @@ def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.long), 10])
 def test_a_slow_drive_is_named_once(file: DriveFile, times: int, caplog: pytest.LogCaptureFixture) -> None:
     cycle = cycle_of(file, [(512 * i, 512) for i in range(8)])
-    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8), rate=4000)
-    reader.restart([], cycle, 0, expected=4000 * times)
+    reader = ReadAhead(unpinned, rate=4000)
+    reader.restart(Order([], cycle, 0), expected=4000 * times)
     seconds = nbytes = 0.0
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         for reading in [*cycle, *cycle]:
@@ -189,8 +268,8 @@ def test_a_slow_drive_is_named_once(file: DriveFile, times: int, caplog: pytest.
 def test_an_emulated_drive_takes_its_time_after_a_pause(file: DriveFile) -> None:
     """A ring that is full stops the drive; what it reads after that takes as long as before."""
     cycle, rate = cycle_of(file, [(512 * i, 512) for i in range(8)]), 20_000
-    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8), rate=rate)
-    reader.restart([], cycle, 0)
+    reader = ReadAhead(unpinned, rate=rate)
+    reader.restart(Order([], cycle, 0))
     seconds = nbytes = 0.0
     for reading in [*cycle, *cycle]:
         threading.Event().wait(2 * 512 / rate)  # the copies are slower than the drive
@@ -203,8 +282,8 @@ def test_an_emulated_drive_takes_its_time_after_a_pause(file: DriveFile) -> None
 
 def test_a_file_that_ends(file: DriveFile) -> None:
     cycle = cycle_of(file, [(0, 10), (len(CONTENT) - 5, 10)])
-    reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
-    reader.restart([], cycle, 0)
+    reader = ReadAhead(unpinned)
+    reader.restart(Order([], cycle, 0))
     bytes_of(reader, *cycle[0])
     for _ in range(2):  # it does not wait for a thread that has ended
         with pytest.raises(ChunkflowError, match=r"The file the file ends at byte 4096: load the model again"):
@@ -213,24 +292,27 @@ def test_a_file_that_ends(file: DriveFile) -> None:
 
 
 def test_the_size_of_the_ring() -> None:
-    assert ring_bytes([]) == 0 and ring_bytes([8, 8, 8, 8]) == 16 and ring_bytes([8] * 100) == 208
-    assert ring_bytes([MOST_READ_AHEAD] * 100) == 2 * MOST_READ_AHEAD
-    assert ring_bytes([2 * MOST_READ_AHEAD, 1]) == 4 * MOST_READ_AHEAD, "one is copied while the next is read"
+    eight = room(8)
+    assert eight == 2 * BLOCK and room(BLOCK) == 2 * BLOCK and room(BLOCK + 1) == 3 * BLOCK
+    assert ring_bytes([]) == 0 and ring_bytes([8, 8, 8, 8]) == 2 * eight and ring_bytes([8] * 100) == 26 * eight
+    assert ring_bytes([MOST_READ_AHEAD] * 100) == 2 * room(MOST_READ_AHEAD)
+    assert ring_bytes([2 * MOST_READ_AHEAD, 1]) == 2 * room(2 * MOST_READ_AHEAD), "one is copied while the next is read"
 
 
 def test_a_ring_that_is_large_enough_is_kept(file: DriveFile) -> None:
-    sizes: list[int] = []
+    pinned: list[int] = []
 
-    def allocate(nbytes: int) -> torch.Tensor:
-        sizes.append(nbytes)
-        return torch.empty(nbytes, dtype=torch.uint8)
+    def pin(pages: torch.Tensor) -> Callable[[], None]:
+        pinned.append(pages.numel())
+        return lambda: pinned.append(-pages.numel())
 
-    reader, cycle = ReadAhead(allocate), cycle_of(file, [(0, 64)] * 8)
+    reader, cycle = ReadAhead(pin), cycle_of(file, [(0, 64)] * 8)
     for count in (8, 4, 8):
-        reader.restart([], cycle[:count], 0)
+        reader.restart(Order([], cycle[:count], 0))
         bytes_of(reader, *cycle[0])
-    reader.stop()
-    assert sizes == [128 + 64]
+    assert pinned == [3 * room(64)]
+    reader.close()
+    assert pinned == [3 * room(64), -3 * room(64)], "the memory is unpinned before it goes"
 
 
 def test_an_error_of_any_kind_reaches_the_copy(file: DriveFile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,10 +331,10 @@ def test_an_error_of_any_kind_reaches_the_copy(file: DriveFile, monkeypatch: pyt
         ((os, "fstat", stale), "/nfs/file cannot be looked at: Stale file handle. Check the drive"),
         ((stamped, "read", broken), "Reading ahead of the copies failed: KeyError: 'x'"),
     ):
-        reader = ReadAhead(lambda n: torch.empty(n, dtype=torch.uint8))
+        reader = ReadAhead(unpinned)
         with monkeypatch.context() as patch:
             patch.setattr(*change)
-            reader.restart([], cycle, 0)
+            reader.restart(Order([], cycle, 0))
             found: list[object] = []
 
             def take(reader: ReadAhead = reader, found: list[object] = found) -> None:

@@ -20,7 +20,7 @@ from chunkflow_compile.passes.program.course import Call, Course, border, join, 
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import STEPS, check, verify
-from chunkflow_compile.passes.ring import Ring, RingSlot
+from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, room
 from chunkflow_compile.weights.drive import for_the_drive
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
@@ -29,11 +29,11 @@ sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
 @given(sizes, st.integers(0, 100), st.integers(1, 60))
 def test_a_byte_has_one_read_at_a_time(step: list[int], spare: int, count: int) -> None:
     """Against a map of the ring, byte by byte, in which only the reads that must be over are forgotten."""
-    capacity = max(step) + spare
+    capacity = room(max(step)) + spare
     ring, held = Ring(capacity), dict[int, int]()
     for number, nbytes in enumerate(islice(cycle(step), count)):
         slot = ring.slot(nbytes)
-        assert slot.after <= number and slot.end - slot.begin == nbytes
+        assert slot.after <= number and slot.end - slot.begin == room(nbytes)
         assert slot.begin >= 0 and slot.end <= capacity
         held = {byte: read for byte, read in held.items() if read >= slot.after}
         assert not held.keys() & set(range(slot.begin, slot.end))
@@ -80,11 +80,27 @@ class Never(Ring):
 
 
 class Shifted(Ring):
-    """Gives bytes of the read before."""
+    """Gives a block of the read before."""
 
     def slot(self, nbytes: int) -> RingSlot:
         found = super().slot(nbytes)
-        return replace(found, begin=max(0, found.begin - 1), end=max(0, found.begin - 1) + nbytes)
+        return replace(found, begin=max(0, found.begin - BLOCK))
+
+
+class Short(Ring):
+    """Has no room for the block that the bytes end in, if they begin late in one."""
+
+    def slot(self, nbytes: int) -> RingSlot:
+        found = super().slot(nbytes)
+        return replace(found, end=found.end - BLOCK)
+
+
+class Askew(Ring):
+    """Begins within a block."""
+
+    def slot(self, nbytes: int) -> RingSlot:
+        found = super().slot(nbytes + 1)
+        return replace(found, begin=found.begin + 1)
 
 
 class Outside(Ring):
@@ -111,6 +127,8 @@ class Late(Ring):
         (Never, "missing edge: copy of"),
         (Shifted, "missing edge: copy of"),
         (Outside, "of a ring of"),
+        (Short, "of a ring of"),
+        (Askew, "of a ring of"),
         (Late, "waits for a copy that comes after its own"),
     ],
 )

@@ -1,0 +1,340 @@
+"""Runs: where the bytes of a reader come from until it begins anew: its own thread, or the first rank of the machine."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import Empty, SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.ring import Ring
+from chunkflow_compile.weights.source import DriveBytes
+
+from .ring_memory import RingMemory
+
+_log = logging.getLogger(__name__)
+
+# A weight, and the chunks of it that one copy moves.
+Key = tuple[str, int, int]
+Item = tuple[Key, DriveBytes]
+
+# An emulated drive makes up for a thread that wakes up late, by at most this.
+_LATE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Order:
+    """The reads from a start on, by number: ``first``, then ``cycle`` from ``begin`` on, again and again."""
+
+    first: Sequence[Item]
+    cycle: Sequence[Item]
+    begin: int
+
+    def at(self, number: int) -> Item:
+        if number < len(self.first):
+            return self.first[number]
+        return self.cycle[self.place(number)]
+
+    def place(self, number: int) -> int:
+        """Where in the cycle a read is that comes after the first ones."""
+        return (self.begin + number - len(self.first)) % len(self.cycle)
+
+    def digest(self, plan: object) -> bytes:
+        """Equal on two ranks only if they read the same bytes in the same order.  ``plan``: what else must be equal."""
+        reads = [(key, source.identity) for key, source in self.cycle]
+        return hashlib.sha256(repr((plan, reads)).encode()).digest()[:16]
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The bytes of a read, uint8, in the ring, and when they came, ``time.monotonic`` seconds."""
+
+    key: Key
+    values: torch.Tensor
+    at: float
+
+
+@dataclass(frozen=True)
+class Over:
+    """A run has no more reads.  ``then``: the run that has them, None for a new one."""
+
+    then: Run | None = None
+
+
+class Others(Protocol):
+    """The ranks that a run reads for, beside its own.  ``seconds``: how long it waits for one."""
+
+    seconds: float
+
+    def wake_with(self, wake: Callable[[], None]) -> None:
+        """Call ``wake`` when another rank has given room back, or has gone."""
+
+    def room(self, after: int) -> bool:
+        """Whether all of them have copied the first ``after`` reads."""
+
+    def begins(self, number: int) -> None:
+        """A read is about to begin; a rank that comes from now on gets the reads after it."""
+
+    def came(self, number: int, begin: int, seconds: float, at: float) -> None:
+        """The bytes of a read lie at ``begin`` of the ring; it took ``seconds``, and ended ``at``."""
+
+    def end(self) -> None:
+        """There are no more reads for them."""
+
+
+class Run:
+    """Reads that become ready, in order, from the thread of the run to that of the copies.
+
+    ``freed``: where the room of each goes back, as an event, or None at once.  ``seconds``, ``nbytes``: of reading so far.
+    ``name``: the file read last.
+    """
+
+    def __init__(self, order: Order, number: int) -> None:
+        """``number``: the first read."""
+        self.order = order
+        self.ready: SimpleQueue[Ready | Over | ChunkflowError] = SimpleQueue()
+        self.freed: SimpleQueue[Any] = SimpleQueue()
+        self.seconds = 0.0
+        self.nbytes = 0
+        self.name = ""
+        self._number = number
+        self._head: Ready | Over | ChunkflowError | None = None
+
+    def head(self, timeout: float | None = None) -> Ready | Over | ChunkflowError:
+        """What comes next; waits for it.  Raises ``queue.Empty`` after ``timeout`` seconds."""
+        if self._head is None:
+            self._head = self.ready.get(timeout=timeout)
+        return self._head
+
+    def pop(self) -> None:
+        """The head is taken."""
+        self._head = None
+
+    def alone(self) -> None:
+        """Wait for no other rank any more."""
+
+    def stop(self) -> None:
+        """End the run.  No copy needs its bytes any more."""
+        raise NotImplementedError
+
+
+class _Token:
+    """In ``freed``, in the place of an event."""
+
+
+_CHANGED, _ALONE, _STOP, _AT_ONCE = _Token(), _Token(), _Token(), _Token()
+
+
+def given(event: Any) -> Any:
+    """What to put into ``freed`` for the event of a copy, None for one that is over."""
+    return _AT_ONCE if event is None else event
+
+
+class OwnRun(Run):
+    """A thread of this rank reads, for others too if there are any."""
+
+    def __init__(
+        self,
+        order: Order,
+        number: int,
+        memory: RingMemory,
+        wanted: int,
+        spare: Callable[[], RingMemory],
+        *,
+        rate: float = 0.0,
+        beside: bool = False,
+        others: Others | None = None,
+    ) -> None:
+        """``wanted``: bytes of the ring, those of the proof.  ``spare``: makes another ring.  ``rate``: bytes/s of a drive to
+        emulate, 0 for the machine's own.  ``beside``: whether to leave the page cache as it is."""
+        super().__init__(order, number)
+        self._memory: RingMemory | None = memory
+        self._wanted = wanted
+        self._spare = spare
+        self._rate = rate
+        self._beside = beside
+        self._others = others
+        self._slots = Ring(wanted)
+        self._copied = 0  # of the reads in these slots
+        self._issued = 0  # reads so far
+        self._lock = threading.Lock()
+        self._until: int | None = None
+        self._then: Run | None = None
+        self._left: RingMemory | None = None  # copies out of it may be in flight
+        self._over = False
+        if others is not None:
+            others.wake_with(lambda: self.freed.put(_CHANGED))
+        self._thread = threading.Thread(target=self._run, name="chunkflow-read-ahead", daemon=True)
+        self._thread.start()
+
+    def until(self, number: int, make: Callable[[int], Run]) -> None:
+        """End before read ``number``, or before the next one if that is later; ``make`` gets its number, and makes the run
+        that goes on."""
+        with self._lock:
+            if self._until is None:
+                self._until = max(number, self._number)
+                self._then = make(self._until)
+
+    def alone(self) -> None:
+        self.freed.put(_ALONE)
+
+    def stop(self) -> None:
+        self._over = True
+        self.freed.put(_STOP)
+        self._thread.join()
+        if self._others is not None:
+            self._others.end()
+
+    def _run(self) -> None:
+        try:
+            self._read()
+        except ChunkflowError as error:
+            self.ready.put(error.with_traceback(None))
+        except RuntimeError as error:  # from an event
+            self.ready.put(ChunkflowError(f"The GPU failed: {error}"))
+        except Exception as error:  # noqa: BLE001  without a word of it, the copies would wait for ever
+            self.ready.put(ChunkflowError(f"Reading ahead of the copies failed: {type(error).__name__}: {error}"))
+
+    def _read(self) -> None:
+        through = ended = time.monotonic()
+        while (number := self._next()) is not None:
+            key, source = self.order.at(number)
+            slot = self._room(source.numel())
+            if slot is None or self._over:
+                return
+            if self._others is not None:
+                self._others.begins(number)
+            start = time.monotonic()
+            values = slot[: source.numel()]
+            if self._beside:
+                values = source.read_beside(slot)
+            else:
+                source.read(values)
+            if self._rate:
+                through = start - min(max(0.0, ended - through), _LATE_S) + source.numel() / self._rate
+                time.sleep(max(0.0, through - time.monotonic()))
+            ended = time.monotonic()
+            self.seconds += ended - start
+            self.nbytes += source.numel()
+            self.name = source.file.name
+            self._issued += 1
+            self.ready.put(Ready(key, values, ended))
+            if self._others is not None and self._memory is not None:
+                begin = values.data_ptr() - self._memory.bytes.data_ptr()
+                self._others.came(number, begin, ended - start, ended)
+        self.ready.put(Over(self._then))
+        while self._copied < self._issued and self._one_copied(self._issued) is not _STOP:
+            pass  # the ring goes with the last copy out of it
+        self._memory = None
+
+    def _next(self) -> int | None:
+        """The number of the next read, None if another run has it."""
+        with self._lock:
+            if self._number == self._until:
+                return None
+            self._number += 1
+            return self._number - 1
+
+    def _room(self, nbytes: int) -> torch.Tensor | None:
+        """The bytes of the ring for the next read, None when it is over.
+
+        Waits until the copies that use them have ended, on all ranks.
+        """
+        slot = self._slots.slot(nbytes)
+        while self._copied < slot.after or not (self._others is None or self._others.room(slot.after)):
+            token = self._one_copied(slot.after)
+            if token is _STOP:
+                return None
+            if token is _ALONE and self._others is not None:
+                self._others.end()  # they may still copy out of this ring: go on in another one
+                self._left, self._memory, self._slots = self._memory, self._spare(), Ring(self._wanted)
+                self._others = None
+                self._copied -= self._issued
+                self._issued = 0
+                slot = self._slots.slot(nbytes)
+        assert self._memory is not None
+        return self._memory.bytes[slot.begin : slot.end]
+
+    def _one_copied(self, after: int) -> Any:
+        """Wait until a copy has ended, or something else has happened.  ``after``: how many must have, on all ranks."""
+        while True:
+            try:
+                token = self.freed.get(timeout=None if self._others is None else self._others.seconds)
+                break
+            except Empty:
+                if self._copied >= after:  # else the model is not called
+                    _log.warning(
+                        "another rank has copied nothing from the drive for too long: each one reads alone now"
+                    )
+                    return _ALONE
+        if isinstance(token, _Token) and token is not _AT_ONCE:
+            return token
+        if token is not _AT_ONCE:
+            token.synchronize()
+        self._copied += 1
+        return token
+
+
+class BroughtRun(Run):
+    """Another rank reads, into a ring that this one maps too."""
+
+    def __init__(
+        self, order: Order, number: int, memory: RingMemory, freed: Callable[[int], None], left: Callable[[], None]
+    ) -> None:
+        """``freed``: tells that rank how many reads this one has copied.  ``left``: that it copies no more of them."""
+        super().__init__(order, number)
+        self._memory = memory
+        self._tell_freed, self._tell_left = freed, left
+        self._popped = 0
+        self._thread = threading.Thread(target=self._give_back, name="chunkflow-read-ahead", daemon=True)
+        self._thread.start()
+
+    def came(self, begin: int, seconds: float, at: float) -> None:
+        """The next read lies at ``begin`` of the ring."""
+        key, source = self.order.at(self._number)
+        self._number += 1
+        self.seconds += seconds
+        self.nbytes += source.numel()
+        self.name = source.file.name
+        self.ready.put(Ready(key, self._memory.bytes[begin : begin + source.numel()], at))
+
+    def pop(self) -> None:
+        super().pop()
+        self._popped += 1
+
+    def end(self) -> None:
+        """The other rank brings no more."""
+        self.ready.put(Over())
+
+    def alone(self) -> None:
+        self.end()
+
+    def over(self) -> None:
+        """No more of its reads are taken.  The ring goes with the last copy out of it."""
+        self.freed.put(_CHANGED)
+
+    def stop(self) -> None:
+        self.freed.put(_STOP)
+        self._thread.join()
+
+    def _give_back(self) -> None:
+        copied, over = 0, False
+        while not (over and copied == self._popped) and (token := self.freed.get()) is not _STOP:
+            if token is _CHANGED:
+                over = True
+                continue
+            if token is not _AT_ONCE:
+                try:
+                    token.synchronize()
+                except RuntimeError:  # the device has failed, as the copies say
+                    break
+            copied += 1
+            self._tell_freed(copied)
+        self._tell_left()

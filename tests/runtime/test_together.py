@@ -1,0 +1,558 @@
+"""Reading together: ranks as readers of one process, with sockets between them and copies of their own pace."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_read_ahead import CONTENT, Event, cycle_of, unpinned
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.ring import ring_bytes, room
+from chunkflow_compile.runtime import drive_runs, leader
+from chunkflow_compile.runtime.drive_messages import (
+    AT,
+    FREED,
+    LEFT,
+    OFFER,
+    OVER,
+    READY,
+    TAKES,
+    Message,
+    send,
+)
+from chunkflow_compile.runtime.drive_runs import Item, Order, OwnRun
+from chunkflow_compile.runtime.follower import Follower
+from chunkflow_compile.runtime.leader import Leader
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, Start
+from chunkflow_compile.runtime.ring_memory import RingMemory
+from chunkflow_compile.weights.links import Links
+from chunkflow_compile.weights.mapping import Descriptor
+from chunkflow_compile.weights.source import DriveFile
+
+WITHIN = 20.0
+
+
+class Rank:
+    """A rank: its reader, and its own opening of the file."""
+
+    def __init__(self, number: int, links: Links, path: str, spans: Sequence[tuple[int, int]], pin: Any) -> None:
+        self.number, self.links, self.spans = number, links, spans
+        self.file = DriveFile(Descriptor(os.open(path, os.O_RDONLY)), "the file")
+        self.cycle = cycle_of(self.file, [*spans])
+        self.reader = ReadAhead(pin)
+        self.calls = 0
+        self.place = 0
+        self.torn = 0  # copies whose bytes changed before they ended
+
+    def start(self, first: int = 0, begin: int = 0, plan: object = None) -> None:
+        """A cold start, as one call: it fetches the ``first`` reads of the cycle before those from ``begin`` on."""
+        self.calls += 1
+        order = Order(self.cycle[:first], self.cycle, begin)
+        self.reader.restart(order, start=Start((self.calls, 0), self.links, plan))
+        for item in order.first:
+            self.copy(item)
+        self.place = begin
+
+    def call(self) -> None:
+        self.calls += 1
+        self.reader.goes_on((self.calls, 0))
+
+    def copy(self, item: Item, event: Event | None = None) -> Callable[[], None]:
+        """``event``: when the copy ends, which reads the bytes until then.  Returns a function that ends it."""
+        reading = Reading(self.reader, *item)
+        values, _ = reading.take()
+        offset, size = self.spans[int(item[0][0])]
+        assert bytes(values.tolist()) == CONTENT[offset : offset + size]
+        reading.free(event)
+
+        def end() -> None:
+            self.torn += bytes(values.tolist()) != CONTENT[offset : offset + size]
+            if event is not None:
+                event.reach()
+
+        return end
+
+    def copies(self, count: int) -> None:
+        for _ in range(count):
+            self.copy(self.cycle[self.place])
+            self.place = (self.place + 1) % len(self.cycle)
+
+    @property
+    def alone(self) -> bool:
+        return isinstance(self.reader._run, OwnRun) and self.number > 0
+
+
+@contextmanager
+def ranks_of(
+    count: int, spans: Sequence[tuple[int, int]], pin: Callable[[torch.Tensor], Callable[[], None]] = unpinned
+) -> Iterator[list[Rank]]:
+    pairs = [socket.socketpair() for _ in range(count - 1)]
+    for pair in pairs:
+        for end in pair:
+            end.settimeout(WITHIN)
+    numbers = tuple(range(count))
+    links = [Links(0, numbers, {i + 1: pair[0] for i, pair in enumerate(pairs)})]
+    links += [Links(i + 1, numbers, {0: pair[1]}) for i, pair in enumerate(pairs)]
+    with tempfile.NamedTemporaryFile() as made:
+        made.write(CONTENT)
+        made.flush()
+        found = [Rank(number, links[number], made.name, spans, pin) for number in numbers]
+        try:
+            yield found
+        finally:
+            for rank in found:
+                rank.reader.close()
+            for each in links:
+                each.close()
+    assert not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"]
+
+
+def in_step(ranks: Sequence[Rank], work: Callable[[Rank], None]) -> None:
+    """Let all ranks do something at the same time; fails if one fails, or takes too long."""
+    failed: list[BaseException] = []
+
+    def run(rank: Rank) -> None:
+        try:
+            work(rank)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + WITHIN
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), "a rank waits for ever"
+    if failed:
+        raise failed[0]
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def meet(ranks: Sequence[Rank], start: bool = True) -> None:
+    """Begin, and go on until the others take what the first rank reads."""
+    if start:
+        in_step(ranks, Rank.start)
+    for _ in range(50):
+        in_step(ranks, lambda rank: (rank.copies(len(rank.cycle)), rank.call())[0])
+        if not any(rank.alone for rank in ranks):
+            return
+        time.sleep(0.01)
+    raise AssertionError("each one reads alone")
+
+
+EIGHT = [(64 * i + i, 64) for i in range(8)]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_the_drive_is_read_once(count: int) -> None:
+    with ranks_of(count, EIGHT) as ranks:
+        meet(ranks)
+        before = [rank.file.read_bytes for rank in ranks]
+        for rank in ranks:
+            rank.reader.settle()
+        for _ in range(20):
+            in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
+        read = [rank.file.read_bytes - old for rank, old in zip(ranks, before, strict=True)]
+        ring = ring_bytes([64] * 8) // room(64) * 64
+        assert read[1:] == [0] * (count - 1) and 20 * 8 * 64 - ring <= read[0] <= 20 * 8 * 64 + ring
+        said = [rank.reader.settle()[1] for rank in ranks]
+        assert all(20 * 8 * 64 - ring <= nbytes <= 20 * 8 * 64 + ring for nbytes in said), "the same figures on all"
+
+
+spans = st.lists(st.tuples(st.integers(0, 2048), st.integers(1, 2048)), min_size=1, max_size=10)
+acts = st.lists(
+    st.one_of(
+        st.tuples(st.just("start"), st.integers(0, 9), st.integers(0, 9)),
+        st.tuples(st.just("alone"), st.integers(0, 1), st.integers(0, 9)),
+        st.tuples(st.just("copies"), st.integers(1, 30), st.integers(0, 1)),
+    ),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(spans, acts)
+def test_every_copy_gets_its_bytes(spans: list[tuple[int, int]], acts: list[tuple[str, int, int]]) -> None:
+    """Whatever the sizes, and whether ranks start together, or one of them alone."""
+    size = len(spans)
+    with pytest.MonkeyPatch.context() as patch, ranks_of(2, spans) as ranks:
+        patch.setattr(leader, "_LEAVING_S", 0.02)
+        in_step(ranks, Rank.start)
+        for kind, one, two in acts:
+            if kind == "start":
+                in_step(ranks, lambda rank, a=one, b=two: rank.start(a % (size + 1), b % size))
+            elif kind == "alone":  # the other one goes on in its own order, in the same call
+
+                def work(rank: Rank, who: int = one, begin: int = two % size) -> None:
+                    if rank.number == who:
+                        rank.start(0, begin)
+                    else:
+                        rank.call()
+
+                in_step(ranks, work)
+            else:
+                in_step(ranks, lambda rank, a=one: (rank.call(), rank.copies(a))[0])
+
+
+def test_a_slot_is_not_written_before_the_last_rank_has_copied() -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        first, other = ranks
+        late, reading = Event(), Reading(other.reader, *other.cycle[other.place])
+        values, _ = reading.take()
+        reading.free(late)
+        other.place = (other.place + 1) % 8
+        held, read = bytes(values.tolist()), first.file.read_bytes
+        runs = threading.Thread(target=lambda: first.copies(24), daemon=True)
+        runs.start()
+        others = threading.Thread(target=lambda: other.copies(23), daemon=True)
+        others.start()
+        time.sleep(0.3)
+        assert bytes(values.tolist()) == held and first.file.read_bytes - read <= 4 * 64
+        assert runs.is_alive() and others.is_alive()
+        late.reach()
+        runs.join(WITHIN)
+        others.join(WITHIN)
+        assert not runs.is_alive() and not others.is_alive()
+
+
+def test_a_reader_that_does_not_wait_shows_wrong_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above can fail: another rank sees the fault too."""
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        monkeypatch.setattr(drive_runs.OwnRun, "_room", lambda self, n: self._memory.bytes[: room(n)])
+        with pytest.raises(AssertionError):
+            in_step(ranks, lambda rank: rank.copies(200))
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_rank_that_ends_frees_its_share(who: int) -> None:
+    """It holds a part of the ring, and is killed: its links close, whatever else it was about to do."""
+    with ranks_of(3, EIGHT) as ranks:
+        meet(ranks)
+        gone = ranks[who]
+        left = [rank for rank in ranks if rank is not gone]
+        gone.reader.take(Reading(gone.reader, *gone.cycle[gone.place]))
+        for link in gone.links.sockets.values():
+            link.shutdown(socket.SHUT_RDWR)
+        if who == 0:  # its thread would go on in this process
+            gone.reader._run.stop()
+        in_step(left, lambda rank: rank.copies(40))
+        assert all(rank.alone for rank in left) if who == 0 else not left[-1].alone
+
+
+def test_one_that_starts_alone_reads_alone_and_comes_back() -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        in_step(ranks, lambda rank: rank.start(3, 2, plan="its own") if rank.number else rank.call())
+        for _ in range(3):
+            in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
+        assert ranks[1].alone, "another plan"
+        before = ranks[1].file.read_bytes
+        in_step(ranks, lambda rank: rank.start(2, 5))
+        meet(ranks, start=False)
+        assert ranks[1].file.read_bytes > before
+        # the first one alone, as after a write: the place of its copies is another, until both start again
+        in_step(ranks, lambda rank: rank.call() if rank.number else rank.start(0, (rank.place + 1) % 8))
+        in_step(ranks, lambda rank: rank.copies(20))
+        assert ranks[1].alone
+        in_step(ranks, Rank.start)
+        meet(ranks, start=False)
+
+
+def test_one_that_starts_again_at_the_same_place_comes_back() -> None:
+    """By other numbers than those of the first rank, and by other first reads; not under another plan."""
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        for who in (1, 0):
+            for first in (0, 3):
+                in_step(
+                    ranks, lambda rank, w=who, f=first: rank.start(f, rank.place) if rank.number == w else rank.call()
+                )
+                meet(ranks, start=False)
+                in_step(ranks, lambda rank: rank.copies(30))
+        in_step(ranks, lambda rank: rank.start(0, rank.place, plan=rank.number))
+        for _ in range(5):
+            in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
+        assert ranks[1].alone
+
+
+class Wire:
+    """The other end of a link, in the hands of the test."""
+
+    def __init__(self, numbers: tuple[int, int]) -> None:
+        mine, theirs = socket.socketpair()
+        mine.settimeout(WITHIN)
+        self.links = Links(numbers[0], (0, 1), {numbers[1]: theirs})
+        self._link = mine
+
+    def tell(self, message: Message, descriptor: Descriptor | None = None) -> None:
+        send(self._link, message, descriptor)
+
+    def hears(self) -> Message:
+        return Message.unpacked(self._link.recv(len(Message(AT).packed()), socket.MSG_WAITALL))
+
+    def silent(self) -> bool:
+        self._link.settimeout(0.2)
+        try:
+            return not self._link.recv(1)
+        except TimeoutError:
+            return True
+        finally:
+            self._link.settimeout(WITHIN)
+
+
+def order_of(file: DriveFile, first: int, begin: int) -> Order:
+    cycle = cycle_of(file, EIGHT)
+    return Order(cycle[:first], cycle, begin)
+
+
+@pytest.fixture
+def file() -> Iterator[DriveFile]:
+    with tempfile.TemporaryFile() as made:
+        made.write(CONTENT)
+        made.flush()
+        yield DriveFile(Descriptor(os.dup(made.fileno())), "the file")
+
+
+def test_what_the_first_rank_offers(file: DriveFile) -> None:
+    wire, order = Wire((0, 1)), order_of(file, 3, 2)
+    found = Leader(wire.links)
+    digest = order.digest(None)
+
+    def asks(call: int, place: int) -> None:
+        wire.tell(Message(AT, place=place, call=(call, 0), digest=digest))
+
+    found.begin(order, digest, 1 << 16, unpinned)
+    asks(2, 2)
+    assert wire.silent(), "it has not come to that call"
+    found.reached((1, 0), order, 0)
+    assert wire.silent()
+    found.reached((2, 0), order, 0)
+    told = wire.hears()
+    assert (told.kind, told.read, told.place, told.call) == (OFFER, 3, 3, (2, 0)), "not what a start fetches first"
+    assert not found.room(4) and found.room(3), "its slots are kept from now on"
+    wire.tell(Message(TAKES, told.run, 5))
+    eventually(lambda: found.room(5))
+    wire.tell(Message(FREED, told.run, 7))
+    eventually(lambda: found.room(7))
+    found.begins(3)
+    found.came(3, 4096, 0.5, 1.5)
+    assert wire.silent(), "it has read that by itself"
+    found.came(5, 8192, 0.5, 1.5)
+    ready = wire.hears()
+    assert (ready.kind, ready.read, ready.place, ready.seconds, ready.at) == (READY, 5, 8192, 0.5, 1.5)
+    wire.tell(Message(LEFT, told.run))
+    eventually(lambda: found.room(1000))
+    # another run: what was told of calls before it is of other numbers
+    found.begins(11)
+    found.end()
+    found.begin(order, digest, 1 << 16, unpinned)
+    asks(2, 2)
+    assert wire.silent()
+    found.reached((3, 0), order, 8)
+    asks(3, order.place(8) + 1)
+    assert wire.silent(), "its copies are at another place"
+    asks(3, order.place(8))
+    told = wire.hears()
+    assert (told.kind, told.read, told.place) == (OFFER, 3, 8)
+    found.close()
+    assert wire.hears().kind == OVER
+    wire.links.close()
+
+
+def test_what_another_rank_takes(file: DriveFile) -> None:
+    wire, order = Wire((1, 0)), order_of(file, 3, 2)
+    memory = RingMemory.shared(1 << 16, unpinned)
+    found = Follower(wire.links)
+    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
+    found.reached((4, 0), run, 0, b"x" * 16, unpinned)
+    at = wire.hears()
+    assert (at.kind, at.place, at.call, at.digest) == (AT, 2, (4, 0), b"x" * 16)
+    wire.tell(Message(OFFER, 1, read=100, place=100, call=(3, 0)), memory.descriptor)
+    assert wire.hears() == Message(LEFT, 1), "of a call in which it has not asked"
+    found.reached((5, 0), run, 0, b"x" * 16, unpinned)
+    wire.hears()
+    eventually(lambda: run.nbytes == 3 * 64)  # the ring is full
+    wire.tell(Message(OFFER, 1, read=98, place=100, call=(5, 0)), memory.descriptor)
+    told = wire.hears()
+    read = run._until
+    assert told.kind == TAKES and read is not None and read >= 4, "neither the first reads nor what it has"
+    assert told.read == read + 100 - 3
+    found.leave()
+    assert wire.hears() == Message(LEFT, 1)
+    run.stop()
+    wire.links.close()
+
+
+def test_no_rank_waits_for_one_that_is_late() -> None:
+    """The first rank is many calls ahead: each one reads alone until they are in the same call again."""
+    with ranks_of(2, EIGHT) as ranks:
+        first, other = ranks
+        for _ in range(3):
+            in_step([first], lambda rank: (rank.start(), rank.copies(24))[0])
+        for _ in range(3):
+            in_step([other], lambda rank: (rank.start(), rank.copies(24))[0])
+        meet(ranks, start=False)
+
+
+def test_a_failed_call_waits_for_nobody() -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        first, other = ranks
+        first.reader.alone()
+        in_step([first], lambda rank: rank.copies(40))
+        in_step([other], lambda rank: rank.copies(40))
+        assert other.alone
+        in_step(ranks, Rank.start)
+        meet(ranks, start=False)
+        other.reader.alone()
+        in_step([other], lambda rank: rank.copies(40))
+        assert other.alone
+        in_step([first], lambda rank: rank.copies(40))
+
+
+def test_a_rank_that_is_stuck_is_waited_for_as_long_as_by_a_collective(caplog: pytest.LogCaptureFixture) -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        for rank in ranks:
+            rank.links.seconds = 0.3
+        meet(ranks)
+        first, other = ranks
+        in_step([first], lambda rank: rank.copies(40))
+        assert "another rank has copied nothing from the drive for too long" in caplog.text
+        in_step([other], lambda rank: rank.copies(40))
+        assert other.alone
+        in_step(ranks, Rank.start)
+        meet(ranks, start=False)
+        in_step([other], lambda rank: rank.copies(40))
+        assert "the first rank has read nothing from the drive for too long" in caplog.text
+        in_step([first], lambda rank: rank.copies(40))
+
+
+def test_a_drive_that_fails_ends_the_first_rank_and_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        first, other = ranks
+
+        def fails(*_: object) -> None:
+            raise ChunkflowError("the file cannot be read at byte 7")
+
+        monkeypatch.setattr(first.file, "read", fails)
+
+        def work(rank: Rank) -> None:
+            if rank is other:
+                rank.copies(40)
+                return
+            with pytest.raises(ChunkflowError, match="byte 7"):
+                rank.copies(40)
+            rank.reader.stop()
+
+        in_step(ranks, work)
+        assert other.alone
+
+
+def test_the_ring_is_pinned_once_on_each_rank_and_goes_with_the_readers() -> None:
+    pinned: list[int] = []
+
+    def pin(pages: torch.Tensor) -> Callable[[], None]:
+        pinned.append(1)
+        return lambda: pinned.append(-1)
+
+    with ranks_of(2, EIGHT, pin) as ranks:
+        meet(ranks)
+        eventually(lambda: sum(pinned) == 2)  # the ring that the other rank began with is gone
+        for _ in range(3):
+            in_step(ranks, Rank.start)
+            meet(ranks, start=False)
+        eventually(lambda: sum(pinned) == 2)
+        assert len(pinned) == 2 + 2 * 4, "the common ring stays; one of its own for each start of the other rank"
+    assert sum(pinned) == 0
+
+
+def test_a_ring_that_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        mapped = RingMemory.of
+
+        def refused(descriptor: Descriptor, pin: Any) -> RingMemory:
+            if threading.current_thread().name == "chunkflow-drive-links":
+                raise ChunkflowError("A ring of 9 bytes cannot be mapped: Cannot allocate memory.")
+            return mapped(descriptor, pin)
+
+        monkeypatch.setattr(RingMemory, "of", staticmethod(refused))
+        in_step(ranks, Rank.start)
+        for _ in range(4):
+            in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
+        assert ranks[1].alone and "this rank reads the drive for itself: A ring of 9 bytes cannot" in caplog.text
+
+
+def test_another_reader_of_the_same_weights_reads_alone() -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        second = Rank(0, ranks[0].links, "/dev/null", EIGHT, unpinned)
+        second.file = ranks[0].file
+        second.cycle = ranks[0].cycle
+        second.start()
+        second.copies(20)
+        assert second.reader._together is None
+        in_step(ranks, lambda rank: rank.copies(20))
+        assert not ranks[1].alone
+        second.reader.close()
+
+
+def test_copies_that_are_still_out_do_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first rank starts anew, and the other one still copies out of the ring: it gets another ring."""
+    monkeypatch.setattr(leader, "_LEAVING_S", 0.1)
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        first, other = ranks
+        late, reading = Event(), Reading(other.reader, *other.cycle[other.place])
+        values, _ = reading.take()
+        reading.free(late)
+        held = bytes(values.tolist())
+        other.place = (other.place + 1) % 8
+        in_step([first], lambda rank: (rank.start(), rank.copies(30))[0])
+        assert bytes(values.tolist()) == held
+        in_step([other], lambda rank: rank.copies(30))
+        assert bytes(values.tolist()) == held and other.alone
+        late.reach()
+
+
+def test_random_paces() -> None:
+    """Copies that end late on either rank, over several starts."""
+    dice = random.Random(0)
+    sizes = [(dice.randrange(2048), dice.randrange(1, 2048)) for _ in range(12)]
+    with ranks_of(3, sizes) as ranks:
+        for start in range(3):
+
+            def work(rank: Rank, seed: int = start) -> None:
+                counts, mine = random.Random(seed), random.Random(10 * seed + rank.number)
+                rank.start(seed, seed)
+                for _ in range(40):
+                    for _ in range(counts.randrange(12)):
+                        end = rank.copy(rank.cycle[rank.place], Event())
+                        rank.place = (rank.place + 1) % 12
+                        threading.Timer(mine.random() / 500, end).start()
+                    rank.call()
+
+            in_step(ranks, work)
+        assert not any(rank.torn for rank in ranks)

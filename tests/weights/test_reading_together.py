@@ -1,0 +1,185 @@
+"""One reader a machine: the first rank reads the drive, and the others copy out of its ring."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import OPTIONS as SLOW
+from test_drive import homes, planned_reads, read_so_far
+from torch import nn
+
+import chunkflow_compile
+from chunkflow_compile import offload, programs, restore, writing
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.runtime.drive_runs import BroughtRun
+from chunkflow_compile.runtime.leader import Leader
+
+SIZE = Size(layers=4)
+LEAST = 1024
+OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+WITHIN = 60.0
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    return str(tmp_path / "wan")
+
+
+def pair(folder: str, degree: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """A model, and one that diffusers has cast."""
+    torch.set_grad_enabled(False)
+    kind = diffusers.WanTransformer3DModel
+    found = kind.from_pretrained(folder), kind.from_pretrained(folder, torch_dtype=dtype)
+    for model in found:
+        enable_ulysses(model, degree)
+    return found
+
+
+def step(run: Any, twin: Any, seed: int) -> None:
+    inputs = small_inputs("wan", SIZE, seed)
+    inputs = {k: v.to(twin.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
+    assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+
+
+def reader_of(model: nn.Module) -> Any:
+    return programs(model)[-1].arena.reader
+
+
+def together(model: nn.Module) -> bool:
+    """Whether this rank takes part: others copy what it reads, or it copies what the first rank has read."""
+    found = reader_of(model)
+    if isinstance(found._together, Leader):
+        return all(o.run == found._together._run != 0 for o in found._together._others.values() if not o.gone)
+    return isinstance(found._run, BroughtRun)
+
+
+def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0, wanted: bool = True) -> None:
+    for turn in range(30):
+        step(run, twin, seed + turn)
+        found = [False] * dist.get_world_size()
+        dist.all_gather_object(found, together(model))
+        if all(found) if wanted else not any(found):
+            return
+    raise AssertionError(found)
+
+
+def everywhere(value: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def counted(model: nn.Module, run: Any, twin: nn.Module, seed: int, turns: int = 6) -> tuple[list[int], int, int]:
+    """Bytes that each rank reads in so many steps, those that the plan has for one rank, and those of the ring."""
+    (program,) = programs(model)
+    program.arena.streams.copy.synchronize()
+    dist.barrier()
+    before = read_so_far(model)
+    for turn in range(turns):
+        step(run, twin, seed + turn)
+    program.arena.streams.copy.synchronize()
+    planned = planned_reads(program.plan, [h for h in homes(model).values() if h.drive is not None])
+    return everywhere(read_so_far(model) - before), turns * planned, reader_of(model)._wanted
+
+
+def read_by_the_first(rank: int, folder: str, world: int) -> None:
+    model, twin = pair(folder, world)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    until_together(model, run, twin)
+    (program,) = programs(model)
+    told = len(program.measurements)
+    read, planned, ring = counted(model, run, twin, 100)
+    assert read[1:] == [0] * (world - 1) and 0 < planned - ring <= read[0] <= planned + ring
+    said = sum(m.read_bytes for m in program.measurements[told:])
+    assert planned - ring <= said <= planned + ring, "reports say the same on all ranks"
+    assert Path("/proc/self/maps").read_text().count("memfd:chunkflow-ring") == 1
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    torch._dynamo.reset()
+    dist.barrier()
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_one_rank_reads_for_all(on_ranks: Callable[..., None], saved: str, world: int) -> None:
+    on_ranks(read_by_the_first, saved, world, world=world)
+
+
+def writes(rank: int, folder: str) -> None:
+    """A rank that writes a weight has another order from then on: its own, and again a common one after ``writing``."""
+    model, twin = pair(folder, 2, torch.bfloat16)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=torch.bfloat16)  # to a scratch file
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    until_together(model, run, twin)
+    name = "blocks.1.ffn.net.0.proj.weight"
+    for writer in (1, 0):
+        dist.barrier()
+        if rank == writer:
+            for m in (model, twin):
+                m.get_parameter(name).mul_(2)
+        # ranks with other values compute other outputs: the twin does too
+        for turn in range(6):
+            step(run, twin, turn)
+        read, planned, ring = counted(model, run, twin, 20)
+        assert not any(everywhere(together(model))), "a file of its own"
+        assert all(planned - ring <= nbytes <= planned + ring for nbytes in read)
+        with writing(model):
+            for m in (model, twin):
+                m.get_parameter(name).fill_(0.01 * (writer + 1))
+        until_together(model, run, twin, 40)
+    restore(model)
+    torch._dynamo.reset()
+    dist.barrier()
+
+
+def test_ranks_that_write_read_alone_until_they_share_again(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(writes, saved)
+
+
+def blocks(rank: int, folder: str) -> None:
+    """Blocks compiled one by one: the ranks take up their course at calls of their own."""
+    model, twin = pair(folder, 2)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0)
+    run = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
+    for turn in range(4):
+        step(run, twin, turn)
+        if turn >= rank:
+            programs(model)[0].arena.courses.settle()  # the course is planned on a thread
+    assert chunkflow_compile.courses(model)
+    until_together(model, run, twin)
+    read = everywhere(read_so_far(model))
+    for turn in range(4):
+        step(run, twin, turn)
+    assert everywhere(read_so_far(model))[1] == read[1]
+    restore(model)
+    torch._dynamo.reset()
+    dist.barrier()
+
+
+def test_a_course_is_read_together(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(blocks, saved)
+
+
+def not_in_step(rank: int, folder: str) -> None:
+    """No collective keeps them in step: neither waits for the other."""
+    model, twin = (diffusers.WanTransformer3DModel.from_pretrained(folder) for _ in range(2))
+    torch.set_grad_enabled(False)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0)
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    for turn in range(3 + 5 * rank):
+        step(run, twin, turn)
+    assert reader_of(model)._together is None and read_so_far(model) > 0
+    restore(model)
+    dist.barrier()
+
+
+def test_ranks_that_are_not_in_step_read_for_themselves(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(not_in_step, saved)
