@@ -1,0 +1,419 @@
+"""What ranks that share weights read from the disk, where the checkpoint is larger than the memory that is left.
+
+    python docs/benchmarks/shared_drive.py --out docs/benchmarks/shared_drive.md
+
+Needs Linux, a folder on a disk, and a memory control group (v1 or v2), which only root can make.  The weights of a random Wan
+model stay in its checkpoint.  The ranks run in the group: with no limit, and with one that leaves ``spare`` bytes beyond what
+they take themselves.  What the disk brought is read_bytes of /proc/PID/io, of all processes of the group.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import multiprocessing
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import date, timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from pathlib import Path
+from statistics import median
+from typing import Any, NoReturn
+
+import diffusers
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+
+from chunkflow_compile import offload, programs
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.report.record import seconds, size
+
+MOUNT = Path("/sys/fs/cgroup")
+EVERY_S = 0.02
+# The ring of what is read ahead is full when the disk has brought nothing for so long.
+QUIET_S = 0.5
+# Steps before those that are measured; the first one compiles.
+WARM = 4
+# Smaller weights do not go to the drive.
+LARGE = 1 << 20
+TIMEOUT = timedelta(minutes=5)
+OPTIONS: dict[str, Any] = {"policy": "layerwise", "lowering": "eager", "min_bytes": LARGE}
+TICK = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """``apart``: without collectives, each at its own pace."""
+
+    name: str
+    number: int
+    apart: bool = False
+
+
+RANKS = (
+    Ranks("1 rank", 1),
+    Ranks("2 ranks, Ulysses", 2),
+    Ranks("2 ranks, no collectives, pauses", 2, apart=True),
+)
+
+
+class Group:
+    """A memory control group of its own.  Gone after :meth:`remove`."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        """Raises OSError if there is none to make."""
+        v2 = MOUNT / "cgroup.subtree_control"
+        self._v1 = not (v2.exists() and "memory" in v2.read_text().split())
+        mount = MOUNT / "memory" if self._v1 else MOUNT
+        if not (mount / "cgroup.procs").exists():
+            raise OSError(f"{MOUNT} has no memory controller")
+        self.folder = mount / f"chunkflow-shared-drive-{os.getpid()}"
+        self.folder.mkdir()
+        try:
+            if limit is not None:
+                (self.folder / ("memory.limit_in_bytes" if self._v1 else "memory.max")).write_text(str(limit))
+                swap = self.folder / ("memory.swappiness" if self._v1 else "memory.swap.max")
+                if swap.exists():
+                    swap.write_text("0")
+        except OSError:
+            self.remove()
+            raise
+
+    def processes(self) -> list[int]:
+        return [int(line) for line in (self.folder / "cgroup.procs").read_text().split()]
+
+    def memory(self) -> tuple[int, int]:
+        """Bytes of the page cache, and all others: of processes, what they share, and the kernel's for them."""
+        lines = (self.folder / "memory.stat").read_text().splitlines()
+        stat = {name: int(value) for name, value in map(str.split, lines)}
+        cache = stat["total_cache"] - stat["total_shmem"] if self._v1 else stat["file"] - stat["shmem"]
+        used = int((self.folder / ("memory.usage_in_bytes" if self._v1 else "memory.current")).read_text())
+        return cache, used - cache
+
+    def peak(self) -> int:
+        """The most bytes so far, page cache included."""
+        path = self.folder / ("memory.max_usage_in_bytes" if self._v1 else "memory.peak")
+        return int(path.read_text()) if path.exists() else 0
+
+    def remove(self) -> None:
+        """End what runs in it."""
+        for _ in range(250):
+            with contextlib.suppress(OSError):
+                self.folder.rmdir()
+            if not self.folder.exists():
+                return
+            for process in self.processes():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(process, signal.SIGKILL)
+            time.sleep(EVERY_S)
+        print(f"{self.folder} could not be removed", file=sys.stderr)
+
+
+@dataclass
+class Counts:
+    """Of all processes: bytes that the disk brought, and seconds of CPU in the program and in the kernel."""
+
+    disk: int = 0
+    user: float = 0.0
+    system: float = 0.0
+
+    @staticmethod
+    def of(processes: Sequence[int]) -> Counts:
+        found = Counts()
+        for process in processes:
+            with contextlib.suppress(OSError):
+                told = dict(line.split(": ") for line in Path(f"/proc/{process}/io").read_text().splitlines())
+                times = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+                found.disk += int(told["read_bytes"])
+                found.user += int(times[11]) / TICK
+                found.system += int(times[12]) / TICK
+        return found
+
+
+def rank_of(rank: int, ranks: Ranks, folder: str, group: str, size_: Size, steps: int, parent: Connection) -> None:
+    (Path(group) / "cgroup.procs").write_text(str(os.getpid()))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
+    warnings.filterwarnings("ignore")
+    diffusers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    meet = f"file://{folder}/meet-{Path(group).name}"
+    dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=ranks.number, timeout=TIMEOUT)
+    model = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan")
+    if ranks.number > 1 and not ranks.apart:
+        enable_ulysses(model, ranks.number)
+    for p in model.parameters():
+        if p.nbytes < LARGE:  # a GPU has them; left in the mapped file, they are read again with MiBs around
+            p.data = p.data.clone()
+    offload(model, min_bytes=LARGE, share=ranks.number > 1 or None, host_memory=0)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    expected = torch.load(f"{folder}/expected.pt")
+    inputs = [small_inputs("wan", size_, step) for step in range(len(expected))]
+    order, times = random.Random(rank), list[float]()
+    for step in range(WARM + steps):
+        if step == WARM:
+            parent.send("warm")
+            parent.recv()
+        if ranks.apart and step:
+            time.sleep(order.uniform(0, median(times)))
+        begin = time.perf_counter()
+        output = run(**inputs[step % len(inputs)])[0]
+        times.append(time.perf_counter() - begin)
+        torch.testing.assert_close(output, expected[step % len(inputs)], atol=1e-4, rtol=1e-3)
+    (program,) = programs(model)
+    parent.send((times[WARM:], planned(program.plan, {n: p.nbytes for n, p in model.named_parameters()})))
+    parent.recv()
+    dist.barrier()
+    parent.send("over")
+
+
+def planned(plan: Any, nbytes: dict[str, int]) -> int:
+    """Bytes of weights on the drive that the copies of a step take.  ``nbytes``: of each weight."""
+    copied = {w.name: plan.chunk_bytes * sum(x is not None for x in w.windows) for w in plan.streamed}
+    return sum(min(copied[name], nbytes[name]) for name in copied if nbytes[name] >= LARGE)
+
+
+@dataclass
+class Found:
+    """Of one run.  Bytes and seconds of a step are means over the steps that were measured, but ``step`` and ``planned``.
+
+    ``cold``: bytes that the disk brought before those steps.  ``disk``: in a step.  ``planned``: what a rank needs in it.
+    ``step``: the median of all steps of all ranks.  ``wall``: with pauses.  ``cache``, ``own``: the most in those steps, of
+    the page cache and of everything else.  ``most``: of everything else, from the start on.  ``peak``: of the group.
+    """
+
+    cold: int
+    disk: float
+    planned: int
+    user: float
+    system: float
+    step: float
+    wall: float
+    cache: int
+    own: int
+    most: int
+    peak: int
+
+
+class Crew:
+    """The ranks of a run.  ``seen``: the memory of their group while they were listened to."""
+
+    def __init__(self, group: Group, processes: Sequence[SpawnProcess], links: Sequence[Connection]) -> None:
+        self.seen: list[tuple[int, int]] = []
+        self._group = group
+        self._processes = processes
+        self._links = links
+
+    def hear(self) -> list[Any]:
+        """What each rank says next.  Raises SystemExit if one has ended."""
+        while not all(link.poll(EVERY_S) for link in self._links):
+            self.seen.append(self._group.memory())
+            if any(p.exitcode for p in self._processes):
+                self._ended()
+        self.seen.append(self._group.memory())
+        try:
+            return [link.recv() for link in self._links]
+        except EOFError:
+            self._ended()
+
+    def go(self) -> None:
+        for link in self._links:
+            link.send("go")
+
+    def _ended(self) -> NoReturn:
+        for p in self._processes:
+            p.join(1)
+        sys.exit(
+            f"A rank ended. Exit codes: {[p.exitcode for p in self._processes]}; -9 if the limit leaves no memory."
+        )
+
+
+@contextlib.contextmanager
+def started(ranks: Ranks, folder: str, group: Group, size_: Size, steps: int) -> Iterator[Crew]:
+    context = multiprocessing.get_context("spawn")
+    processes, links = list[SpawnProcess](), list[Connection]()
+    try:
+        for rank in range(ranks.number):
+            mine, its = context.Pipe()
+            arguments = (rank, ranks, folder, str(group.folder), size_, steps, its)
+            processes.append(context.Process(target=rank_of, args=arguments, daemon=True))
+            processes[-1].start()
+            its.close()
+            links.append(mine)
+        yield Crew(group, processes, links)
+        for p in processes:
+            p.join()
+    finally:
+        for p in processes:
+            p.kill()
+            p.join()
+
+
+def run(ranks: Ranks, limit: int | None, folder: str, size_: Size, steps: int) -> Found:
+    """Of one arm; ``limit``: bytes of the group.  Raises SystemExit if a rank ends."""
+    out_of_the_page_cache(next(Path(folder).glob("wan/*.safetensors")))
+    (Path(folder) / f"meet-chunkflow-shared-drive-{os.getpid()}").unlink(missing_ok=True)
+    with group_of(limit) as group, started(ranks, folder, group, size_, steps) as crew:
+        crew.hear()
+        before, first = quiet(group), len(crew.seen)
+        began = time.perf_counter()
+        crew.go()
+        answers = crew.hear()
+        wall = time.perf_counter() - began
+        after, last = quiet(group), len(crew.seen)
+        crew.go()
+        crew.hear()
+        return Found(
+            cold=before.disk,
+            disk=(after.disk - before.disk) / steps,
+            planned=max(nbytes for _, nbytes in answers),
+            user=(after.user - before.user) / steps,
+            system=(after.system - before.system) / steps,
+            step=median(itertools.chain.from_iterable(times for times, _ in answers)),
+            wall=wall / steps,
+            cache=max(cache for cache, _ in crew.seen[first:last]),
+            own=max(own for _, own in crew.seen[first:last]),
+            most=max(own for _, own in crew.seen),
+            peak=group.peak(),
+        )
+
+
+@contextlib.contextmanager
+def group_of(limit: int | None) -> Iterator[Group]:
+    try:
+        group = Group(limit)
+    except OSError as error:
+        raise SystemExit(f"No memory control group can be made here ({error}): run this as root, on Linux.") from None
+    try:
+        yield group
+    finally:
+        group.remove()
+
+
+def quiet(group: Group) -> Counts:
+    """Wait until nothing is read; return the counts then."""
+    found, since = Counts.of(group.processes()), time.monotonic()
+    while time.monotonic() - since < QUIET_S:
+        time.sleep(EVERY_S)
+        now = Counts.of(group.processes())
+        if now.disk != found.disk:
+            since = time.monotonic()
+        found = now
+    return found
+
+
+def out_of_the_page_cache(file: Path) -> None:
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def read_ahead(folder: Path) -> int:
+    """Most bytes that the kernel reads ahead of a program on the disk of a folder; 0 if it does not say."""
+    number = os.stat(folder).st_dev
+    disk = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    told = [d / "queue/read_ahead_kb" for d in (disk, disk.parent)]  # of a disk, or of that of a partition
+    return next((1024 * int(path.read_text()) for path in told if path.exists()), 0)
+
+
+ABOUT = """\
+# What ranks read from the disk
+
+{today}, {cores} CPU cores, torch {torch}, no GPU. A Wan model of {weights} in one safetensors file on a disk, with
+`share=True` and `host_memory=0`: each rank copies {planned} of it to the device in each step, a block ahead (`layerwise`).
+The ranks are in a memory control group. `limit`: what they take without one, and {spares} for the page cache. `disk`: bytes
+that the disk brought in {steps} steps after {warm} warm ones, as a multiple of what one rank copies in them; the least and
+the most of {repeats} runs where they differ. All else are medians of the runs, which are in random order. `CPU`: of all
+ranks, in a step; of it in the kernel in brackets. `step`: without the pauses, which are half a step in the mean; `wall`: with
+them. `page cache` and `processes`: the most of the group in these steps; `peak`: of both together, from the start on. The
+kernel reads ahead by up to {ahead} on this disk. Written by
+`python docs/benchmarks/shared_drive.py --out docs/benchmarks/shared_drive.md`.
+
+"""
+HEADERS = ("ranks", "limit", "disk", "CPU", "step", "wall", "page cache", "processes", "peak")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--heads", type=int, default=16, help="of 64; a block has 16 bytes * 4 * (64 * heads)^2")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument(
+        "--spare", type=int, nargs="+", default=[150], metavar="MB", help="page cache that a limit leaves"
+    )
+    parser.add_argument("--folder", type=Path, help="a folder on a disk (default: that for temporary files)")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended"))
+    os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the ranks
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    with group_of(None):
+        pass  # before the model takes time
+    size_ = Size(layers=arguments.layers, heads=arguments.heads, head_dim=64, frames=1, text=8)
+    found = dict[tuple[Ranks, int | None], list[Found]]()
+    with tempfile.TemporaryDirectory(prefix="chunkflow-", dir=arguments.folder) as folder:
+        model = small_model("wan", size_)
+        model.save_pretrained(f"{folder}/wan", max_shard_size="1TB")  # type: ignore[operator]
+        weights = sum(p.nbytes for p in model.parameters() if p.nbytes >= LARGE)
+        torch.save([model(**small_inputs("wan", size_, step))[0] for step in range(4)], f"{folder}/expected.pt")
+        del model
+        order = random.Random(0)
+        for _ in range(arguments.repeats):
+            for ranks in order.sample(RANKS, len(RANKS)):
+                for spare in (None, *order.sample(arguments.spare, len(arguments.spare))):
+                    limit = None if spare is None else found[ranks, None][-1].most + spare * 10**6
+                    new = run(ranks, limit, folder, size_, arguments.steps)
+                    if new.cold < weights:
+                        sys.exit(f"{folder} is on no disk: of {weights} bytes, {new.cold} were read from one.")
+                    found.setdefault((ranks, spare), []).append(new)
+                    print(ranks.name, spare, new, flush=True)
+    rows = [row(ranks, spare, found[ranks, spare]) for ranks in RANKS for spare in (None, *arguments.spare)]
+    text = ABOUT.format(
+        today=date.today(),
+        cores=os.cpu_count(),
+        torch=torch.__version__,
+        weights=size(weights),
+        planned=size(found[RANKS[0], None][0].planned),
+        spares=" or ".join(f"{spare} MB" for spare in arguments.spare),
+        steps=arguments.steps,
+        warm=WARM,
+        ahead=size(read_ahead(arguments.folder or Path(tempfile.gettempdir()))),
+        repeats=arguments.repeats,
+    )
+    text += tabulate(rows, headers=HEADERS, tablefmt="github", disable_numparse=True) + "\n"
+    print(text)
+    if arguments.out:
+        arguments.out.write_text(text)
+
+
+def row(ranks: Ranks, spare: int | None, runs: Sequence[Found]) -> tuple[str, ...]:
+    read = sorted(f.disk / f.planned for f in runs)
+    least, most = f"{read[0]:.2f}", f"{read[-1]:.2f}"
+    return (
+        ranks.name,
+        "none" if spare is None else f"{spare} MB left",
+        least if least == most else f"{least} to {most}",
+        f"{median(f.user + f.system for f in runs):.2f} s ({median(f.system for f in runs):.2f} s)",
+        seconds(median(f.step for f in runs)),
+        seconds(median(f.wall for f in runs)),
+        size(int(median(f.cache for f in runs))),
+        size(int(median(f.own for f in runs))),
+        size(int(median(f.peak for f in runs))),
+    )
+
+
+if __name__ == "__main__":
+    main()
