@@ -19,6 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.locks import ProcessLock
+from chunkflow_compile.weights.checkpoint import Mappings
 from chunkflow_compile.weights.filling import DtypeOf, Filling, as_they_are
 from chunkflow_compile.weights.guards import Guards
 from chunkflow_compile.weights.home import home_of
@@ -137,10 +138,8 @@ class Placement:
                         self.store.add(names, tensor, filling)
                         moved(filling.work(names[0]))
                     filling.finish()
-                    if peers is not None and self.store.links is None:
-                        here = any(home.drive is not None for home in self.store.homes)
-                        # the ranks read the drive together, see runtime/together.py
-                        self.store.links = peers.stay() if all(peers.gather(here)) else None
+                    if peers is not None:
+                        self.store.agree(peers)
                 self.store.moved()
                 self.guards.add()
             except BaseException as error:
@@ -159,7 +158,12 @@ class Placement:
                 self.store.came(todo[-1][0][0])
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = as_they_are) -> None:
-        """Move the tensors that are not in the store to the store's device, and cast them."""
+        """Move the tensors that are not in the store to the store's device, and cast them.
+
+        One that lies in a checkpoint leaves it where host memory is bounded: else its pages might be dropped and read again,
+        with much of the file around them, in every step.
+        """
+        mappings = None if self.store.bound is None else Mappings()
         with torch.no_grad():
             for name, tensor in tensors:
                 if home_of(tensor) is not None:
@@ -171,6 +175,8 @@ class Placement:
                     part_of_more = tensor.untyped_storage().nbytes() > tensor.nbytes
                     self._carried.append((tensor, tensor.data.clone() if part_of_more else tensor.data))
                     tensor.data = tensor.data.to(self.store.device)
+                elif mappings is not None and mappings.part(tensor.data) is not None:
+                    tensor.data = tensor.data.clone()
 
     def undo(self, device: torch.device | None = None, failed: bool = False) -> None:
         """Give every parameter its bytes back, on the device it came from or on ``device``; end the placement.

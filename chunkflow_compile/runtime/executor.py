@@ -98,8 +98,7 @@ class Executor:
         self._values = [
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
-        links = binding.links
-        self._links = links if links is not None and in_step(self.course, links.ranks) else None
+        self._in_step = binding.links is not None and in_step(self.course, binding.links.ranks)
         self._later: list[Any] = [None] * (len(self._issuer.number) - len(placeholders))
         self._streams = bool(program.plan.streamed)
         self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
@@ -129,7 +128,7 @@ class Executor:
         ready = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
-        if ready and self._links is not None and self._issuer.on_drive:
+        if ready and self._in_step and self._issuer.on_drive:
             self.device.copy.run(partial(self.binding.arena.reader.goes_on, self.binding.arena.call))
         self.occupancy.next = None
         for issue in self._instructions:
@@ -230,7 +229,8 @@ class Executor:
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.reads.cycle:
-            copy.run(partial(self._read, cold.reads, Start(arena.call, self._links, self.course.plan.placement)))
+            start = Start(arena.call, self.binding.links, self._in_step, self.course.plan.placement)
+            copy.run(partial(self._read, cold.reads, start))
         for weight, target, source in () if jumps else cold.kept:
             self._issuer.copy(target, source, f"keep {weight}")
             self._issuer.mark(weight)

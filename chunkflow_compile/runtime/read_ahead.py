@@ -63,11 +63,13 @@ class Reading:
 class Start:
     """Where reading starts: the call, and what ranks must have in common to read together.
 
-    ``links``: those of the ranks that the collectives of the programs keep in step; None for this rank alone.
+    ``links``: to the ranks that share the weights, None for none.  ``in_step``: whether collectives keep them in step.
+    ``plan``: what is to be equal on all of them.
     """
 
     call: Number = (0, 0)
     links: Links | None = None
+    in_step: bool = False
     plan: object = None
 
 
@@ -106,8 +108,8 @@ class ReadAhead:
         sizes = [source.numel() for _, source in order.cycle]
         self._wanted = ring_bytes(sizes)  # as large as in the proof
         start = start or Start()
-        self._together = None if start.links is None else together(start.links, self)
-        alone = isinstance(self._together, Leader) or local_ranks() < 2
+        self._together = together(start.links, self) if start.links is not None and start.in_step else None
+        alone = isinstance(self._together, Leader) or (start.links is None and local_ranks() < 2)
         # where memory is short, the page cache would drop what it has before it is read again; ranks that each read for
         # themselves may still find there what another has just read
         self._beside = alone and host_memory().free < sum(sizes)

@@ -21,7 +21,8 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home
-from chunkflow_compile.weights.host_store import links_of, pin_all
+from chunkflow_compile.weights.host_store import links_of
+from chunkflow_compile.weights.pinning import pin_all
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Occupancy

@@ -24,8 +24,9 @@ from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home, home_of
-from chunkflow_compile.weights.host_store import links_of, pin_all
+from chunkflow_compile.weights.host_store import links_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
+from chunkflow_compile.weights.pinning import pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
 

@@ -23,7 +23,7 @@ from .filling import Placed
 from .holes import Place
 from .host_bytes import HostBytes
 from .host_weight import HostWeight
-from .limits import Room, no_room
+from .limits import no_room
 from .mapping import own_memory, whole_pages
 from .reader import HostReader
 from .source import DriveBytes, Source
@@ -136,15 +136,23 @@ class Home:
                 "host memory, or load the model once more, or in another dtype, with host_memory=."
             )
 
-    def pin(self, device: HostReader, room: Room | None) -> None:
-        """Pin the host memory for the device's copies, once; if that fails, the store warns.  ``room``: None for any."""
+    @property
+    def pins(self) -> bool:
+        """Whether there is host memory to pin, and it is not pinned."""
+        return self._unpin is None and self.store.pins and self.drive is None
+
+    def pin(self, device: HostReader, fits: bool = True) -> None:
+        """Pin the host memory for the device's copies, once; if that fails, the store warns.
+
+        ``fits``: whether there is room for it; if not, the device copies it as it is.
+        """
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
-        if self._unpin is not None or not self.store.pins or self.drive is not None:
+        if not self.pins:
             return
         self._leave_checkpoint()  # the pages must not change under a device
+        if not fits:
+            return
         try:
-            if room is not None:
-                room.take(self.nbytes)
             # a model that is dropped without restore must not leave its pages pinned after they are unmapped
             self._unpin = weakref.finalize(self, _unpin, self._copied_by, self._pinned(device))
             self._unpin.atexit = False

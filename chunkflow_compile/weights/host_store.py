@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,11 +22,11 @@ from .filling import Filling
 from .home import Home, home_of
 from .host_bytes import HostBytes
 from .host_weight import HostWeight, become, like
-from .limits import Room, host_memory, local_ranks, no_room, pin_budget
+from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
 from .links import Links
 from .mapping import leave_file
+from .peers import Peers
 from .progress import moving
-from .reader import HostReader
 from .staging import GpuStagings
 
 _log = logging.getLogger(__name__)
@@ -52,6 +51,7 @@ class HostStore:
     bound: int | None = None
     turn: tuple[int, int] | None = None
     links: Links | None = None
+    agreed: int | None = None
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
@@ -137,6 +137,14 @@ class HostStore:
             self.links.close()
             self.links = None
 
+    def agree(self, peers: Peers) -> None:
+        """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
+        drive = any(home.drive is not None for home in self.homes)
+        told = peers.gather([self.pinnable(), drive])
+        self.agreed = min(most for most, _ in told)
+        if self.links is None and all(each for _, each in told):
+            self.links = peers.stay()
+
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
         self.fetched_bytes += nbytes
@@ -220,11 +228,17 @@ class HostStore:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
         if budget is not None:
             return Room(budget - self.pinned_bytes, f"the budget is {budget} bytes, see the option pin_memory")
+        if self.agreed is not None:
+            return Room(self.agreed - self.pinned_bytes, f"the ranks that share weights pin at most {self.agreed}")
         memory = host_memory()
-        most = pin_budget(self.held_bytes, max(local_ranks(), self.turn[1] if self.turn else 1), memory)
+        most = self.pinnable(memory)
         by = f" below {memory.limit}" if memory.limit is not None else ""
         why = f"{memory.free} bytes are free{by}, and {memory.reserve} stay in reserve: at most {most}"
         return Room(most - self.pinned_bytes, why)
+
+    def pinnable(self, memory: HostMemory | None = None) -> int:
+        """Bytes that this rank may pin of the weights."""
+        return pin_budget(self.held_bytes, max(local_ranks(), self.turn[1] if self.turn else 1), memory)
 
     def pageable(self, home: Home, error: OSError) -> None:
         """Continue without pinned memory, and warn once."""
@@ -236,25 +250,6 @@ class HostStore:
             "host memory; in a container, raise its memory limit.",
             stacklevel=2,
         )
-
-
-def pin_all(homes: Sequence[Home], device: HostReader, budget: int | None) -> bool:
-    """Pin the host memory of weights, see :meth:`Home.pin`.  Returns whether all of it is pinned.
-
-    ``budget``: most bytes of a store to pin, None for what the machine leaves.
-    Ranks that share memory begin at different weights: where two pin the same pages at once, the kernel may refuse one.
-    """
-    turns = [home.store.turn for home in homes if home.store.turn is not None]
-    place, ranks = min(turns) if turns else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
-    first = len(homes) * place // ranks
-    stores = {id(home.store): home.store for home in homes} if device.name == "cuda" else {}
-    rooms = {key: store.room(budget) for key, store in stores.items()}
-    todo = [home for home in (*homes[first:], *homes[:first]) if not home.pinned]
-    with moving("pinning", sum(home.nbytes for home in todo)) as pinned:
-        for home in todo:
-            home.pin(device, rooms.get(id(home.store)))
-            pinned(home.nbytes)
-    return all(home.pinned for home in homes)
 
 
 def links_of(homes: Iterable[Home]) -> Links | None:

@@ -60,7 +60,7 @@ class Rank:
         """A cold start, as one call: it fetches the ``first`` reads of the cycle before those from ``begin`` on."""
         self.calls += 1
         order = Order(self.cycle[:first], self.cycle, begin)
-        self.reader.restart(order, start=Start((self.calls, 0), self.links, plan))
+        self.reader.restart(order, start=Start((self.calls, 0), self.links, True, plan))
         for item in order.first:
             self.copy(item)
         self.place = begin

@@ -12,10 +12,10 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
-from chunkflow_compile.weights import filling, limits
+from chunkflow_compile.weights import filling, host_store, limits
 from chunkflow_compile.weights.home import Home, home_of
-from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room, pin_budget
+from chunkflow_compile.weights.pinning import pin_all
 
 GIB = 1 << 30
 V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"
@@ -143,7 +143,7 @@ def test_what_a_store_may_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     most = store.held_bytes + (10 * GIB - memory.reserve) // 2
     told = f"{10 * GIB} bytes are free below /sys/fs/cgroup/memory.max, and {memory.reserve} stay in reserve: at most {most}"
     assert store.room(None) == Room(most, told)
-    homes[0].pin(Reader(), None)
+    homes[0].pin(Reader())
     assert store.room(None).left == most - homes[0].nbytes
     assert store.room(1000 + homes[0].nbytes).left == 1000
     memory = HostMemory(64 * GIB, 0)
@@ -152,6 +152,35 @@ def test_what_a_store_may_pin(monkeypatch: pytest.MonkeyPatch) -> None:
         UserWarning, match=r"could not be pinned after .*0 bytes are free, and \d+ stay in reserve: at most 0"
     ):
         assert not pin_all(homes, Reader(), None)
+
+
+def test_ranks_that_share_pin_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones that find room, wherever a rank begins: with collectives, the slowest rank sets the step."""
+    monkeypatch.setattr("chunkflow_compile.weights.host_store.host_memory", lambda: HostMemory(64 * GIB, 10 * GIB))
+    pinned = []
+    for rank in range(3):
+        model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
+        homes, device = homes_of(model), Reader()
+        store = homes[0].store
+        store.turn, store.agreed = (rank, 3), sum(home.nbytes for home in homes[:7]) + 1
+        with pytest.warns(UserWarning, match="the ranks that share weights pin at most"):
+            assert not pin_all(homes, device, None)
+        assert [home.pinned for home in homes] == [True] * 7 + [False] * (len(homes) - 7)
+        pinned.append([homes.index(next(h for h in homes if h.host.data_ptr() == at)) for at in device.pinned])
+        restore(model)
+    assert len({found[0] for found in pinned}) > 1, "they begin at different ones"
+
+
+def one_has_less_room(rank: int) -> None:
+    host_store.host_memory = limits.host_memory = lambda *_: HostMemory(64 * GIB, (10 - 4 * rank) * GIB)
+    model = offload(small_model("wan", Size(layers=2)), min_bytes=1024, share=True)
+    (store,) = {id(home.store): home.store for home in homes_of(model)}.values()
+    memory = HostMemory(64 * GIB, 6 * GIB)
+    assert store.agreed == store.held_bytes + (6 * GIB - memory.reserve) // 2
+
+
+def test_what_ranks_pin_is_decided_together(on_ranks: Callable[..., None]) -> None:
+    on_ranks(one_has_less_room)
 
 
 def test_freed_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
