@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import diffusers
@@ -12,6 +13,8 @@ import torch.distributed as dist
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.runtime import executor
+from chunkflow_compile.runtime.drive_runs import BroughtRun
 from chunkflow_compile.weights.home import home_of
 
 SIZE = Size(layers=2)
@@ -52,15 +55,50 @@ def on_card(rank: int, folder: str) -> None:
     os._exit(0)
 
 
-def test_two_ranks_share_on_a_card(tmp_path: Path) -> None:
-    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")
+def on_two_ranks(work: Callable[[int, str], None], folder: Path) -> None:
+    small_model("wan", SIZE).save_pretrained(folder / "wan")
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=on_card, args=(rank, str(tmp_path))) for rank in range(2)]
+    ranks = [context.Process(target=work, args=(rank, str(folder))) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
         rank.join(240)
     assert [rank.exitcode for rank in ranks] == [0, 0]
+
+
+def test_two_ranks_share_on_a_card(tmp_path: Path) -> None:
+    on_two_ranks(on_card, tmp_path)
+
+
+def read_together(rank: int, folder: str) -> None:
+    """The ranks are in step because they begin each step together; there are no collectives of a card here."""
+    executor.in_step = lambda course, ranks: True  # type: ignore[assignment]
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model, twin = (diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan") for _ in range(2))
+    twin.to("cuda")
+    offload(model, "cuda", min_bytes=LEAST, host_memory=0)
+    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    seen = list[bool]()
+    with torch.no_grad():
+        for step in range(30):
+            dist.barrier()
+            inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+            reader = programs(model)[-1].arena.reader
+            seen.append(isinstance(reader._run, BroughtRun))
+            if seen[-1]:
+                assert reader._run._memory.bytes.is_pinned(), "each rank pins the ring"
+    read = sum(file.read_bytes for file in {home.drive.file for home in homes if home.drive is not None})
+    assert seen[-1] == (rank == 1) and read > 0
+    dist.barrier()
+    restore(model)
+    os._exit(0)
+
+
+def test_two_ranks_read_together_on_a_card(tmp_path: Path) -> None:
+    on_two_ranks(read_together, tmp_path)
 
 
 def test_half_on_the_drive(tmp_path: Path) -> None:

@@ -153,7 +153,10 @@ def test_a_rank_is_killed(tmp_path: Path, who: tuple[int, ...], when: str) -> No
 
 
 def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
-    """One of two Ulysses ranks is killed when it pins shared weights, or in a step; the other must raise and restore them."""
+    """One of two Ulysses ranks is killed when it pins shared weights, or in a step; the other must raise and restore them.
+
+    Half of the weights are in memory, and half on the drive, which the first rank reads for both.
+    """
     from chunkflow_compile.runtime.executor import Executor
     from chunkflow_compile.weights.home import Home
 
@@ -164,8 +167,9 @@ def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str) ->
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     for m in (model, twin):
         enable_ulysses(m, 2)
-    offload(model, min_bytes=LEAST, share=True)
-    assert shared(model)
+    half = sum(p.nbytes for p in model.parameters()) // 2
+    offload(model, min_bytes=LEAST, share=True, host_memory=half)
+    assert shared(model) and any((h := home_of(p)) is not None and h.drive is not None for p in model.parameters())
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     left = 5
     owner, name = {"pin": (Home, "pin"), "step": (Executor, "_finish")}[when]

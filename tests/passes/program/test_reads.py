@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import cycle, islice
 from typing import Any
 
+import networkx as nx
 import pytest
 import torch
-from helpers import Stack, cut_of, plan_of
+import torch.distributed as dist
+from helpers import Stack, UlyssesStack, cut_of, plan_of
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.ops import Prefetch
@@ -20,7 +25,7 @@ from chunkflow_compile.passes.program.course import Call, Course, border, join, 
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import STEPS, check, verify
-from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, room
+from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
 from chunkflow_compile.weights.drive import for_the_drive
 
 sizes = st.lists(st.integers(1, 50), min_size=1, max_size=30)
@@ -172,3 +177,61 @@ def test_reads_begin_again_at_every_call() -> None:
         assert of.begin == call * len(of.cycle) // 2 and len(of.cycle) >= 4
         expected = islice(loop(), of.begin, of.begin + 2 * len(of.cycle))
         assert list(of.passes(2)) == [*of.first, *expected]
+
+
+@cache
+def ulysses_course(policy: str) -> Course:
+    """A model with collectives, all of whose weights are on the drive."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        cut = cut_of(UlyssesStack(6), torch.randn(4, 32))
+    finally:
+        dist.destroy_process_group()
+    names = {w.name: w.name for w in cut.problem.weights}
+    calls = [Call(cut, names, {}, frozenset(names))]
+    return write(calls, plan_of(join(calls), policy=policy))
+
+
+def waits_of(courses: Sequence[Course], ahead: int = 0) -> nx.DiGraph:
+    """What waits for what on ranks that read together: each read and each collective is one for all of them.
+
+    ``ahead``: passes by which the reads that a rank takes are later ones than those of the rank before it.
+    """
+    found = nx.DiGraph()
+    for rank, of in enumerate(courses):
+        order = HappensBefore((of,), STEPS)
+        plan, weights = of.plan, {w.name: w for w in of.plan.streamed}
+        found.add_edges_from(((rank, a), (rank, b)) for a, b in order.graph.edges)
+        seen = Counter[str]()
+        for i, op in enumerate(order.ops):
+            if op.kind == "collective":
+                (name,) = op.collectives
+                met = "collective", name, seen[name]
+                seen[name] += 1
+                found.add_edges_from(((rank, before), met) for before in order.graph.predecessors(i))
+                found.add_edges_from((met, (rank, after)) for after in order.graph.successors(i))
+        assert seen
+        chunks = iter([i for i, op in enumerate(order.ops) if op.kind == "chunk" and op.serves is not None])
+        of_rank = reads.reads_from(of, 0, border(of, 0), weights.keys())
+        unrolled = list(of_rank.passes(STEPS))
+        spans = [plan.span(weights[op.weight], op.first, op.end) for op in unrolled]
+        ring = Ring(ring_bytes([end - begin for begin, end in spans[-len(of_rank.cycle) :]]))
+        copied = list[tuple[int, int]]()
+        for number, (op, (begin, end)) in enumerate(zip(unrolled, spans, strict=True)):
+            read = "read", number + rank * ahead * len(of_rank.cycle)
+            copies = [(rank, next(chunks)) for _ in range(op.first, op.end)]
+            copied.append(copies[-1])
+            found.add_edges_from([(read, copies[0]), (("read", read[1] - 1), read)])
+            found.add_edges_from((copied[before], read) for before in range(ring.slot(end - begin).after))
+    return found
+
+
+@pytest.mark.parametrize("policy", ["chunkflow", "layerwise"])
+def test_ranks_that_read_together_never_wait_in_a_circle(policy: str) -> None:
+    """They wait for each other in collectives, and for room in the ring.  They would wait in a circle if they met in calls of
+    other numbers: so they tell their calls (``runtime/leader.py``)."""
+    of = ulysses_course(policy)
+    graph = waits_of([of] * 3)
+    assert nx.is_directed_acyclic_graph(graph)
+    assert sum(str(node[0]) == "read" for node in graph) > 2 * len({w.name for w in of.plan.streamed})
+    assert not nx.is_directed_acyclic_graph(waits_of([of, of], ahead=1))
