@@ -169,6 +169,11 @@ class Arena:
             self._reader = ReadAhead(self.streams.pin, 0.0 if self._kind.link is None else self._kind.link.drive)
         return self._reader
 
+    def alone(self) -> None:
+        """A call has failed: its copies wait for no other rank any more."""
+        if self._reader is not None:
+            self._reader.alone()
+
     @property
     def tenants(self) -> Sequence[Any]:
         """The programs that are bound to the memory, oldest first."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import struct
 import threading
@@ -12,6 +13,8 @@ from typing import Protocol
 
 from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.mapping import Descriptor
+
+_log = logging.getLogger(__name__)
 
 # The number of a call: of calls with collectives, and of the calls since then.
 Number = tuple[int, int]
@@ -82,7 +85,12 @@ def _hear(ref: weakref.ref[Part], rank: int, link: socket.socket) -> None:
         part = ref()
         if part is None:
             return
-        part.heard(rank, message, descriptor)
+        try:
+            part.heard(rank, message, descriptor)
+        except Exception:  # noqa: BLE001  without a word of it, the other rank would wait
+            _log.exception("the link to rank %s fails: this rank and that one read the drive for themselves", rank)
+            with contextlib.suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)  # as if that rank had ended, on both sides
         del part
         if message is None:
             return

@@ -113,6 +113,7 @@ class Executor:
             step = self.enqueue(args)
             self.device.deliver()
         except BaseException:
+            self.binding.arena.alone()
             self.forget()
             raise
         return step.outputs
@@ -174,8 +175,6 @@ class Executor:
         self.occupancy.writes.clear()
         if self._issuer.flag is not None:
             self._issuer.flag.drop()  # an error in a collective left it set
-        if self._issuer.on_drive and holds:
-            self.binding.arena.reader.alone()  # the copies in flight wait for no rank that is gone
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()
@@ -199,6 +198,7 @@ class Executor:
         try:
             self.device.copy.synchronize()
         except ChunkflowError:
+            self.binding.arena.alone()
             self.forget()
             raise
         if self.binding.arena.holder is not self.occupancy:

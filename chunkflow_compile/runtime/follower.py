@@ -16,6 +16,9 @@ from .ring_memory import Pin, RingMemory, inode
 
 _log = logging.getLogger(__name__)
 
+# Calls in which a rank asks in vain until it says so: ranks take up a course a few calls apart.
+_IN_VAIN = 256
+
 
 @dataclass(frozen=True)
 class _Asked:
@@ -40,6 +43,7 @@ class Follower:
         self._first = 0  # of its reads that this one takes
         self._memory: RingMemory | None = None
         self._pin: Pin | None = None
+        self._in_vain = 0  # calls since the first rank has read for this one
         listen(self, links)
 
     def reached(self, call: Number, run: OwnRun, taken: int, digest: bytes, pin: Pin) -> None:
@@ -49,6 +53,12 @@ class Follower:
                 return
             read = max(taken, len(run.order.first))
             self._asked, self._pin = _Asked(call, run, read), pin
+            self._in_vain += 1
+        if self._in_vain == _IN_VAIN:
+            _log.warning(
+                "this rank reads the drive for itself, because the first rank has another plan or other weights, or is in "
+                "other calls: place the model with the same arguments and call it in the same way on all ranks"
+            )
         self._send(Message(AT, place=run.order.place(read), call=call, digest=digest))
 
     def alone(self) -> None:
@@ -103,7 +113,7 @@ class Follower:
 
         def make(number: int) -> BroughtRun:
             first, run = number + ahead, offer.run
-            self._run, self._first = run, first
+            self._run, self._first, self._in_vain = run, first, 0
             self._send(Message(TAKES, run, first))
             self._brought = BroughtRun(
                 asked.run.order,

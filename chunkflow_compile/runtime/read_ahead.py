@@ -85,6 +85,7 @@ class ReadAhead:
         self._wanted = 0
         self._beside = False
         self._run: Run | None = None
+        self._links: Links | None = None
         self._together: Together | None = None
         self._digest = b""
         self._number = 0  # of the next read to take
@@ -108,7 +109,8 @@ class ReadAhead:
         sizes = [source.numel() for _, source in order.cycle]
         self._wanted = ring_bytes(sizes)  # as large as in the proof
         start = start or Start()
-        self._together = together(start.links, self) if start.links is not None and start.in_step else None
+        self._links = start.links if start.in_step else None
+        self._together = None if self._links is None else together(self._links, self)
         alone = isinstance(self._together, Leader) or (start.links is None and local_ranks() < 2)
         # where memory is short, the page cache would drop what it has before it is read again; ranks that each read for
         # themselves may still find there what another has just read
@@ -193,9 +195,10 @@ class ReadAhead:
     def close(self) -> None:
         """Stop, and give the ring back."""
         self.stop()
-        if self._together is not None:
+        if self._together is not None and self._links is not None:
             self._together.close()
-        self._together = self._ring = None
+            self._links.release(self)
+        self._links = self._together = self._ring = None
 
     def _head(self) -> Any:
         """What comes next.  Waits for another rank no longer than a collective does."""

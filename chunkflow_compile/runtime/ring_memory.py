@@ -61,6 +61,7 @@ def inode(descriptor: Descriptor) -> int:
     return os.fstat(descriptor.number).st_ino
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
 def _unpinned(undo: Callable[[], None]) -> None:
     with contextlib.suppress(OSError):  # the device has failed
         undo()

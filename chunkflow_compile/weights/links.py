@@ -47,6 +47,11 @@ class Links:
             self._reader = weakref.ref(reader)
         return self._reader() is reader
 
+    def release(self, reader: Any) -> None:
+        """The reader has ended: another one may read over them."""
+        if self._reader is not None and self._reader() is reader:
+            self._reader = None
+
     def close(self) -> None:
         """The other ranks go on alone."""
         self._end()

@@ -519,6 +519,42 @@ def test_another_reader_of_the_same_weights_reads_alone() -> None:
         second.reader.close()
 
 
+def test_readers_come_and_go() -> None:
+    """An arena that is freed has another reader when it is made again, over the same links."""
+    with ranks_of(2, EIGHT) as ranks:
+        for _ in range(3):
+            meet(ranks)
+            for rank in ranks:
+                before, rank.reader = rank.reader, ReadAhead(unpinned)
+                before.close()
+                rank.place = 0
+                rank.kept = before  # type: ignore[attr-defined]  # the collector has not come to it
+
+
+def test_a_rank_that_fails_to_listen_counts_as_gone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+
+        def broken(*_: object) -> None:
+            raise KeyError("x")
+
+        monkeypatch.setattr(drive_runs.BroughtRun, "came", broken)
+        in_step(ranks, lambda rank: rank.copies(40))
+        assert ranks[1].alone and "the link to rank 0 fails" in caplog.text
+
+
+def test_a_rank_that_never_meets_the_first_one_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        in_step(ranks, lambda rank: rank.start(plan=rank.number))
+        for _ in range(300):
+            for rank in ranks:
+                rank.call()
+        said = [r for r in caplog.records if "this rank reads the drive for itself, because" in r.getMessage()]
+        assert len(said) == 1
+
+
 def test_copies_that_are_still_out_do_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank starts anew, and the other one still copies out of the ring: it gets another ring."""
     monkeypatch.setattr(leader, "_LEAVING_S", 0.1)
