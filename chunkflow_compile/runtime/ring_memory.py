@@ -13,7 +13,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.host_memory import empty_pages
-from chunkflow_compile.weights.mapping import Descriptor, map_file, memory_file
+from chunkflow_compile.weights.mapping import Descriptor, map_file, memory_file, prefer_huge_pages
 
 Pin = Callable[[torch.Tensor], Callable[[], None]]
 
@@ -47,6 +47,7 @@ class RingMemory:
         pages = map_file(descriptor, nbytes, mmap.MAP_SHARED)
         if pages is None:
             raise ChunkflowError(f"A ring of {nbytes} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}.")
+        prefer_huge_pages(pages)
         return RingMemory(pages, pin, descriptor)
 
     @property

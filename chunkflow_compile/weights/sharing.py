@@ -24,7 +24,18 @@ from .checkpoint import FilePart, Mapped
 from .drive import Scratch, scratch_folder
 from .holes import Place, note_forks
 from .limits import PLACING, WRITING, check_room, no_room
-from .mapping import ACCESS, MAP_FIXED, Descriptor, libc, map_file, map_over, memory_file, own_memory, whole_pages
+from .mapping import (
+    ACCESS,
+    MAP_FIXED,
+    Descriptor,
+    libc,
+    map_file,
+    map_over,
+    memory_file,
+    own_memory,
+    prefer_huge_pages,
+    whole_pages,
+)
 from .peers import Peers
 from .source import DriveBytes
 
@@ -35,7 +46,6 @@ _log = logging.getLogger(__name__)
 Role = Literal["fill", "compare", "leave"]
 # Elements of a weight that are cast and compared at a time.
 _PIECE = 1 << 20
-_HUGE = 14  # of madvise
 # In messages, names of more weights are left out.
 _NAMED = 5
 
@@ -231,7 +241,7 @@ class SharedPages:
         pages = map_file(descriptor, total, mmap.MAP_SHARED)
         if pages is None:
             raise ChunkflowError(f"{total} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}.")
-        libc().madvise(pages.data_ptr(), total, _HUGE)  # no matter where the kernel has no such pages
+        prefer_huge_pages(pages)
         return pages, descriptor
 
     def _assign(self, weights: Sequence[Wanted], sources: dict[str, list[Any]]) -> None:

@@ -153,9 +153,6 @@ def rank_of(rank: int, ranks: Ranks, folder: str, group: str, size_: Size, steps
     model = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan")
     if ranks.number > 1 and not ranks.apart:
         enable_ulysses(model, ranks.number)
-    for p in model.parameters():
-        if p.nbytes < LARGE:  # a GPU has them; left in the mapped file, they are read again with MiBs around
-            p.data = p.data.clone()
     offload(model, min_bytes=LARGE, share=ranks.number > 1 or None, host_memory=0)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     expected = torch.load(f"{folder}/expected.pt")

@@ -21,7 +21,7 @@ from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.runtime.drive_runs import BroughtRun
 from chunkflow_compile.runtime.leader import Leader
 
-SIZE = Size(layers=4)
+SIZE = Size(layers=2)
 LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 WITHIN = 60.0
