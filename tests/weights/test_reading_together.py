@@ -164,6 +164,7 @@ def blocks(rank: int, folder: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.long
 def test_a_course_is_read_together(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(blocks, saved)
 
