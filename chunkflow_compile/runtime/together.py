@@ -31,10 +31,13 @@ Together = Leader | Follower
 def in_step(course: Course, ranks: Sequence[int]) -> bool:
     """Whether the collectives of a course keep all of ``ranks`` in step with this one."""
     found = set[int]()
-    for node in (node for call in course.calls for node in call.module.graph.nodes):
-        if collective_kind(node) is not None:
-            found.update(ranks_of(group_name(node)))
-    return found.issuperset(ranks)
+    for call in course.calls:
+        nodes = call.module.graph.nodes if call.problem.collectives else ()
+        for name in {group_name(node) for node in nodes if collective_kind(node) is not None}:
+            found.update(ranks_of(name))
+        if found.issuperset(ranks):
+            return True
+    return False
 
 
 def together(links: Links, reader: Any) -> Together | None:
