@@ -21,6 +21,7 @@ Number = tuple[int, int]
 
 _KINDS = AT, FREED, LEFT, TAKES, OFFER, READY, OVER = range(7)
 _WIRE = struct.Struct("!B5q2d16s")
+_DESCRIPTOR = struct.Struct("i")
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,11 @@ def _hear(ref: weakref.ref[Part], rank: int, link: socket.socket) -> None:
     while True:
         message, descriptor = None, None
         with contextlib.suppress(OSError):
-            data, descriptors, _, _ = socket.recv_fds(link, _WIRE.size, 1, socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC)
-            descriptor = Descriptor(descriptors[0]) if descriptors else None
+            # not socket.recv_fds, which drops the flags
+            flags = socket.MSG_WAITALL | socket.MSG_CMSG_CLOEXEC
+            data, beside, _, _ = link.recvmsg(_WIRE.size, socket.CMSG_LEN(_DESCRIPTOR.size), flags)
+            for _, _, found in beside:
+                descriptor = Descriptor(*_DESCRIPTOR.unpack(found))
             message = Message.unpacked(data) if len(data) == _WIRE.size else None
         part = ref()
         if part is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import random
 import socket
@@ -401,6 +402,26 @@ def test_what_another_rank_takes(file: DriveFile) -> None:
     assert told.read == read + 100 - 3
     found.leave()
     assert wire.hears() == Message(LEFT, 1)
+    run.stop()
+    wire.links.close()
+
+
+def test_what_another_rank_hears(file: DriveFile) -> None:
+    """A message may come in parts; a child process does not get the file of the ring."""
+    wire, order = Wire((1, 0)), order_of(file, 0, 0)
+    memory, found = RingMemory.shared(1 << 16, unpinned), Follower(wire.links)
+    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
+    found.reached((1, 0), run, 0, bytes(16), unpinned)
+    wire.hears()
+    over = Message(OVER, 7).packed()
+    wire._link.sendall(over[:10])
+    time.sleep(0.1)
+    wire._link.sendall(over[10:])
+    wire.tell(Message(OFFER, 1, call=(1, 0)), memory.descriptor)
+    assert wire.hears().kind == TAKES
+    assert found._memory is not None and found._memory.descriptor is not None
+    assert fcntl.fcntl(found._memory.descriptor.number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    found.leave()
     run.stop()
     wire.links.close()
 
