@@ -62,8 +62,9 @@ class Follower:
         self._send(Message(AT, place=run.order.place(read), call=call, digest=digest))
 
     def alone(self) -> None:
-        """Wait for the first rank no more."""
+        """Wait for the first rank no more, nor take what it is about to offer."""
         with self._lock:
+            self._asked = None
             if self._brought is not None:
                 self._brought.end()
 

@@ -453,6 +453,19 @@ def test_a_failed_call_waits_for_nobody() -> None:
         in_step([first], lambda rank: rank.copies(40))
 
 
+def test_an_offer_after_a_failed_call_is_not_taken(file: DriveFile) -> None:
+    wire, order = Wire((1, 0)), order_of(file, 0, 0)
+    memory, found = RingMemory.shared(1 << 16, unpinned), Follower(wire.links)
+    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
+    found.reached((1, 0), run, 0, bytes(16), unpinned)
+    wire.hears()
+    found.alone()
+    wire.tell(Message(OFFER, 1, call=(1, 0)), memory.descriptor)
+    assert wire.hears() == Message(LEFT, 1)
+    run.stop()
+    wire.links.close()
+
+
 def test_a_rank_that_is_stuck_is_waited_for_as_long_as_by_a_collective(caplog: pytest.LogCaptureFixture) -> None:
     with ranks_of(2, EIGHT) as ranks:
         for rank in ranks:
