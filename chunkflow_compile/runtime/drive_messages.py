@@ -57,14 +57,26 @@ class Part(Protocol):
     def heard(self, rank: int, message: Message | None, descriptor: Descriptor | None) -> None:
         """What another rank tells, with a file if it hands one over; None if it has ended."""
 
+    def failed(self, rank: int) -> None:
+        """What it told could not be heard.  It may still copy out of the ring."""
 
-def send(link: socket.socket, message: Message, descriptor: Descriptor | None = None) -> None:
-    """Tell a rank, unless it has ended; its link says so."""
-    with contextlib.suppress(OSError):
+
+def send(link: socket.socket, message: Message, descriptor: Descriptor | None = None) -> bool:
+    """Tell a rank; return whether that was possible."""
+    try:
         if descriptor is None:
             link.sendall(message.packed())
         else:
             socket.send_fds(link, [message.packed()], [descriptor.number])
+    except OSError:
+        return False
+    return True
+
+
+def hang_up(link: socket.socket) -> None:
+    """Tell a rank no more: it goes on as if this one had ended, once it has heard what was told.  This one still hears it."""
+    with contextlib.suppress(OSError):
+        link.shutdown(socket.SHUT_WR)
 
 
 def listen(part: Part, links: Links) -> None:
@@ -93,8 +105,7 @@ def _hear(ref: weakref.ref[Part], rank: int, link: socket.socket) -> None:
             part.heard(rank, message, descriptor)
         except Exception:  # noqa: BLE001  without a word of it, the other rank would wait
             _log.exception("the link to rank %s fails: this rank and that one read the drive for themselves", rank)
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)  # as if that rank had ended, on both sides
+            part.failed(rank)
         del part
         if message is None:
             return

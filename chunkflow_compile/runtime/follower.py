@@ -10,7 +10,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.mapping import Descriptor
 
-from .drive_messages import AT, FREED, LEFT, OFFER, OVER, READY, TAKES, Message, Number, listen, send
+from .drive_messages import AT, FREED, LEFT, OFFER, OVER, READY, TAKES, Message, Number, hang_up, listen, send
 from .drive_runs import BroughtRun, OwnRun
 from .ring_memory import Pin, RingMemory, inode
 
@@ -44,12 +44,13 @@ class Follower:
         self._memory: RingMemory | None = None
         self._pin: Pin | None = None
         self._in_vain = 0  # calls since the first rank has read for this one
+        self._gone = False  # whether that one is heard no more
         listen(self, links)
 
     def reached(self, call: Number, run: OwnRun, taken: int, digest: bytes, pin: Pin) -> None:
         """A call begins, in a run of this rank's own, before which so many of its reads were taken."""
         with self._lock:
-            if self._brought is not None:  # it is about to take over
+            if self._gone or self._brought is not None:  # it is about to take over
                 return
             read = max(taken, len(run.order.first))
             self._asked, self._pin = _Asked(call, run, read), pin
@@ -84,9 +85,10 @@ class Follower:
         """What the first rank tells, None if it has ended."""
         with self._lock:
             brought = self._brought
+            if self._gone:
+                return
             if message is None:
-                if brought is not None:
-                    brought.end()
+                self._end()
             elif message.kind == OFFER:
                 assert descriptor is not None
                 self._take(message, descriptor)
@@ -96,6 +98,16 @@ class Follower:
                 brought.came(message.place, message.seconds, message.at)
             elif message.kind == OVER:
                 brought.end()
+
+    def failed(self, rank: int) -> None:
+        with self._lock:
+            self._end()
+
+    def _end(self) -> None:
+        """The first rank brings no more; what it has brought is still copied."""
+        self._gone, self._asked = True, None
+        if self._brought is not None:
+            self._brought.end()
 
     def _take(self, offer: Message, descriptor: Descriptor) -> None:
         """Let the first rank read from some read on, if this one is still in the run in which it has asked."""
@@ -135,4 +147,5 @@ class Follower:
 
     def _send(self, message: Message) -> None:
         with self._sending:
-            send(self._link, message)
+            if not send(self._link, message) and message.kind == LEFT:
+                hang_up(self._link)  # it copies no more, and must not be waited for

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.mapping import Descriptor
 
-from .drive_messages import AT, FREED, LEFT, OFFER, OVER, READY, TAKES, Message, Number, listen, send
+from .drive_messages import AT, FREED, LEFT, OFFER, OVER, READY, TAKES, Message, Number, hang_up, listen, send
 from .drive_runs import Order
 from .ring_memory import Pin, RingMemory
 
@@ -29,7 +29,8 @@ _LEAVING_S = 1.0
 @dataclass
 class _Other:
     """A rank that is read for.  ``run``: the run that it takes part in, 0 for none; from read ``first`` on, of which it has
-    copied all before ``freed``.  ``at``: where it is, while it reads alone."""
+    copied all before ``freed``.  ``at``: where it is, while it reads alone.  ``gone``: whether it is told no more; if it has
+    not ended, it still copies what it was told of."""
 
     link: socket.socket
     run: int = 0
@@ -104,13 +105,13 @@ class Leader:
             told = Message(READY, self._run, number, begin, seconds=seconds, at=at)
             theirs = [other for other in self._others.values() if other.run == self._run and number >= other.first]
         for other in theirs:  # not under the lock: what they tell must be heard even if they do not listen
-            send(other.link, told)
+            self._tell(other, told)
 
     def end(self) -> None:
         with self._changed:
             for other in self._others.values():
                 if self._run and other.run == self._run:
-                    send(other.link, Message(OVER, self._run))
+                    self._tell(other, Message(OVER, self._run))
             self._run, self._wake = 0, None
 
     def close(self) -> None:
@@ -138,6 +139,11 @@ class Leader:
         if wake is not None:
             wake()
 
+    def failed(self, rank: int) -> None:
+        with self._changed:
+            self._others[rank].gone = True
+        hang_up(self._others[rank].link)
+
     def _all_left(self) -> bool:
         return all(other.run == 0 for other in self._others.values())
 
@@ -152,5 +158,14 @@ class Leader:
         first = max(self._next, self._least)
         other.at, other.run, other.first, other.freed = None, self._run, first, first
         told = Message(OFFER, self._run, first, here.read, at.call)
-        send(other.link, told, memory.descriptor)
+        if not self._tell(other, told, memory.descriptor):
+            other.run = 0  # it knows of none
+            return
         _log.info("rank %s gets from the drive what this rank reads", rank)
+
+    def _tell(self, other: _Other, message: Message, descriptor: Descriptor | None = None) -> bool:
+        """Tell a rank, and no more if that fails: without one message, it would take those after it for others."""
+        if not (told := send(other.link, message, descriptor)):
+            other.gone = True
+            hang_up(other.link)
+        return told

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import random
@@ -577,6 +578,57 @@ def test_a_rank_that_fails_to_listen_counts_as_gone(
         monkeypatch.setattr(drive_runs.BroughtRun, "came", broken)
         in_step(ranks, lambda rank: rank.copies(40))
         assert ranks[1].alone and "the link to rank 0 fails" in caplog.text
+        eventually(lambda: ranks[0].reader._together._others[1].run == 0)  # it has left the ring
+        in_step(ranks, lambda rank: (rank.call(), rank.copies(40))[0])
+        assert caplog.text.count("the link to rank 0 fails") == 1 and ranks[1].alone
+
+
+def test_a_rank_that_fails_to_listen_still_copies_what_it_was_told_of() -> None:
+    """Its share of the ring is not free before that."""
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        first, other = ranks
+        eventually(lambda: other.reader._run.ready.qsize() >= 2)
+        other.reader._together.failed(0)
+        copies = threading.Thread(target=lambda: first.copies(24), daemon=True)
+        copies.start()
+        time.sleep(0.3)
+        assert copies.is_alive(), "the other rank has copied nothing"
+        in_step([other], lambda rank: rank.copies(24))
+        copies.join(WITHIN)
+        assert not copies.is_alive() and other.alone
+
+
+def test_the_first_rank_fails_to_listen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        heard, failed = leader.Leader.heard, list[int]()
+
+        def broken(self: Leader, rank: int, *told: Any) -> None:
+            if not failed:
+                failed.append(rank)
+                raise KeyError("x")
+            heard(self, rank, *told)
+
+        monkeypatch.setattr(leader.Leader, "heard", broken)
+        in_step(ranks, lambda rank: rank.copies(40))
+        assert failed and ranks[1].alone and "the link to rank 1 fails" in caplog.text
+
+
+def test_a_rank_that_misses_a_message_takes_no_others_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        packed, missed = Message.packed, list[Message]()
+
+        def fails(message: Message) -> bytes:
+            if message.kind == READY and not missed:
+                missed.append(message)
+                raise OSError(errno.ENOMEM, "Cannot allocate memory")
+            return packed(message)
+
+        monkeypatch.setattr(Message, "packed", fails)
+        in_step(ranks, lambda rank: rank.copies(40))
+        assert missed and ranks[1].alone
 
 
 def test_a_rank_that_never_meets_the_first_one_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
