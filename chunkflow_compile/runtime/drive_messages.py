@@ -68,6 +68,9 @@ def send(link: socket.socket, message: Message, descriptor: Descriptor | None = 
             link.sendall(message.packed())
         else:
             socket.send_fds(link, [message.packed()], [descriptor.number])
+    except BlockingIOError:
+        _log.warning("another rank does not listen, and is told no more: it reads the drive for itself when it does")
+        return False
     except OSError:
         return False
     return True

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import struct
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
@@ -15,6 +16,8 @@ from typing import Any
 
 # For sockets without a timeout.
 _SECONDS = 600.0
+# How long a message may wait for room in a socket: a thread that does nothing else takes them out.
+_TELLING_S = 10
 
 
 class Links:
@@ -33,6 +36,7 @@ class Links:
         self._reader: weakref.ref[Any] | None = None
         for link in self.sockets.values():
             link.settimeout(None)
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", _TELLING_S, 0))
         self._end = weakref.finalize(self, _shut, tuple(self.sockets.values()))
         # a child has no threads that answer, and a link that it held open would hide that this process has ended
         os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))

@@ -39,6 +39,7 @@ from chunkflow_compile.runtime.follower import Follower
 from chunkflow_compile.runtime.leader import Leader
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, Start
 from chunkflow_compile.runtime.ring_memory import RingMemory
+from chunkflow_compile.weights import links as weight_links
 from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveFile
@@ -482,6 +483,25 @@ def test_a_rank_that_is_stuck_is_waited_for_as_long_as_by_a_collective(caplog: p
         in_step([other], lambda rank: rank.copies(40))
         assert "the first rank has read nothing from the drive for too long" in caplog.text
         in_step([first], lambda rank: rank.copies(40))
+
+
+def test_a_rank_that_does_not_listen_holds_up_no_read_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is stopped, and the messages about many small reads find no room in its socket."""
+    monkeypatch.setattr(weight_links, "_TELLING_S", 1)
+    with ranks_of(2, [(i % 4000, 8) for i in range(4000)]) as ranks:
+        meet(ranks)
+        first, other = ranks
+        for rank in ranks:
+            rank.reader._together.seconds = 1.0
+        listens, heard = threading.Event(), Follower.heard
+        monkeypatch.setattr(Follower, "heard", lambda self, *told: (listens.wait(WITHIN), heard(self, *told))[1])
+        in_step([first], lambda rank: rank.copies(4000))
+        assert "another rank does not listen" in caplog.text
+        listens.set()
+        in_step([other], lambda rank: rank.copies(4000))
+        assert other.alone
 
 
 def test_a_drive_that_fails_ends_the_first_rank_and_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
