@@ -170,7 +170,7 @@ class Arena:
         return self._reader
 
     def alone(self) -> None:
-        """A call has failed: its copies wait for no other rank any more."""
+        """Let copies wait for no other rank any more: a call has failed, or the reader is about to stop."""
         if self._reader is not None:
             self._reader.alone()
 
@@ -275,6 +275,7 @@ class Arena:
                 self.courses.close()
                 self.courses = None
             if not self._tenants and self._streams is not None:
+                self.alone()  # the streams close when their copies have ended
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None
                 if self._roll is not None:

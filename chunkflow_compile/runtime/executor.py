@@ -175,6 +175,8 @@ class Executor:
         self.occupancy.writes.clear()
         if self._issuer.flag is not None:
             self._issuer.flag.drop()  # an error in a collective left it set
+        if self._issuer.on_drive and holds:
+            self.binding.arena.alone()  # the reader stops below, and no rank is waited for until then
         for stream in (self.device.compute, self.device.collective, self.device.copy):
             with contextlib.suppress(ChunkflowError):  # raised already where the failed work was awaited
                 stream.synchronize()

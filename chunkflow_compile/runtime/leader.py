@@ -103,7 +103,7 @@ class Leader:
     def came(self, number: int, begin: int, seconds: float, at: float) -> None:
         with self._changed:
             told = Message(READY, self._run, number, begin, seconds=seconds, at=at)
-            theirs = [other for other in self._others.values() if other.run == self._run and number >= other.first]
+            theirs = [o for o in self._others.values() if o.run == self._run and number >= o.first and not o.gone]
         for other in theirs:  # not under the lock: what they tell must be heard even if they do not listen
             self._tell(other, told)
 

@@ -7,10 +7,13 @@ another order.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
+import weakref
 from collections import deque
 from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -73,6 +76,32 @@ class Start:
     plan: object = None
 
 
+@dataclass
+class _Live:
+    """What goes on for a reader: its run, its part in reading together, and the event of the newest copy out of the ring,
+    which comes after those of all others."""
+
+    run: Run | None = None
+    together: Together | None = None
+    newest: Any = None
+
+    def stop(self) -> None:
+        if isinstance(self.together, Follower):
+            self.together.leave()
+        if self.run is not None:
+            self.run.stop()
+        self.run = self.newest = None
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
+def _drop(live: _Live) -> None:
+    """End what goes on for a reader that was dropped: its model was, without restore."""
+    with contextlib.suppress(RuntimeError, ChunkflowError):  # the device has failed
+        if live.newest is not None:
+            live.newest.synchronize()
+    live.stop()
+
+
 class ReadAhead:
     """The reader of an arena.  :meth:`restart`, :meth:`goes_on`, :meth:`take` and :meth:`free` are work of the copy stream,
     in its order."""
@@ -84,15 +113,14 @@ class ReadAhead:
         self._ring: RingMemory | None = None  # of this rank alone
         self._wanted = 0
         self._beside = False
-        self._run: Run | None = None
+        self._live = _Live()
+        weakref.finalize(self, _drop, self._live).atexit = False
         self._links: Links | None = None
-        self._together: Together | None = None
         self._digest = b""
         self._number = 0  # of the next read to take
         self._expected: float | None = None
         # where the room of each read not yet freed goes back to, None for one that is not in a ring
         self._taken: deque[SimpleQueue[Any] | None] = deque()
-        self._newest: Any = None  # the event of the newest copy out of the ring, after those of all others
         self._done = (0.0, 0)  # seconds and bytes of the runs that have ended
         self._told = (0.0, 0)  # those that :meth:`settle` has returned
         self._warned = False
@@ -102,38 +130,37 @@ class ReadAhead:
 
         Waits for the copies out of the ring that are in flight, for readers in the calls before.
         """
-        if self._newest is not None:
-            self._newest.synchronize()
+        if self._live.newest is not None:
+            self._live.newest.synchronize()
         self.stop()
         self._expected = expected
         sizes = [source.numel() for _, source in order.cycle]
         self._wanted = ring_bytes(sizes)  # as large as in the proof
         start = start or Start()
         self._links = start.links if start.in_step else None
-        self._together = None if self._links is None else together(self._links, self)
-        alone = isinstance(self._together, Leader) or (start.links is None and local_ranks() < 2)
+        self._live.together = None if self._links is None else together(self._links, self)
+        alone = isinstance(self._live.together, Leader) or (start.links is None and local_ranks() < 2)
         # where memory is short, the page cache would drop what it has before it is read again; ranks that each read for
         # themselves may still find there what another has just read
         self._beside = alone and host_memory().free < sum(sizes)
-        if self._together is not None:
+        if self._live.together is not None:
             self._digest = order.digest(start.plan)
-        if isinstance(self._together, Leader):
+        if (common := self._common_ring(order)) is not None and isinstance(self._live.together, Leader):
             self._ring = None
-            memory = self._together.begin(order, self._digest, self._wanted, self._pin)
-            self._run = self._own(order, 0, memory, self._together)
+            self._live.run = self._own(order, 0, common, self._live.together)
         else:
-            self._run = self._own(order, 0, self._own_ring())
+            self._live.run = self._own(order, 0, self._own_ring())
         self.goes_on(start.call)
 
     def goes_on(self, call: Number) -> None:
         """A call begins.  Here ranks may begin to read together."""
-        if isinstance(self._together, Leader) and self._run is not None:
-            self._together.reached(call, self._run.order, self._number)
-        elif isinstance(self._together, Follower) and isinstance(self._run, OwnRun):
-            self._together.reached(call, self._run, self._number, self._digest, self._pin)
+        if isinstance(self._live.together, Leader) and self._live.run is not None:
+            self._live.together.reached(call, self._live.run.order, self._number)
+        elif isinstance(self._live.together, Follower) and isinstance(self._live.run, OwnRun):
+            self._live.together.reached(call, self._live.run, self._number, self._digest, self._pin)
 
     def take(self, reading: Reading) -> tuple[torch.Tensor, float]:
-        while self._run is not None:
+        while self._live.run is not None:
             found = self._head()
             if isinstance(found, Over):
                 self._go_on(found.then)
@@ -142,9 +169,9 @@ class ReadAhead:
                 raise found
             if found.key != reading.key:
                 break
-            self._run.pop()
+            self._live.run.pop()
             self._number += 1
-            self._taken.append(self._run.freed)
+            self._taken.append(self._live.run.freed)
             return found.values, found.at
         self._taken.append(None)
         return reading.source.read_all(), time.monotonic()  # out of order
@@ -153,27 +180,27 @@ class ReadAhead:
         freed = self._taken.popleft()
         if freed is not None:
             freed.put(given(event))
-            self._newest = event
+            self._live.newest = event
 
     def alone(self) -> None:
         """Wait for no other rank any more: a call has failed."""
-        if isinstance(self._together, Follower):
-            self._together.alone()
-        if self._run is not None:
-            self._run.alone()
+        if isinstance(self._live.together, Follower):
+            self._live.together.alone()
+        if self._live.run is not None:
+            self._live.run.alone()
 
     def settle(self) -> tuple[float, int]:
         """Seconds and bytes of reading since the last call; says once if the drive is far slower than expected."""
         seconds, nbytes = self._done
-        if self._run is not None:
-            seconds, nbytes = seconds + self._run.seconds, nbytes + self._run.nbytes
+        if self._live.run is not None:
+            seconds, nbytes = seconds + self._live.run.seconds, nbytes + self._live.run.nbytes
             slow = self._expected is not None and seconds >= _SURE_S and nbytes < _SLOW * self._expected * seconds
             if slow and not self._warned:
                 self._warned = True
                 _log.warning(
                     "%s is read at %.3g MB/s, but the plan expects %.3g MB/s, so steps take longer than predicted. Measure "
                     "the drive with chunkflow calibrate --drive PATH, or keep more in memory: host_memory.",
-                    self._run.name,
+                    self._live.run.name,
                     nbytes / seconds / 1e6,
                     (self._expected or 0.0) / 1e6,
                 )
@@ -182,51 +209,56 @@ class ReadAhead:
 
     def stop(self) -> None:
         """End the reading.  No copy may need its bytes any more."""
-        if isinstance(self._together, Follower):
-            self._together.leave()
-        if self._run is not None:
-            self._run.stop()
-            self._end(self._run)
-            self._run = None
-        self._newest = None
+        if self._live.run is not None:
+            self._end(self._live.run)
+        self._live.stop()
         self._number = 0
         self._taken.clear()
 
     def close(self) -> None:
         """Stop, and give the ring back."""
         self.stop()
-        if self._together is not None and self._links is not None:
-            self._together.close()
+        if self._live.together is not None and self._links is not None:
+            self._live.together.close()
             self._links.release(self)
-        self._links = self._together = self._ring = None
+        self._links = self._live.together = self._ring = None
 
     def _head(self) -> Any:
         """What comes next.  Waits for another rank no longer than a collective does."""
-        assert self._run is not None
-        if not isinstance(self._run, BroughtRun) or self._together is None:
-            return self._run.head()
+        assert self._live.run is not None
+        if not isinstance(self._live.run, BroughtRun) or self._live.together is None:
+            return self._live.run.head()
         try:
-            return self._run.head(self._together.seconds)
+            return self._live.run.head(self._live.together.seconds)
         except Empty:
             _log.warning("the first rank has read nothing from the drive for too long: this one reads alone now")
             return Over()
 
     def _go_on(self, then: Run | None) -> None:
         """Another run has the next read."""
-        before = self._run
+        before = self._live.run
         assert before is not None
         self._end(before)
         if isinstance(before, BroughtRun):
             before.over()
         if then is None:
-            self._run = self._own(before.order, self._number, self._own_ring())
+            self._live.run = self._own(before.order, self._number, self._own_ring())
         else:
-            self._run, self._ring = then, None
+            self._live.run, self._ring = then, None
+
+    def _common_ring(self, order: Order) -> RingMemory | None:
+        """The ring of all ranks, if this is the first one; None if it cannot be made either."""
+        if not isinstance(self._live.together, Leader):
+            return None
+        try:
+            return self._live.together.begin(order, self._digest, self._wanted, self._pin)
+        except ChunkflowError as error:
+            _log.warning("each rank reads the drive for itself: %s", error)
+            self._live.together = None
+            return None
 
     def _own(self, order: Order, number: int, memory: RingMemory, others: Leader | None = None) -> OwnRun:
-        def spare() -> RingMemory:
-            return RingMemory.own(self._wanted, self._pin)
-
+        spare = partial(RingMemory.own, self._wanted, self._pin)  # the run does not keep the reader
         return OwnRun(order, number, memory, self._wanted, spare, rate=self._rate, beside=self._beside, others=others)
 
     def _own_ring(self) -> RingMemory:

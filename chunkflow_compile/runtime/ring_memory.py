@@ -38,7 +38,10 @@ class RingMemory:
     @staticmethod
     def shared(nbytes: int, pin: Pin) -> RingMemory:
         """To be mapped by other ranks too.  Raises ChunkflowError if the kernel refuses."""
-        return RingMemory.of(memory_file("chunkflow-ring", nbytes), pin)
+        try:
+            return RingMemory.of(memory_file("chunkflow-ring", nbytes), pin)
+        except OSError as error:
+            raise ChunkflowError(f"A ring of {nbytes} bytes cannot be made: {error.strerror or error}.") from error
 
     @staticmethod
     def of(descriptor: Descriptor, pin: Pin) -> RingMemory:

@@ -92,6 +92,7 @@ class Peers:
             raise _ended(self.ranks[0], error, self.occasion) from error
         if not descriptors:
             raise _ended(self.ranks[0], None, self.occasion)
+        os.set_inheritable(descriptors[0], False)  # recv_fds takes no flag for it
         return descriptors[0]
 
     def stay(self) -> Links:

@@ -94,7 +94,7 @@ class Rank:
 
     @property
     def alone(self) -> bool:
-        return isinstance(self.reader._run, OwnRun) and self.number > 0
+        return isinstance(self.reader._live.run, OwnRun) and self.number > 0
 
 
 @contextmanager
@@ -259,7 +259,7 @@ def test_a_rank_that_ends_frees_its_share(who: int) -> None:
         for link in gone.links.sockets.values():
             link.shutdown(socket.SHUT_RDWR)
         if who == 0:  # its thread would go on in this process
-            gone.reader._run.stop()
+            gone.reader._live.run.stop()
         in_step(left, lambda rank: rank.copies(40))
         assert all(rank.alone for rank in left) if who == 0 else not left[-1].alone
 
@@ -494,7 +494,7 @@ def test_a_rank_that_does_not_listen_holds_up_no_read_for_ever(
         meet(ranks)
         first, other = ranks
         for rank in ranks:
-            rank.reader._together.seconds = 1.0
+            rank.reader._live.together.seconds = 1.0
         listens, heard = threading.Event(), Follower.heard
         monkeypatch.setattr(Follower, "heard", lambda self, *told: (listens.wait(WITHIN), heard(self, *told))[1])
         in_step([first], lambda rank: rank.copies(4000))
@@ -568,7 +568,7 @@ def test_another_reader_of_the_same_weights_reads_alone() -> None:
         second.cycle = ranks[0].cycle
         second.start()
         second.copies(20)
-        assert second.reader._together is None
+        assert second.reader._live.together is None
         in_step(ranks, lambda rank: rank.copies(20))
         assert not ranks[1].alone
         second.reader.close()
@@ -598,7 +598,7 @@ def test_a_rank_that_fails_to_listen_counts_as_gone(
         monkeypatch.setattr(drive_runs.BroughtRun, "came", broken)
         in_step(ranks, lambda rank: rank.copies(40))
         assert ranks[1].alone and "the link to rank 0 fails" in caplog.text
-        eventually(lambda: ranks[0].reader._together._others[1].run == 0)  # it has left the ring
+        eventually(lambda: ranks[0].reader._live.together._others[1].run == 0)  # it has left the ring
         in_step(ranks, lambda rank: (rank.call(), rank.copies(40))[0])
         assert caplog.text.count("the link to rank 0 fails") == 1 and ranks[1].alone
 
@@ -608,8 +608,8 @@ def test_a_rank_that_fails_to_listen_still_copies_what_it_was_told_of() -> None:
     with ranks_of(2, EIGHT) as ranks:
         meet(ranks)
         first, other = ranks
-        eventually(lambda: other.reader._run.ready.qsize() >= 2)
-        other.reader._together.failed(0)
+        eventually(lambda: other.reader._live.run.ready.qsize() >= 2)
+        other.reader._live.together.failed(0)
         copies = threading.Thread(target=lambda: first.copies(24), daemon=True)
         copies.start()
         time.sleep(0.3)

@@ -87,9 +87,9 @@ def read_together(rank: int, folder: str) -> None:
             inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
             assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
             reader = programs(model)[-1].arena.reader
-            seen.append(isinstance(reader._run, BroughtRun))
+            seen.append(isinstance(reader._live.run, BroughtRun))
             if seen[-1]:
-                assert reader._run._memory.bytes.is_pinned(), "each rank pins the ring"
+                assert reader._live.run._memory.bytes.is_pinned(), "each rank pins the ring"
     read = sum(file.read_bytes for file in {home.drive.file for home in homes if home.drive is not None})
     assert seen[-1] == (rank == 1) and read > 0
     dist.barrier()

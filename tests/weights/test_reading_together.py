@@ -56,9 +56,9 @@ def reader_of(model: nn.Module) -> Any:
 def together(model: nn.Module) -> bool:
     """Whether this rank takes part: others copy what it reads, or it copies what the first rank has read."""
     found = reader_of(model)
-    if isinstance(found._together, Leader):
-        return all(o.run == found._together._run != 0 for o in found._together._others.values() if not o.gone)
-    return isinstance(found._run, BroughtRun)
+    if isinstance(found._live.together, Leader):
+        return all(o.run == found._live.together._run != 0 for o in found._live.together._others.values() if not o.gone)
+    return isinstance(found._live.run, BroughtRun)
 
 
 def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0, wanted: bool = True) -> None:
@@ -177,7 +177,7 @@ def not_in_step(rank: int, folder: str) -> None:
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     for turn in range(3 + 5 * rank):
         step(run, twin, turn)
-    assert reader_of(model)._together is None and read_so_far(model) > 0
+    assert reader_of(model)._live.together is None and read_so_far(model) > 0
     restore(model)
     dist.barrier()
 
