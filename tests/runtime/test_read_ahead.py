@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from drive_ranks import CONTENT, Event, cycle_of, unpinned
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -28,25 +29,6 @@ from chunkflow_compile.weights.limits import HostMemory
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveBytes, DriveFile
 
-CONTENT = random.Random(0).randbytes(4096)
-
-
-def unpinned(_: torch.Tensor) -> Callable[[], None]:
-    return lambda: None
-
-
-class Event:
-    """An event that another thread reaches."""
-
-    def __init__(self) -> None:
-        self._reached = threading.Event()
-
-    def reach(self) -> None:
-        self._reached.set()
-
-    def synchronize(self) -> None:
-        self._reached.wait(10)
-
 
 @pytest.fixture(scope="module")
 def file() -> Iterator[DriveFile]:
@@ -54,10 +36,6 @@ def file() -> Iterator[DriveFile]:
         made.write(CONTENT)
         made.flush()
         yield DriveFile(Descriptor(os.dup(made.fileno())), "the file")
-
-
-def cycle_of(file: DriveFile, spans: list[tuple[int, int]]) -> list[tuple[tuple[str, int, int], DriveBytes]]:
-    return [((str(i), 0, 1), DriveBytes(file, begin, size)) for i, (begin, size) in enumerate(spans)]
 
 
 def bytes_of(reader: ReadAhead, key: tuple[str, int, int], source: DriveBytes, event: Event | None = None) -> bytes:

@@ -3,166 +3,33 @@
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
+import gc
 import random
 import socket
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from drive_ranks import EIGHT, WITHIN, Event, Rank, eventually, in_step, meet, ranks_of, unpinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_read_ahead import CONTENT, Event, cycle_of, unpinned
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import ring_bytes, room
 from chunkflow_compile.runtime import drive_runs, leader
 from chunkflow_compile.runtime.drive_messages import (
-    AT,
-    FREED,
-    LEFT,
-    OFFER,
-    OVER,
     READY,
-    TAKES,
     Message,
-    send,
 )
-from chunkflow_compile.runtime.drive_runs import Item, Order, OwnRun
 from chunkflow_compile.runtime.follower import Follower
 from chunkflow_compile.runtime.leader import Leader
-from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, Start
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.runtime.ring_memory import RingMemory
 from chunkflow_compile.weights import links as weight_links
-from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.mapping import Descriptor
-from chunkflow_compile.weights.source import DriveFile
-
-WITHIN = 20.0
-
-
-class Rank:
-    """A rank: its reader, and its own opening of the file."""
-
-    def __init__(self, number: int, links: Links, path: str, spans: Sequence[tuple[int, int]], pin: Any) -> None:
-        self.number, self.links, self.spans = number, links, spans
-        self.file = DriveFile(Descriptor(os.open(path, os.O_RDONLY)), "the file")
-        self.cycle = cycle_of(self.file, [*spans])
-        self.reader = ReadAhead(pin)
-        self.calls = 0
-        self.place = 0
-        self.torn = 0  # copies whose bytes changed before they ended
-
-    def start(self, first: int = 0, begin: int = 0, plan: object = None) -> None:
-        """A cold start, as one call: it fetches the ``first`` reads of the cycle before those from ``begin`` on."""
-        self.calls += 1
-        order = Order(self.cycle[:first], self.cycle, begin)
-        self.reader.restart(order, start=Start((self.calls, 0), self.links, True, plan))
-        for item in order.first:
-            self.copy(item)
-        self.place = begin
-
-    def call(self) -> None:
-        self.calls += 1
-        self.reader.goes_on((self.calls, 0))
-
-    def copy(self, item: Item, event: Event | None = None) -> Callable[[], None]:
-        """``event``: when the copy ends, which reads the bytes until then.  Returns a function that ends it."""
-        reading = Reading(self.reader, *item)
-        values, _ = reading.take()
-        offset, size = self.spans[int(item[0][0])]
-        assert bytes(values.tolist()) == CONTENT[offset : offset + size]
-        reading.free(event)
-
-        def end() -> None:
-            self.torn += bytes(values.tolist()) != CONTENT[offset : offset + size]
-            if event is not None:
-                event.reach()
-
-        return end
-
-    def copies(self, count: int) -> None:
-        for _ in range(count):
-            self.copy(self.cycle[self.place])
-            self.place = (self.place + 1) % len(self.cycle)
-
-    @property
-    def alone(self) -> bool:
-        return isinstance(self.reader._live.run, OwnRun) and self.number > 0
-
-
-@contextmanager
-def ranks_of(
-    count: int, spans: Sequence[tuple[int, int]], pin: Callable[[torch.Tensor], Callable[[], None]] = unpinned
-) -> Iterator[list[Rank]]:
-    pairs = [socket.socketpair() for _ in range(count - 1)]
-    for pair in pairs:
-        for end in pair:
-            end.settimeout(WITHIN)
-    numbers = tuple(range(count))
-    links = [Links(0, numbers, {i + 1: pair[0] for i, pair in enumerate(pairs)})]
-    links += [Links(i + 1, numbers, {0: pair[1]}) for i, pair in enumerate(pairs)]
-    with tempfile.NamedTemporaryFile() as made:
-        made.write(CONTENT)
-        made.flush()
-        found = [Rank(number, links[number], made.name, spans, pin) for number in numbers]
-        try:
-            yield found
-        finally:
-            for rank in found:
-                rank.reader.close()
-            for each in links:
-                each.close()
-    assert not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"]
-
-
-def in_step(ranks: Sequence[Rank], work: Callable[[Rank], None]) -> None:
-    """Let all ranks do something at the same time; fails if one fails, or takes too long."""
-    failed: list[BaseException] = []
-
-    def run(rank: Rank) -> None:
-        try:
-            work(rank)
-        except BaseException as error:  # noqa: BLE001
-            failed.append(error)
-
-    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
-    for thread in threads:
-        thread.start()
-    deadline = time.monotonic() + WITHIN
-    for thread in threads:
-        thread.join(max(0.0, deadline - time.monotonic()))
-        assert not thread.is_alive(), "a rank waits for ever"
-    if failed:
-        raise failed[0]
-
-
-def eventually(true: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + WITHIN
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
-def meet(ranks: Sequence[Rank], start: bool = True) -> None:
-    """Begin, and go on until the others take what the first rank reads."""
-    if start:
-        in_step(ranks, Rank.start)
-    for _ in range(50):
-        in_step(ranks, lambda rank: (rank.copies(len(rank.cycle)), rank.call())[0])
-        if not any(rank.alone for rank in ranks):
-            return
-        time.sleep(0.01)
-    raise AssertionError("each one reads alone")
-
-
-EIGHT = [(64 * i + i, 64) for i in range(8)]
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -300,134 +167,6 @@ def test_one_that_starts_again_at_the_same_place_comes_back() -> None:
         assert ranks[1].alone
 
 
-class Wire:
-    """The other end of a link, in the hands of the test."""
-
-    def __init__(self, numbers: tuple[int, int]) -> None:
-        mine, theirs = socket.socketpair()
-        mine.settimeout(WITHIN)
-        self.links = Links(numbers[0], (0, 1), {numbers[1]: theirs})
-        self._link = mine
-
-    def tell(self, message: Message, descriptor: Descriptor | None = None) -> None:
-        send(self._link, message, descriptor)
-
-    def hears(self) -> Message:
-        return Message.unpacked(self._link.recv(len(Message(AT).packed()), socket.MSG_WAITALL))
-
-    def silent(self) -> bool:
-        self._link.settimeout(0.2)
-        try:
-            return not self._link.recv(1)
-        except TimeoutError:
-            return True
-        finally:
-            self._link.settimeout(WITHIN)
-
-
-def order_of(file: DriveFile, first: int, begin: int) -> Order:
-    cycle = cycle_of(file, EIGHT)
-    return Order(cycle[:first], cycle, begin)
-
-
-@pytest.fixture
-def file() -> Iterator[DriveFile]:
-    with tempfile.TemporaryFile() as made:
-        made.write(CONTENT)
-        made.flush()
-        yield DriveFile(Descriptor(os.dup(made.fileno())), "the file")
-
-
-def test_what_the_first_rank_offers(file: DriveFile) -> None:
-    wire, order = Wire((0, 1)), order_of(file, 3, 2)
-    found = Leader(wire.links)
-    digest = order.digest(None)
-
-    def asks(call: int, place: int) -> None:
-        wire.tell(Message(AT, place=place, call=(call, 0), digest=digest))
-
-    found.begin(order, digest, 1 << 16, unpinned)
-    asks(2, 2)
-    assert wire.silent(), "it has not come to that call"
-    found.reached((1, 0), order, 0)
-    assert wire.silent()
-    found.reached((2, 0), order, 0)
-    told = wire.hears()
-    assert (told.kind, told.read, told.place, told.call) == (OFFER, 3, 3, (2, 0)), "not what a start fetches first"
-    assert not found.room(4) and found.room(3), "its slots are kept from now on"
-    wire.tell(Message(TAKES, told.run, 5))
-    eventually(lambda: found.room(5))
-    wire.tell(Message(FREED, told.run, 7))
-    eventually(lambda: found.room(7))
-    found.begins(3)
-    found.came(3, 4096, 0.5, 1.5)
-    assert wire.silent(), "it has read that by itself"
-    found.came(5, 8192, 0.5, 1.5)
-    ready = wire.hears()
-    assert (ready.kind, ready.read, ready.place, ready.seconds, ready.at) == (READY, 5, 8192, 0.5, 1.5)
-    wire.tell(Message(LEFT, told.run))
-    eventually(lambda: found.room(1000))
-    # another run: what was told of calls before it is of other numbers
-    found.begins(11)
-    found.end()
-    found.begin(order, digest, 1 << 16, unpinned)
-    asks(2, 2)
-    assert wire.silent()
-    found.reached((3, 0), order, 8)
-    asks(3, order.place(8) + 1)
-    assert wire.silent(), "its copies are at another place"
-    asks(3, order.place(8))
-    told = wire.hears()
-    assert (told.kind, told.read, told.place) == (OFFER, 3, 8)
-    found.close()
-    assert wire.hears().kind == OVER
-    wire.links.close()
-
-
-def test_what_another_rank_takes(file: DriveFile) -> None:
-    wire, order = Wire((1, 0)), order_of(file, 3, 2)
-    memory = RingMemory.shared(1 << 16, unpinned)
-    found = Follower(wire.links)
-    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
-    found.reached((4, 0), run, 0, b"x" * 16, unpinned)
-    at = wire.hears()
-    assert (at.kind, at.place, at.call, at.digest) == (AT, 2, (4, 0), b"x" * 16)
-    wire.tell(Message(OFFER, 1, read=100, place=100, call=(3, 0)), memory.descriptor)
-    assert wire.hears() == Message(LEFT, 1), "of a call in which it has not asked"
-    found.reached((5, 0), run, 0, b"x" * 16, unpinned)
-    wire.hears()
-    eventually(lambda: run.nbytes == 3 * 64)  # the ring is full
-    wire.tell(Message(OFFER, 1, read=98, place=100, call=(5, 0)), memory.descriptor)
-    told = wire.hears()
-    read = run._until
-    assert told.kind == TAKES and read is not None and read >= 4, "neither the first reads nor what it has"
-    assert told.read == read + 100 - 3
-    found.leave()
-    assert wire.hears() == Message(LEFT, 1)
-    run.stop()
-    wire.links.close()
-
-
-def test_what_another_rank_hears(file: DriveFile) -> None:
-    """A message may come in parts; a child process does not get the file of the ring."""
-    wire, order = Wire((1, 0)), order_of(file, 0, 0)
-    memory, found = RingMemory.shared(1 << 16, unpinned), Follower(wire.links)
-    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
-    found.reached((1, 0), run, 0, bytes(16), unpinned)
-    wire.hears()
-    over = Message(OVER, 7).packed()
-    wire._link.sendall(over[:10])
-    time.sleep(0.1)
-    wire._link.sendall(over[10:])
-    wire.tell(Message(OFFER, 1, call=(1, 0)), memory.descriptor)
-    assert wire.hears().kind == TAKES
-    assert found._memory is not None and found._memory.descriptor is not None
-    assert fcntl.fcntl(found._memory.descriptor.number, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
-    found.leave()
-    run.stop()
-    wire.links.close()
-
-
 def test_no_rank_waits_for_one_that_is_late() -> None:
     """The first rank is many calls ahead: each one reads alone until they are in the same call again."""
     with ranks_of(2, EIGHT) as ranks:
@@ -453,19 +192,6 @@ def test_a_failed_call_waits_for_nobody() -> None:
         in_step([other], lambda rank: rank.copies(40))
         assert other.alone
         in_step([first], lambda rank: rank.copies(40))
-
-
-def test_an_offer_after_a_failed_call_is_not_taken(file: DriveFile) -> None:
-    wire, order = Wire((1, 0)), order_of(file, 0, 0)
-    memory, found = RingMemory.shared(1 << 16, unpinned), Follower(wire.links)
-    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
-    found.reached((1, 0), run, 0, bytes(16), unpinned)
-    wire.hears()
-    found.alone()
-    wire.tell(Message(OFFER, 1, call=(1, 0)), memory.descriptor)
-    assert wire.hears() == Message(LEFT, 1)
-    run.stop()
-    wire.links.close()
 
 
 def test_a_rank_that_is_stuck_is_waited_for_as_long_as_by_a_collective(caplog: pytest.LogCaptureFixture) -> None:
@@ -584,6 +310,15 @@ def test_readers_come_and_go() -> None:
                 before.close()
                 rank.place = 0
                 rank.kept = before  # type: ignore[attr-defined]  # the collector has not come to it
+
+
+def test_readers_that_are_dropped_end_their_threads() -> None:
+    """A model may be dropped without restore; what it leaves is looked for at the end of ``ranks_of``."""
+    with ranks_of(2, EIGHT) as ranks:
+        meet(ranks)
+        for rank in ranks:
+            rank.reader = ReadAhead(unpinned)
+        gc.collect()
 
 
 def test_a_rank_that_fails_to_listen_counts_as_gone(

@@ -1,0 +1,161 @@
+"""Ranks that read the drive together, as readers of one process, with sockets between them."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from chunkflow_compile.runtime.drive_runs import Item, Order, OwnRun
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, Start
+from chunkflow_compile.weights.links import Links
+from chunkflow_compile.weights.mapping import Descriptor
+from chunkflow_compile.weights.source import DriveBytes, DriveFile
+
+WITHIN = 20.0
+CONTENT = random.Random(0).randbytes(4096)
+EIGHT = [(64 * i + i, 64) for i in range(8)]
+
+
+def unpinned(_: torch.Tensor) -> Callable[[], None]:
+    return lambda: None
+
+
+class Event:
+    """An event that another thread reaches."""
+
+    def __init__(self) -> None:
+        self._reached = threading.Event()
+
+    def reach(self) -> None:
+        self._reached.set()
+
+    def synchronize(self) -> None:
+        self._reached.wait(10)
+
+
+def cycle_of(file: DriveFile, spans: list[tuple[int, int]]) -> list[tuple[tuple[str, int, int], DriveBytes]]:
+    return [((str(i), 0, 1), DriveBytes(file, begin, size)) for i, (begin, size) in enumerate(spans)]
+
+
+class Rank:
+    """A rank: its reader, and its own opening of the file."""
+
+    def __init__(self, number: int, links: Links, path: str, spans: Sequence[tuple[int, int]], pin: Any) -> None:
+        self.number, self.links, self.spans = number, links, spans
+        self.file = DriveFile(Descriptor(os.open(path, os.O_RDONLY)), "the file")
+        self.cycle = cycle_of(self.file, [*spans])
+        self.reader = ReadAhead(pin)
+        self.calls = 0
+        self.place = 0
+        self.torn = 0  # copies whose bytes changed before they ended
+
+    def start(self, first: int = 0, begin: int = 0, plan: object = None) -> None:
+        """A cold start, as one call: it fetches the ``first`` reads of the cycle before those from ``begin`` on."""
+        self.calls += 1
+        order = Order(self.cycle[:first], self.cycle, begin)
+        self.reader.restart(order, start=Start((self.calls, 0), self.links, True, plan))
+        for item in order.first:
+            self.copy(item)
+        self.place = begin
+
+    def call(self) -> None:
+        self.calls += 1
+        self.reader.goes_on((self.calls, 0))
+
+    def copy(self, item: Item, event: Event | None = None) -> Callable[[], None]:
+        """``event``: when the copy ends, which reads the bytes until then.  Returns a function that ends it."""
+        reading = Reading(self.reader, *item)
+        values, _ = reading.take()
+        offset, size = self.spans[int(item[0][0])]
+        assert bytes(values.tolist()) == CONTENT[offset : offset + size]
+        reading.free(event)
+
+        def end() -> None:
+            self.torn += bytes(values.tolist()) != CONTENT[offset : offset + size]
+            if event is not None:
+                event.reach()
+
+        return end
+
+    def copies(self, count: int) -> None:
+        for _ in range(count):
+            self.copy(self.cycle[self.place])
+            self.place = (self.place + 1) % len(self.cycle)
+
+    @property
+    def alone(self) -> bool:
+        return isinstance(self.reader._live.run, OwnRun) and self.number > 0
+
+
+@contextmanager
+def ranks_of(
+    count: int, spans: Sequence[tuple[int, int]], pin: Callable[[torch.Tensor], Callable[[], None]] = unpinned
+) -> Iterator[list[Rank]]:
+    pairs = [socket.socketpair() for _ in range(count - 1)]
+    for pair in pairs:
+        for end in pair:
+            end.settimeout(WITHIN)
+    numbers = tuple(range(count))
+    links = [Links(0, numbers, {i + 1: pair[0] for i, pair in enumerate(pairs)})]
+    links += [Links(i + 1, numbers, {0: pair[1]}) for i, pair in enumerate(pairs)]
+    with tempfile.NamedTemporaryFile() as made:
+        made.write(CONTENT)
+        made.flush()
+        found = [Rank(number, links[number], made.name, spans, pin) for number in numbers]
+        try:
+            yield found
+        finally:
+            for rank in found:
+                rank.reader.close()
+            for each in links:
+                each.close()
+    assert not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"]
+
+
+def in_step(ranks: Sequence[Rank], work: Callable[[Rank], None]) -> None:
+    """Let all ranks do something at the same time; fails if one fails, or takes too long."""
+    failed: list[BaseException] = []
+
+    def run(rank: Rank) -> None:
+        try:
+            work(rank)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + WITHIN
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+        assert not thread.is_alive(), "a rank waits for ever"
+    if failed:
+        raise failed[0]
+
+
+def eventually(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + WITHIN
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def meet(ranks: Sequence[Rank], start: bool = True) -> None:
+    """Begin, and go on until the others take what the first rank reads."""
+    if start:
+        in_step(ranks, Rank.start)
+    for _ in range(50):
+        in_step(ranks, lambda rank: (rank.copies(len(rank.cycle)), rank.call())[0])
+        if not any(rank.alone for rank in ranks):
+            return
+        time.sleep(0.01)
+    raise AssertionError("each one reads alone")
