@@ -140,6 +140,7 @@ def writes(rank: int, folder: str) -> None:
     dist.barrier()
 
 
+@pytest.mark.long
 def test_ranks_that_write_read_alone_until_they_share_again(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(writes, saved)
 
