@@ -111,6 +111,7 @@ def test_twenty_text_lengths_are_two_compilations_and_a_bounded_number_of_plans(
     assert 1 < len(programs(model)) <= KEPT_SIZES + 1
 
 
+@pytest.mark.long
 def test_twenty_text_lengths_by_kind_reach_no_recompile_limit() -> None:
     model = small_model("wan", SIZE)
     compiled = chunkflow_compile.compile(model, **EAGER)
