@@ -129,12 +129,7 @@ class _Token:
     """In ``freed``, in the place of an event."""
 
 
-_CHANGED, _ALONE, _STOP, _AT_ONCE = _Token(), _Token(), _Token(), _Token()
-
-
-def given(event: Any) -> Any:
-    """What to put into ``freed`` for the event of a copy, None for one that is over."""
-    return _AT_ONCE if event is None else event
+_CHANGED, _ALONE, _STOP = _Token(), _Token(), _Token()
 
 
 class OwnRun(Run):
@@ -274,9 +269,9 @@ class OwnRun(Run):
                         "another rank has copied nothing from the drive for too long: each one reads alone now"
                     )
                     return _ALONE
-        if isinstance(token, _Token) and token is not _AT_ONCE:
+        if isinstance(token, _Token):
             return token
-        if token is not _AT_ONCE:
+        if token is not None:
             token.synchronize()
         self._copied += 1
         return token
@@ -330,7 +325,7 @@ class BroughtRun(Run):
             if token is _CHANGED:
                 over = True
                 continue
-            if token is not _AT_ONCE:
+            if token is not None:
                 try:
                     token.synchronize()
                 except RuntimeError:  # the device has failed, as the copies say

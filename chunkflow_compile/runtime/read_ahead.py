@@ -26,7 +26,7 @@ from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.source import DriveBytes
 
 from .drive_messages import Number
-from .drive_runs import BroughtRun, Key, Order, Over, OwnRun, Run, given
+from .drive_runs import BroughtRun, Key, Order, Over, OwnRun, Run
 from .follower import Follower
 from .leader import Leader
 from .ring_memory import Pin, RingMemory
@@ -145,11 +145,7 @@ class ReadAhead:
         self._beside = alone and host_memory().free < sum(sizes)
         if self._live.together is not None:
             self._digest = order.digest(start.plan)
-        if (common := self._common_ring(order)) is not None and isinstance(self._live.together, Leader):
-            self._ring = None
-            self._live.run = self._own(order, 0, common, self._live.together)
-        else:
-            self._live.run = self._own(order, 0, self._own_ring())
+        self._live.run = self._for_all(order) or self._own(order, 0, self._own_ring())
         self.goes_on(start.call)
 
     def goes_on(self, call: Number) -> None:
@@ -179,7 +175,7 @@ class ReadAhead:
     def free(self, event: Any) -> None:
         freed = self._taken.popleft()
         if freed is not None:
-            freed.put(given(event))
+            freed.put(event)
             self._live.newest = event
 
     def alone(self) -> None:
@@ -246,16 +242,19 @@ class ReadAhead:
         else:
             self._live.run, self._ring = then, None
 
-    def _common_ring(self, order: Order) -> RingMemory | None:
-        """The ring of all ranks, if this is the first one; None if it cannot be made either."""
-        if not isinstance(self._live.together, Leader):
+    def _for_all(self, order: Order) -> OwnRun | None:
+        """A run that reads for all ranks; None if this is not the first one, or if their ring cannot be made."""
+        first = self._live.together
+        if not isinstance(first, Leader):
             return None
         try:
-            return self._live.together.begin(order, self._digest, self._wanted, self._pin)
+            common = first.begin(order, self._digest, self._wanted, self._pin)
         except ChunkflowError as error:
             _log.warning("each rank reads the drive for itself: %s", error)
             self._live.together = None
             return None
+        self._ring = None
+        return self._own(order, 0, common, first)
 
     def _own(self, order: Order, number: int, memory: RingMemory, others: Leader | None = None) -> OwnRun:
         spare = partial(RingMemory.own, self._wanted, self._pin)  # the run does not keep the reader

@@ -38,9 +38,8 @@ def meeting(group: Any = None) -> Meeting | None:
 
 def ranks_of(name: str) -> tuple[int, ...]:
     """The ranks of the process group of this name."""
-    resolve: Any = dist.distributed_c10d.__dict__[
-        "_resolve_process_group"
-    ]  # exists in every release, but not in __all__
+    # it exists in every release, but not in __all__
+    resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
     return tuple(dist.get_process_group_ranks(resolve(name)))
 
 

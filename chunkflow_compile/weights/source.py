@@ -182,10 +182,9 @@ class DriveBytes:
         return self.file.read_beside(memory, self._offset, self._nbytes)
 
     @property
-    def identity(self) -> tuple[int, int, int, int]:
+    def identity(self) -> tuple[int, ...]:
         """Device and inode of the file, offset and bytes: equal on two ranks only if the bytes are the same."""
-        told = os.fstat(self.file.descriptor.number)
-        return told.st_dev, told.st_ino, self._offset, self._nbytes
+        return (*self.place.told, self._nbytes)
 
     def mapped(self, kind: int) -> torch.Tensor:
         """A mapping of them, uint8.  ``kind``: MAP_SHARED for one whose writes go to the file.
