@@ -86,6 +86,14 @@ class Rank:
 
         return end
 
+    def begin_copy(self) -> tuple[torch.Tensor, Event]:
+        """The bytes that the next copy reads, and the event that ends it."""
+        late, reading = Event(), Reading(self.reader, *self.cycle[self.place])
+        values, _ = reading.take()
+        reading.free(late)
+        self.place = (self.place + 1) % len(self.cycle)
+        return values, late
+
     def copies(self, count: int) -> None:
         for _ in range(count):
             self.copy(self.cycle[self.place])

@@ -53,6 +53,13 @@ def order_of(file: DriveFile, first: int, begin: int) -> Order:
     return Order(cycle[:first], cycle, begin)
 
 
+def other_rank(wire: Wire, order: Order) -> tuple[RingMemory, Follower, OwnRun]:
+    """A ring to offer it, its part, and its own reading."""
+    memory = RingMemory.shared(1 << 16, unpinned)
+    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
+    return memory, Follower(wire.links), run
+
+
 @pytest.fixture
 def file() -> Iterator[DriveFile]:
     with tempfile.TemporaryFile() as made:
@@ -109,9 +116,7 @@ def test_what_the_first_rank_offers(file: DriveFile) -> None:
 
 def test_what_another_rank_takes(file: DriveFile) -> None:
     wire, order = Wire((1, 0)), order_of(file, 3, 2)
-    memory = RingMemory.shared(1 << 16, unpinned)
-    found = Follower(wire.links)
-    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
+    memory, found, run = other_rank(wire, order)
     found.reached((4, 0), run, 0, b"x" * 16, unpinned)
     at = wire.hears()
     assert (at.kind, at.place, at.call, at.digest) == (AT, 2, (4, 0), b"x" * 16)
@@ -134,8 +139,7 @@ def test_what_another_rank_takes(file: DriveFile) -> None:
 def test_what_another_rank_hears(file: DriveFile) -> None:
     """A message may come in parts; a child process does not get the file of the ring."""
     wire, order = Wire((1, 0)), order_of(file, 0, 0)
-    memory, found = RingMemory.shared(1 << 16, unpinned), Follower(wire.links)
-    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
+    memory, found, run = other_rank(wire, order)
     found.reached((1, 0), run, 0, bytes(16), unpinned)
     wire.hears()
     over = Message(OVER, 7).packed()
@@ -153,8 +157,7 @@ def test_what_another_rank_hears(file: DriveFile) -> None:
 
 def test_an_offer_after_a_failed_call_is_not_taken(file: DriveFile) -> None:
     wire, order = Wire((1, 0)), order_of(file, 0, 0)
-    memory, found = RingMemory.shared(1 << 16, unpinned), Follower(wire.links)
-    run = OwnRun(order, 0, RingMemory.own(1 << 16, unpinned), ring_bytes([64] * 8), lambda: memory)
+    memory, found, run = other_rank(wire, order)
     found.reached((1, 0), run, 0, bytes(16), unpinned)
     wire.hears()
     found.alone()

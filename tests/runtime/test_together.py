@@ -88,10 +88,7 @@ def test_a_slot_is_not_written_before_the_last_rank_has_copied() -> None:
     with ranks_of(2, EIGHT) as ranks:
         meet(ranks)
         first, other = ranks
-        late, reading = Event(), Reading(other.reader, *other.cycle[other.place])
-        values, _ = reading.take()
-        reading.free(late)
-        other.place = (other.place + 1) % 8
+        values, late = other.begin_copy()
         held, read = bytes(values.tolist()), first.file.read_bytes
         runs = threading.Thread(target=lambda: first.copies(24), daemon=True)
         runs.start()
@@ -402,11 +399,8 @@ def test_copies_that_are_still_out_do_not_hold_up_a_start(monkeypatch: pytest.Mo
     with ranks_of(2, EIGHT) as ranks:
         meet(ranks)
         first, other = ranks
-        late, reading = Event(), Reading(other.reader, *other.cycle[other.place])
-        values, _ = reading.take()
-        reading.free(late)
+        values, late = other.begin_copy()
         held = bytes(values.tolist())
-        other.place = (other.place + 1) % 8
         in_step([first], lambda rank: (rank.start(), rank.copies(30))[0])
         assert bytes(values.tolist()) == held
         in_step([other], lambda rank: rank.copies(30))
