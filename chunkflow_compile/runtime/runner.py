@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.host_weight import HostWeight
 
 from .arena import Arena
 from .codes import Choice, Codes, Sizes
@@ -77,10 +78,14 @@ class Runner:
             key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
             session = self._sessions.get(key)
             if session is not None:
+                session.arrive()
                 with session.arena.lock():
                     if session.fits(weights):
                         return session.run(inputs)
             parameters = dict(zip(self._position, weights, strict=True))
+            for weight in parameters.values():
+                if isinstance(weight, HostWeight):
+                    weight.cell.arrive()
             with self._lock():
                 if (
                     self._sessions.get(key) is session and sizes in self.codes

@@ -67,6 +67,7 @@ class Session:
         self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
         # bytes of its weights that never leave the device
         self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.homes)
+        self._cells = [*{id(home.store): home.cell for home in self.homes.values()}.values()]  # one of each store
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.homes.values(), *self._in_place.values())))  # equal for the same weights
         self.versions = tuple(home.version for home in self.homes.values())
@@ -127,6 +128,11 @@ class Session:
     def adopt(self, steps: Iterable[StepMeasurement]) -> None:
         """Take over the measurements of the session that this one replaces."""
         self.measured.extend(steps)
+
+    def arrive(self) -> None:
+        """Let the weights take what collectives that are over have written.  No lock of the arena is held."""
+        for cell in self._cells:
+            cell.arrive()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
         """Whether the session can run on its weights as they are now; if not, a new session is needed.

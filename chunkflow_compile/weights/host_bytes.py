@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .sharing import SharedWeight
+    from .undeclared import Arrival
 
 
 class HostBytes:
@@ -20,6 +21,7 @@ class HostBytes:
     for a weight that gets other memory.  ``read``: called with
     the bytes of each fetch.  ``shared``: its place, if other ranks have the memory too; ``writing`` ends that.
     ``scratch``: whether the memory is a mapping of a scratch file.  ``home``: returns the home of the weight, or None.
+    ``arriving``: what collectives may still write to it and to the others of its store, oldest first.
     """
 
     def __init__(self) -> None:
@@ -31,11 +33,17 @@ class HostBytes:
         self.shared: SharedWeight | None = None
         self.scratch = False
         self.home: Callable[[], Any] = _nowhere
+        self.arriving: list[Arrival] = []
 
     def check(self) -> None:
         """Raise ChunkflowError if the memory is a mapping of a file that has changed: to touch it could kill the process."""
         if (home := self.home()) is not None:
             home.check()
+
+    def arrive(self) -> None:
+        """Take what collectives that are over have written.  No lock of an arena is held."""
+        for arrival in [a for a in self.arriving if a.over]:
+            arrival.land()
 
 
 def _ignore(nbytes: int) -> None:

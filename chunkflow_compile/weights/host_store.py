@@ -28,6 +28,7 @@ from .mapping import leave_file
 from .peers import Peers
 from .progress import moving
 from .staging import GpuStagings
+from .undeclared import Arrival
 
 _log = logging.getLogger(__name__)
 
@@ -38,6 +39,7 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.  ``drive``: of weights this rank wrote.
+    ``arriving``: what collectives may still write to the weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.
     """
@@ -52,6 +54,7 @@ class HostStore:
     turn: tuple[int, int] | None = None
     links: Links | None = None
     agreed: int | None = None
+    arriving: list[Arrival] = field(default_factory=list)
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
@@ -104,6 +107,8 @@ class HostStore:
         weight.cell.leaving = partial(_leaving, weakref.ref(home))
         weight.cell.read = partial(_count, weakref.ref(home))
         weight.cell.home = weakref.ref(home)
+        self.arriving += weight.cell.arriving
+        weight.cell.arriving = self.arriving
         self._homes.append(weakref.ref(home))
         self._total += home.nbytes
         return home
@@ -287,7 +292,10 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, u
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=weight.cell.scratch)
+        host, cell = weight.host, weight.cell
         become(weight, weight.plain(plain))
+        for arrival in cell.arriving:
+            arrival.follow_to(cell, host, weight.detach())
         if home is not None and home.grad is not None:
             weight.grad = home.grad.to(device)
 

@@ -22,6 +22,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
 from .host_bytes import HostBytes
+from .undeclared import cannot_be_seen, declares, on_copies, settled
 
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
 _LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
@@ -152,9 +153,13 @@ class HostWeight(torch.Tensor):
                     return pytree.tree_map_only(torch.Tensor, first._alias, seen)
             if func is _aten._to_copy.default and type(first.host) is torch.Tensor:
                 return first._converted(kwargs)
-        if func in _UNHONOURED or func in _LAZY_VIEWS or torch.Tag.inplace_view in func.tags:
+        if func in _UNHONOURED or func in _LAZY_VIEWS or torch.Tag.inplace_view in func.tags or cannot_be_seen(func):
             _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
+        if not declares(func) and not _traced(args, kwargs):
+            return on_copies(cls, func, args, kwargs)
         written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
+        for weight in written:
+            weight.cell.arrive()
         with contextlib.ExitStack() as held:
             for weight in sorted(written, key=lambda w: w.cell.order):  # two threads never hold each other up
                 held.enter_context(weight.cell.writing())
@@ -175,11 +180,15 @@ class HostWeight(torch.Tensor):
         if type(self.host) is not torch.Tensor:  # traced
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
+        if self.cell.arriving:
+            self.cell.arrive()
         self.cell.read(self.host.nbytes)
         return self.host if self.device.type == "cpu" else self.host.to(self.device)
 
     def checked(self) -> torch.Tensor:
         """The host memory.  Raises ChunkflowError if it is a mapping of a file that has changed."""
+        if self.cell.arriving:
+            self.cell.arrive()
         self.cell.check()
         return self.host
 
@@ -346,6 +355,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
 
     found, named = pytree.tree_map_only(HostWeight, fetch, (tuple(args), dict(kwargs)))
     result = func(*found, **named)
+    settled(func, [values[id(weight)] for weight in written])
     for weight in written:
         if values[id(weight)].shape != weight.shape:
             _refuse(weight, f"out= of shape {list(values[id(weight)].shape)}")
@@ -363,6 +373,11 @@ def _written(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Itera
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
             yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _traced(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    given = pytree.tree_leaves((args, kwargs))
+    return any(isinstance(x, HostWeight) and type(x.host) is not torch.Tensor for x in given)
 
 
 def _refusal(weight: HostWeight, what: str) -> str:

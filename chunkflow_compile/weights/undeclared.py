@@ -1,0 +1,237 @@
+"""Writes that the schema of an op does not declare, found by their effect.
+
+Ops of torch's own namespaces declare what they write.  Collectives (``c10d``) and ops of extensions may not, so they get
+copies of the weights.  A copy that differs from its weight after the op was written: its values go to the host memory, at
+once or, if the op returns a work, when that is waited for.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.utils._pytree as pytree
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .host_bytes import HostBytes
+
+if TYPE_CHECKING:
+    from .host_weight import HostWeight
+
+_aten = torch.ops.aten
+# Namespaces of torch whose schemas declare every write.
+_DECLARED = frozenset(
+    ("aten", "prims", "inductor_prims", "_c10d_functional", "_c10d_functional_autograd", "_dtensor", "chunkflow")
+)
+# They write running statistics in training.
+_STATISTICS = frozenset(
+    (_aten.native_batch_norm.default, _aten.cudnn_batch_norm.default, _aten.miopen_batch_norm.default)
+)
+# They hand the memory of a tensor to other ranks, or return before they have written it and return no work.
+_UNSEEN = frozenset(("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops", "inductor::resize_storage_bytes_"))
+# Integers of the same size, in which equal means equal bit by bit.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def declares(func: Any) -> bool:
+    """Whether the schema of an op tells which of its arguments it writes."""
+    return func.namespace in _DECLARED and func not in _STATISTICS
+
+
+def cannot_be_seen(func: Any) -> bool:
+    """Whether an op may write a tensor later, in a way that nothing tells."""
+    return func.namespace == "symm_mem" or func.name().partition(".")[0] in _UNSEEN
+
+
+def settled(func: Any, values: Sequence[torch.Tensor]) -> None:
+    """Wait until a functional collective has written ``values``, which it may do after it returns."""
+    if func.namespace == "_c10d_functional":
+        for value in values:
+            torch.ops._c10d_functional.wait_tensor(value)
+
+
+def on_copies(kind: type[HostWeight], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an op on copies of the weights among its arguments, and give the weights what it writes to them.
+
+    Raises ChunkflowError if the op returns other memory of a copy, because a write to that would go unnoticed.
+    """
+    weights = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
+    copies = {key: _copy(weight) for key, weight in weights.items()}
+    found, named = pytree.tree_map_only(kind, lambda w: copies[id(w)], (tuple(args), dict(kwargs)))
+    result = func(*found, **named)
+    given = {id(copies[key]): weight for key, weight in weights.items()}
+    memory = {copies[key].untyped_storage()._cdata: weight for key, weight in weights.items()}
+    arrival = Arrival(
+        [(w.host, w.cell, copies[key]) for key, w in weights.items()],
+        [w for x in pytree.tree_leaves(result) if (w := _work(x)) is not None],
+        coalesced=any(map(_coalesces, args)),
+    )
+
+    def returned(value: Any) -> Any:
+        if _work(value) is not None:
+            return arrival.work().boxed()
+        if not isinstance(value, torch.Tensor) or id(value) in given:
+            return given.get(id(value), value)
+        if value.layout == torch.strided and (weight := memory.get(value.untyped_storage()._cdata)) is not None:
+            raise ChunkflowError(
+                f"{func} returns memory of {weight.label}, which its schema does not declare, so a write to it would go "
+                "unnoticed: let the op declare that, or return a copy; or call chunkflow_compile.restore(model) first."
+            )
+        return value
+
+    result = pytree.tree_map(returned, result)
+    arrival.expect()
+    return result
+
+
+def _copy(weight: HostWeight) -> torch.Tensor:
+    """The values on the device, in memory of their own."""
+    values = weight.fetch()
+    return values.clone() if values is weight.host else values
+
+
+def _work(value: Any) -> Any:
+    """The work that a collective returns, None for anything else."""
+    if not isinstance(value, torch.ScriptObject) or value._type().name() != "Work":
+        return None
+    return dist.Work.unbox(value)
+
+
+def _coalesces(value: Any) -> bool:
+    """Whether a process group collects its collectives, so that their own works say nothing."""
+    if not isinstance(value, torch.ScriptObject) or value._type().name() != "ProcessGroup":
+        return False
+    return dist.ProcessGroup.unbox(value) in dist.distributed_c10d._world.pg_coalesce_state
+
+
+class Arrival:
+    """What an op may still write to weights.
+
+    ``copies``: the host memory of each weight, and the copy that the op got.  ``works``: those that the op has returned.
+    ``coalesced``: whether they say nothing.
+    """
+
+    def __init__(
+        self, copies: Sequence[tuple[torch.Tensor, HostBytes, torch.Tensor]], works: Sequence[Any], coalesced: bool
+    ) -> None:
+        self._copies = list(copies)
+        self._works = works
+        self._coalesced = coalesced
+        self._awaited = False
+        self._outer: Any = None
+        self._waiting: list[list[Arrival]] = []
+        self._lock = threading.Lock()
+
+    def expect(self) -> None:
+        """Let the weights have what was written: now, or when the works are over."""
+        if not self._works:
+            self._land()
+            return
+        self._waiting = [*{id(cell.arriving): cell.arriving for _, cell, _ in self._copies}.values()]
+        for waiting in self._waiting:
+            waiting.append(self)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more is to come, or the stream of the caller waits for it."""
+        device = self._copies[0][2].is_cuda if self._copies else False
+        return (device and (self._coalesced or self._awaited)) or all(work.is_completed() for work in self._works)
+
+    def land(self) -> None:
+        """Give the weights what was written.  The works are over, or the stream waits for them."""
+        with self._lock:
+            self._land()
+        for waiting in self._waiting:
+            if self in waiting:
+                waiting.remove(self)
+        self._waiting = []
+
+    def _land(self) -> None:
+        if self._coalesced and self._copies[0][2].is_cuda:
+            torch.cuda.synchronize(self._copies[0][2].device)
+        while self._copies:
+            host, cell, values = self._copies[-1]
+            found = values.to(host.device)
+            cell.check()
+            if not _same_bits(host, found):
+                with cell.writing(), torch.no_grad():
+                    host.copy_(found)
+                    cell.version += 1
+            self._copies.pop()
+
+    def follow_to(self, cell: HostBytes, before: torch.Tensor, now: torch.Tensor) -> None:
+        """The weight with the memory ``before`` is an ordinary tensor now: it gets what arrives."""
+        with self._lock:
+            for number, (host, of, values) in enumerate(self._copies):
+                if of is cell:
+                    offset = now.storage_offset() + host.storage_offset() - before.storage_offset()
+                    self._copies[number] = now.as_strided(host.shape, host.stride(), offset), HostBytes(), values
+
+    def wait(self, *timeout: Any, **named: Any) -> bool:
+        """Wait for the works as the caller would, and give the weights what was written."""
+        done = all([work.wait(*timeout, **named) for work in self._works])
+        self.land()
+        return done
+
+    def follow(self) -> None:
+        """The stream of the caller waits for the works from here on."""
+        self._awaited = True
+
+    def work(self) -> Any:
+        """The work for the caller.  It lives as long as this does, since C++ does not keep a work that is made in Python."""
+        (inner,) = self._works
+        self._outer = Landing(self, inner)
+        return self._outer
+
+
+class Landing(getattr(dist, "Work", object)):  # type: ignore[misc]
+    """The work of a collective that may write weights: to wait for it gives them their values."""
+
+    def __init__(self, arrival: Arrival, inner: Any) -> None:
+        super().__init__()
+        self._arrival = arrival
+        self._inner = inner
+
+    def wait(self, *timeout: Any, **named: Any) -> bool:
+        return self._arrival.wait(*timeout, **named)
+
+    def synchronize(self) -> None:
+        self._inner.synchronize()
+        self._arrival.land()
+
+    def block_current_stream(self) -> None:
+        self._inner.block_current_stream()
+        self._arrival.follow()
+
+    def get_future(self) -> Any:
+        """That of the collective.  Who waits for it sees the values in the weights, which take them when they are next used."""
+        self._arrival.follow()
+        return self._inner.get_future()
+
+    def is_completed(self) -> bool:
+        return bool(self._inner.is_completed())
+
+    def is_success(self) -> bool:
+        return bool(self._inner.is_success())
+
+    def exception(self) -> Any:
+        return self._inner.exception()
+
+    def source_rank(self) -> int:
+        return int(self._inner.source_rank())
+
+    def _source_rank(self) -> int:
+        return int(self._inner._source_rank())
+
+    def result(self) -> Any:
+        return self._inner.result()
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    return torch.equal(*(t.view(_BITS[t.itemsize]) for t in (one, other)))

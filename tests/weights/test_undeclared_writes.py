@@ -1,0 +1,131 @@
+"""Writes that the schema of an op does not declare: collectives into a weight, and ops of extensions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from chunkflow_compile import offload, programs
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+
+SIZE = Size(layers=2)
+LEAST = 1024
+STREAMING = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+RESIDENT = {**STREAMING, "policy": "resident"}
+ONE, OTHER = "blocks.0.ffn.net.0.proj.weight", "blocks.1.ffn.net.0.proj.weight"
+
+
+def steps(run: Any, twin: nn.Module, seed: int) -> None:
+    for step in range(2):
+        inputs = small_inputs("wan", SIZE, seed + step)
+        assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+
+
+def pair(rank: int, options: dict[str, Any], share: bool) -> tuple[nn.Module, nn.Module, Any]:
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    offload(model, min_bytes=LEAST, share=share)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    steps(run, twin, 0)
+    (program,) = programs(model)
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 2
+    assert (program.plan.moved_bytes > 0) == (options == STREAMING)
+    return model, twin, run
+
+
+# Each writes weights of one rank or both: a model, its rank.
+def broadcast(model: nn.Module, rank: int) -> None:
+    for p in model.parameters():
+        dist.broadcast(p, 0)
+
+
+def broadcast_data(model: nn.Module, rank: int) -> None:
+    for p in model.parameters():
+        dist.broadcast(p.data, 1)
+
+
+def broadcast_later(model: nn.Module, rank: int) -> None:
+    works = [dist.broadcast(p, 0, async_op=True) for p in model.parameters()]
+    for work in works:
+        work.wait()
+
+
+def waits_for_the_last(model: nn.Module, rank: int) -> None:
+    works = [dist.all_reduce(p.data, async_op=True) for p in model.parameters()]
+    works[-1].wait()
+    while not all(work.is_completed() for work in works):
+        pass
+
+
+def by_futures(model: nn.Module, rank: int) -> None:
+    for future in [dist.all_reduce(p, async_op=True).get_future() for p in model.parameters()]:
+        future.wait()
+
+
+def coalesced(model: nn.Module, rank: int) -> None:
+    with dist.distributed_c10d._coalescing_manager():
+        for p in model.parameters():
+            dist.all_reduce(p)
+
+
+def point_to_point(model: nn.Module, rank: int) -> None:
+    weight = model.get_parameter(ONE)
+    if rank == 0:
+        dist.send(weight * 2, 1)
+        dist.recv(model.get_parameter(OTHER), 1)
+    else:
+        dist.recv(weight)  # from any
+        dist.send(weight + 1, 0)
+
+
+def exchange(model: nn.Module, rank: int) -> None:
+    weight, sent = model.get_parameter(ONE), torch.full_like(model.get_parameter(OTHER), rank + 0.5)
+    ops = [dist.P2POp(dist.irecv, weight, 1 - rank), dist.P2POp(dist.isend, sent.view_as(weight), 1 - rank)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+
+
+def scatter_and_gather(model: nn.Module, rank: int) -> None:
+    one, other = model.get_parameter(ONE), model.get_parameter(OTHER)
+    dist.scatter(one, [one * 3, one * 4] if rank == 0 else None)
+    dist.all_gather(list(other.data.chunk(2)), torch.full_like(other[: len(other) // 2], rank))
+    dist.all_gather_into_tensor(one.data, other[: len(other) // 2].contiguous())
+    dist.reduce_scatter_tensor(other[:4].data, torch.ones_like(other[:8]) * rank)
+    dist.reduce(one, 1)
+    dist.all_to_all_single(other.data, one * rank)
+
+
+def synchronised(model: nn.Module, rank: int) -> None:
+    """As DistributedDataParallel begins."""
+    dist._broadcast_coalesced(dist.group.WORLD, [p.detach() for p in model.parameters()], 1 << 20, 0)
+
+
+def functional(model: nn.Module, rank: int) -> None:
+    ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
+    ops.wait_tensor(ops.broadcast_(model.get_parameter(ONE), 1, group))
+    ops.wait_tensor(ops.all_reduce_(model.get_parameter(OTHER), "sum", group))
+
+
+ALL = [f for f in (broadcast, broadcast_data, broadcast_later, waits_for_the_last, by_futures, coalesced, point_to_point, exchange, scatter_and_gather, synchronised, functional)]
+
+
+def written(rank: int, options: dict[str, Any], share: bool) -> None:
+    model, twin, run = pair(rank, options, share)
+    begin = [p.clone() for p in twin.parameters()]
+    for number, write in enumerate(ALL):
+        for m in (model, twin):
+            for p, values in zip(m.parameters(), begin, strict=True):
+                p.copy_(values * (1 + rank + number / 8))
+            write(m, rank)
+        for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
+            assert torch.equal(p, q), (write.__name__, name)
+        steps(run, twin, number)
+
+
+@pytest.mark.parametrize("options", [STREAMING, RESIDENT], ids=["streaming", "resident"])
+def test_collectives_write_weights(on_ranks: Callable[..., None], options: dict[str, Any]) -> None:
+    on_ranks(written, options, options == STREAMING)
