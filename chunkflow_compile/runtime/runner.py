@@ -18,6 +18,7 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
 from .codes import Choice, Codes, Sizes
@@ -78,14 +79,14 @@ class Runner:
             key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
             session = self._sessions.get(key)
             if session is not None:
-                session.arrive()
+                session.notice()
                 with session.arena.lock():
                     if session.fits(weights):
                         return session.run(inputs)
             parameters = dict(zip(self._position, weights, strict=True))
             for weight in parameters.values():
                 if isinstance(weight, HostWeight):
-                    weight.cell.arrive()
+                    arrive(weight.cell.arriving)
             with self._lock():
                 if (
                     self._sessions.get(key) is session and sizes in self.codes

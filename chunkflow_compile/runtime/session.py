@@ -29,6 +29,7 @@ from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.pinning import pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
+from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
 from .binding import Binding
@@ -67,7 +68,7 @@ class Session:
         self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
         # bytes of its weights that never leave the device
         self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.homes)
-        self._cells = [*{id(home.store): home.cell for home in self.homes.values()}.values()]  # one of each store
+        self._stores = [*{id(home.store): home.store for home in self.homes.values()}.values()]
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.homes.values(), *self._in_place.values())))  # equal for the same weights
         self.versions = tuple(home.version for home in self.homes.values())
@@ -129,10 +130,13 @@ class Session:
         """Take over the measurements of the session that this one replaces."""
         self.measured.extend(steps)
 
-    def arrive(self) -> None:
-        """Let the weights take what collectives that are over have written.  No lock of the arena is held."""
-        for cell in self._cells:
-            cell.arrive()
+    def notice(self) -> None:
+        """Notice what was written unseen since the last call.  No lock of the arena is held."""
+        for store in self._stores:
+            if store.arriving:
+                arrive(store.arriving)
+            if store.lent:
+                store.reclaim()
 
     def fits(self, weights: Sequence[nn.Parameter]) -> bool:
         """Whether the session can run on its weights as they are now; if not, a new session is needed.
@@ -215,7 +219,7 @@ class Session:
                 finally:  # also after an interrupt: the memory must be released
                     self.closed = True
                     self.homes, self._in_place, self._weights, self._residents = {}, {}, [], {}
-                    self._as_they_are, self._bare = [], []
+                    self._as_they_are, self._bare, self._stores = [], [], []
                     self._gone.detach()
                     self.arena.leave(self)
 

@@ -237,7 +237,10 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
             return copy
     if home is not None and home.was_shared and home.drive is None:
         return tensor.host.clone()  # ``writing`` may map shared memory at its address
-    return tensor.host.detach()
+    made = tensor.host.detach()
+    if home is not None:
+        home.store.lent.append((weakref.ref(made), weakref.ref(home)))
+    return made
 
 
 def _assign_host_copies(

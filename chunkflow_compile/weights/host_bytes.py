@@ -40,11 +40,6 @@ class HostBytes:
         if (home := self.home()) is not None:
             home.check()
 
-    def arrive(self) -> None:
-        """Take what collectives that are over have written.  No lock of an arena is held."""
-        for arrival in [a for a in self.arriving if a.over]:
-            arrival.land()
-
 
 def _ignore(nbytes: int) -> None:
     """Count nothing: the memory belongs to no store."""

@@ -39,7 +39,8 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.  ``drive``: of weights this rank wrote.
-    ``arriving``: what collectives may still write to the weights.
+    ``arriving``: what collectives may still write to the weights.  ``lent``: tensors of state_dicts that have the memory of
+    weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.
     """
@@ -55,11 +56,13 @@ class HostStore:
     links: Links | None = None
     agreed: int | None = None
     arriving: list[Arrival] = field(default_factory=list)
+    lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Home]]] = field(default_factory=list)
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
     _replaced: bool = False
+    _told_of_lent: bool = False
     _owned: set[int] = field(default_factory=set)  # pages at the ends of weights that have left their checkpoint
 
     @property
@@ -149,6 +152,27 @@ class HostStore:
         self.agreed = min(most for most, _ in told)
         if self.links is None and all(each for _, each in told):
             self.links = peers.stay()
+
+    def reclaim(self) -> None:
+        """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.
+
+        A pointer, a NumPy array or a collective may have written it, and no version tells.  Warns once of those that are
+        still in use.
+        """
+        lent, self.lent = self.lent, []
+        for tensor, ref in lent:
+            if (home := ref()) is not None:
+                home.cell.version += 1
+                if tensor() is not None:
+                    self.lent.append((tensor, ref))
+        if self.lent and not self._told_of_lent:
+            self._told_of_lent = True
+            warnings.warn(
+                f"Tensors of a state_dict() of {type(self.root).__name__} are still in use. A write to one may go unnoticed, "
+                "so each call takes these weights from host memory again, which is right but slow. Drop the state_dict, or "
+                "keep clones of its tensors.",
+                stacklevel=2,
+            )
 
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""

@@ -22,7 +22,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
 from .host_bytes import HostBytes
-from .undeclared import cannot_be_seen, declares, on_copies, settled
+from .undeclared import arrive, cannot_be_seen, declares, on_copies, settled
 
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
 _LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
@@ -159,7 +159,7 @@ class HostWeight(torch.Tensor):
             return on_copies(cls, func, args, kwargs)
         written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
         for weight in written:
-            weight.cell.arrive()
+            arrive(weight.cell.arriving)
         with contextlib.ExitStack() as held:
             for weight in sorted(written, key=lambda w: w.cell.order):  # two threads never hold each other up
                 held.enter_context(weight.cell.writing())
@@ -181,14 +181,14 @@ class HostWeight(torch.Tensor):
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
         if self.cell.arriving:
-            self.cell.arrive()
+            arrive(self.cell.arriving)
         self.cell.read(self.host.nbytes)
         return self.host if self.device.type == "cpu" else self.host.to(self.device)
 
     def checked(self) -> torch.Tensor:
         """The host memory.  Raises ChunkflowError if it is a mapping of a file that has changed."""
         if self.cell.arriving:
-            self.cell.arrive()
+            arrive(self.cell.arriving)
         self.cell.check()
         return self.host
 

@@ -8,7 +8,7 @@ once or, if the op returns a work, when that is waited for.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,15 +65,14 @@ def on_copies(kind: type[HostWeight], func: Any, args: Sequence[Any], kwargs: Ma
     result = func(*found, **named)
     given = {id(copies[key]): weight for key, weight in weights.items()}
     memory = {copies[key].untyped_storage()._cdata: weight for key, weight in weights.items()}
+    work = next((dist.Work.unbox(x) for x in pytree.tree_leaves(result) if _is_a("Work", x)), None)
     arrival = Arrival(
-        [(w.host, w.cell, copies[key]) for key, w in weights.items()],
-        [w for x in pytree.tree_leaves(result) if (w := _work(x)) is not None],
-        coalesced=any(map(_coalesces, args)),
+        [(w.host, w.cell, copies[key]) for key, w in weights.items()], work, coalesced=any(map(_coalesces, args))
     )
 
     def returned(value: Any) -> Any:
-        if _work(value) is not None:
-            return arrival.work().boxed()
+        if _is_a("Work", value):
+            return arrival.work.boxed()  # type: ignore[union-attr]
         if not isinstance(value, torch.Tensor) or id(value) in given:
             return given.get(id(value), value)
         if value.layout == torch.strided and (weight := memory.get(value.untyped_storage()._cdata)) is not None:
@@ -94,16 +93,17 @@ def _copy(weight: HostWeight) -> torch.Tensor:
     return values.clone() if values is weight.host else values
 
 
-def _work(value: Any) -> Any:
-    """The work that a collective returns, None for anything else."""
-    if not isinstance(value, torch.ScriptObject) or value._type().name() != "Work":
-        return None
-    return dist.Work.unbox(value)
+def _is_a(name: str, value: Any) -> bool:
+    """Whether an argument or a result of a ``c10d`` op is an object of this class of C++."""
+    if not isinstance(value, torch.ScriptObject):
+        return False
+    kind: Any = value._type()
+    return bool(kind.name() == name)
 
 
 def _coalesces(value: Any) -> bool:
-    """Whether a process group collects its collectives, so that their own works say nothing."""
-    if not isinstance(value, torch.ScriptObject) or value._type().name() != "ProcessGroup":
+    """Whether this is a process group that collects collectives, so that the work of each says nothing."""
+    if not _is_a("ProcessGroup", value):
         return False
     return dist.ProcessGroup.unbox(value) in dist.distributed_c10d._world.pg_coalesce_state
 
@@ -111,24 +111,24 @@ def _coalesces(value: Any) -> bool:
 class Arrival:
     """What an op may still write to weights.
 
-    ``copies``: the host memory of each weight, and the copy that the op got.  ``works``: those that the op has returned.
-    ``coalesced``: whether they say nothing.
+    ``copies``: the host memory of each weight, and the copy that the op got.  ``work``: the one that the op has returned, or
+    None.  ``coalesced``: whether it says nothing.
     """
 
     def __init__(
-        self, copies: Sequence[tuple[torch.Tensor, HostBytes, torch.Tensor]], works: Sequence[Any], coalesced: bool
+        self, copies: Sequence[tuple[torch.Tensor, HostBytes, torch.Tensor]], work: Any, coalesced: bool
     ) -> None:
+        self.work = None if work is None else Landing(self, work)  # kept: C++ does not keep what is made in Python
         self._copies = list(copies)
-        self._works = works
+        self._on_device = any(values.is_cuda for _, _, values in copies)
         self._coalesced = coalesced
-        self._awaited = False
-        self._outer: Any = None
+        self._followed = False
         self._waiting: list[list[Arrival]] = []
         self._lock = threading.Lock()
 
     def expect(self) -> None:
         """Let the weights have what was written: now, or when the works are over."""
-        if not self._works:
+        if self.work is None:
             self._land()
             return
         self._waiting = [*{id(cell.arriving): cell.arriving for _, cell, _ in self._copies}.values()]
@@ -137,12 +137,15 @@ class Arrival:
 
     @property
     def over(self) -> bool:
-        """Whether nothing more is to come, or the stream of the caller waits for it."""
-        device = self._copies[0][2].is_cuda if self._copies else False
-        return (device and (self._coalesced or self._awaited)) or all(work.is_completed() for work in self._works)
+        """Whether nothing more is to come, or the stream of the caller waits for it.
+
+        A work on a device need not be over when the caller has waited for it.
+        """
+        waits = self._on_device and (self._coalesced or self._followed)
+        return waits or self.work is None or self.work.is_completed()
 
     def land(self) -> None:
-        """Give the weights what was written.  The works are over, or the stream waits for them."""
+        """Give the weights what was written.  Nothing more is to come, or the stream waits for it."""
         with self._lock:
             self._land()
         for waiting in self._waiting:
@@ -151,8 +154,8 @@ class Arrival:
         self._waiting = []
 
     def _land(self) -> None:
-        if self._coalesced and self._copies[0][2].is_cuda:
-            torch.cuda.synchronize(self._copies[0][2].device)
+        if self._coalesced and self._on_device:
+            torch.cuda.synchronize()  # whichever stream the batch was sent on
         while self._copies:
             host, cell, values = self._copies[-1]
             found = values.to(host.device)
@@ -171,21 +174,15 @@ class Arrival:
                     offset = now.storage_offset() + host.storage_offset() - before.storage_offset()
                     self._copies[number] = now.as_strided(host.shape, host.stride(), offset), HostBytes(), values
 
-    def wait(self, *timeout: Any, **named: Any) -> bool:
-        """Wait for the works as the caller would, and give the weights what was written."""
-        done = all([work.wait(*timeout, **named) for work in self._works])
-        self.land()
-        return done
-
     def follow(self) -> None:
-        """The stream of the caller waits for the works from here on."""
-        self._awaited = True
+        """The stream of the caller waits for the work from here on."""
+        self._followed = True
 
-    def work(self) -> Any:
-        """The work for the caller.  It lives as long as this does, since C++ does not keep a work that is made in Python."""
-        (inner,) = self._works
-        self._outer = Landing(self, inner)
-        return self._outer
+
+def arrive(arriving: Sequence[Arrival]) -> None:
+    """Let weights take what collectives that are over have written.  No lock of an arena is held."""
+    for arrival in [a for a in arriving if a.over]:
+        arrival.land()
 
 
 class Landing(getattr(dist, "Work", object)):  # type: ignore[misc]
@@ -197,7 +194,9 @@ class Landing(getattr(dist, "Work", object)):  # type: ignore[misc]
         self._inner = inner
 
     def wait(self, *timeout: Any, **named: Any) -> bool:
-        return self._arrival.wait(*timeout, **named)
+        done = self._inner.wait(*timeout, **named)
+        self._arrival.land()
+        return bool(done)
 
     def synchronize(self) -> None:
         self._inner.synchronize()
@@ -208,7 +207,7 @@ class Landing(getattr(dist, "Work", object)):  # type: ignore[misc]
         self._arrival.follow()
 
     def get_future(self) -> Any:
-        """That of the collective.  Who waits for it sees the values in the weights, which take them when they are next used."""
+        """That of the collective.  The weights take what it has brought when they are next used."""
         self._arrival.follow()
         return self._inner.get_future()
 

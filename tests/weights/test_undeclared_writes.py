@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -104,22 +104,43 @@ def synchronised(model: nn.Module, rank: int) -> None:
     dist._broadcast_coalesced(dist.group.WORLD, [p.detach() for p in model.parameters()], 1 << 20, 0)
 
 
+def into_a_state_dict(model: nn.Module, rank: int) -> None:
+    """No op on a weight.  Ranks that share weights get copies there."""
+    for tensor in model.state_dict().values():
+        dist.broadcast(tensor, 0)
+    model.state_dict()[ONE].numpy()[:] += rank
+
+
 def functional(model: nn.Module, rank: int) -> None:
     ops, group = torch.ops._c10d_functional, dist.group.WORLD.group_name
     ops.wait_tensor(ops.broadcast_(model.get_parameter(ONE), 1, group))
     ops.wait_tensor(ops.all_reduce_(model.get_parameter(OTHER), "sum", group))
 
 
-ALL = [f for f in (broadcast, broadcast_data, broadcast_later, waits_for_the_last, by_futures, coalesced, point_to_point, exchange, scatter_and_gather, synchronised, functional)]
+ALL = (
+    broadcast,
+    broadcast_data,
+    broadcast_later,
+    waits_for_the_last,
+    by_futures,
+    coalesced,
+    point_to_point,
+    exchange,
+    scatter_and_gather,
+    synchronised,
+    functional,
+)
 
 
 def written(rank: int, options: dict[str, Any], share: bool) -> None:
     model, twin, run = pair(rank, options, share)
     begin = [p.clone() for p in twin.parameters()]
-    for number, write in enumerate(ALL):
+    for number, write in enumerate((*ALL, into_a_state_dict)[: len(ALL) + (not share)]):
         for m in (model, twin):
             for p, values in zip(m.parameters(), begin, strict=True):
                 p.copy_(values * (1 + rank + number / 8))
+        steps(run, twin, number)
+        for m in (model, twin):
             write(m, rank)
         for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
             assert torch.equal(p, q), (write.__name__, name)
