@@ -21,9 +21,9 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Occupancy
 from .binding import Binding, Step
+from .first_call import owning, reading, undeclared
 from .host_flag import HostFlag
 from .measurement import RegionWatch
-from .outputs import owning
 from .read_ahead import Reading
 from .taking import taking
 from .traffic import Traffic
@@ -111,11 +111,18 @@ class Issuer:
         if node.op == "output":
             return self._call(node, lambda *outputs: outputs, operands=tuple(node.args[0]))  # type: ignore[arg-type]
         if node.op == "call_module":
-            return self._call(node, owning(self._regions[str(node.target)], self.binding.slots), window)
+            return self._call(node, self._region(module, str(node.target), window), window)
         # an element of a collective's results is taken on the collective stream; of awaited results, on compute
         if list_of(node) is not None or collective_kind(node) is not None or is_wait_tensor(node):
             return self._collective(node, window)
         return self._call(node, function)
+
+    def _region(self, module: GraphModule, name: str, window: int) -> Callable[..., Sequence[Any]]:
+        region = owning(self._regions[name], self.binding.slots)
+        if ops := undeclared(getattr(module, name)):
+            read, values = self._program.problem.regions[window].weights, self.binding.values
+            region = reading(region, {w: values[w] for w in read if w in values}, ops)
+        return region
 
     def mark(self, copied: Node | str) -> None:
         """Record the arrival after a copy, if a region waits for it."""

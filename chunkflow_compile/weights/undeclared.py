@@ -160,7 +160,7 @@ class Arrival:
             host, cell, values = self._copies[-1]
             found = values.to(host.device)
             cell.check()
-            if not _same_bits(host, found):
+            if not same_bits(host, found):
                 with cell.writing(), torch.no_grad():
                     host.copy_(found)
                     cell.version += 1
@@ -230,7 +230,8 @@ class Landing(getattr(dist, "Work", object)):  # type: ignore[misc]
         return self._inner.result()
 
 
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal bit by bit."""
     if one.is_complex():
         one, other = torch.view_as_real(one), torch.view_as_real(other)
     return torch.equal(*(t.view(_BITS[t.itemsize]) for t in (one, other)))

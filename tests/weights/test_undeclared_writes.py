@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile import offload, programs
+from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 
 SIZE = Size(layers=2)
@@ -150,3 +150,92 @@ def written(rank: int, options: dict[str, Any], share: bool) -> None:
 @pytest.mark.parametrize("options", [STREAMING, RESIDENT], ids=["streaming", "resident"])
 def test_collectives_write_weights(on_ranks: Callable[..., None], options: dict[str, Any]) -> None:
     on_ranks(written, options, options == STREAMING)
+
+
+def arrives(rank: int) -> None:
+    """A receive that is waited for late, never, or after restore."""
+    model, twin, run = pair(rank, RESIDENT, True)
+    one, other, third = (model.get_parameter(n) for n in (ONE, OTHER, "blocks.0.attn1.to_q.weight"))
+    old, sent = one.clone(), torch.full_like(one, 3.5)
+    if rank:
+        works = [dist.irecv(p, 0) for p in (one, other, third)]
+        assert torch.equal(one, old)
+        steps(run, twin, 0)
+    dist.barrier()
+    if rank == 0:
+        for p in (one, other, third):
+            dist.send(sent.new_full(p.shape, 3.5), 1)
+        return
+    works[0].wait()
+    twin.get_parameter(ONE).fill_(3.5)
+    while not works[1].is_completed():
+        pass
+    twin.get_parameter(OTHER).fill_(3.5)  # the next call finds it
+    if not works[2].is_completed():
+        steps(run, twin, 2)
+    restore(model)
+    works[2].wait()
+    twin.get_parameter("blocks.0.attn1.to_q.weight").fill_(3.5)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_a_receive_has_written_when_it_is_waited_for(on_ranks: Callable[..., None]) -> None:
+    on_ranks(arrives)
+
+
+@torch.library.custom_op("chunkflow_tests::halve", mutates_args=())
+def halve(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Its schema is wrong."""
+    weight.mul_(0.5)
+    return x @ weight
+
+
+halve.register_fake(lambda x, weight: x @ weight)
+
+
+class Halving(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.up(halve(self.up(x), self.down.weight))
+
+
+@pytest.mark.usefixtures("no_grad")
+@pytest.mark.parametrize("options", [STREAMING, RESIDENT], ids=["streaming", "resident"])
+def test_forward_may_not_write_unseen(options: dict[str, Any]) -> None:
+    torch.manual_seed(0)
+    model = Halving()
+    before, x = model.down.weight.clone(), torch.randn(2, 32)
+    offload(model, min_bytes=LEAST)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    for _ in range(2):
+        with pytest.raises(ChunkflowError, match=r"writes the weight down\.weight .* chunkflow_tests\.halve\.default"):
+            run(x)
+    assert torch.equal(model.down.weight, before)
+    model(x)  # outside a program it is seen
+    assert torch.equal(model.down.weight, before * 0.5)
+    assert torch.equal(restore(model).down.weight, before * 0.5)
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_what_nothing_tells_is_refused() -> None:
+    model = Halving()
+    offload(model, min_bytes=LEAST)
+    with torch.library._scoped_library("chunkflow_tests", "FRAGMENT") as library:
+        library.define("rows(Tensor x) -> Tensor")
+        library.impl("rows", lambda x: x[1:], "CompositeExplicitAutograd")
+        with pytest.raises(ChunkflowError, match=r"returns memory of down\.weight, which its schema does not declare"):
+            torch.ops.chunkflow_tests.rows(model.down.weight)
+    with pytest.raises(ChunkflowError, match=r"irecv needs the memory of down\.weight"):
+        torch.ops._c10d_functional.irecv(model.down.weight, 0, 0, "0")
+
+
+@pytest.mark.usefixtures("no_grad")
+def test_running_statistics_are_written() -> None:
+    model, twin = nn.BatchNorm1d(512), nn.BatchNorm1d(512)
+    offload(model, min_bytes=LEAST)
+    x = torch.randn(4, 512)
+    assert torch.equal(model(x), twin(x))
+    assert torch.equal(model.running_mean.clone(), twin.running_mean)  # type: ignore[union-attr]

@@ -1,0 +1,72 @@
+"""What the first call of a region finds out: outputs that lie in a slot, and weights that it writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.undeclared import declares, same_bits
+
+
+def owning(region: Callable[..., Sequence[Any]], slots: Mapping[str, torch.Tensor]) -> Callable[..., Sequence[Any]]:
+    """Wrap a region so that its outputs own their memory: those that lie in ``slots`` are cloned.
+
+    The slot's next weight would overwrite them.  Inductor returns an input as an output if the op does not change it
+    (w * 1).  The first step finds out which outputs those are.
+    """
+    slot = next(iter(slots.values()), None)
+    if slot is None:
+        return region
+    arena = slot.untyped_storage()._cdata
+    found: list[frozenset[int]] = []
+
+    def call(*args: Any) -> Sequence[Any]:
+        outputs = region(*args)
+        if not found:
+            found.append(frozenset(i for i, o in enumerate(outputs) if _lies_in(o, arena)))
+        if found[0]:
+            return [o.clone() if i in found[0] else o for i, o in enumerate(outputs)]
+        return outputs
+
+    return call
+
+
+def _lies_in(value: object, storage: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
+
+
+def undeclared(region: GraphModule) -> list[str]:
+    """The ops of a region whose schemas need not declare what they write."""
+    called = (node.target for node in region.graph.nodes if node.op == "call_function")
+    return sorted({str(op) for op in called if isinstance(op, torch._ops.OpOverload) and not declares(op)})
+
+
+def reading(
+    region: Callable[..., Sequence[Any]], weights: Mapping[str, torch.Tensor], ops: Sequence[str]
+) -> Callable[..., Sequence[Any]]:
+    """Wrap a region that calls ``ops``, which may write the copies on the device of these offloaded weights.
+
+    Its first call compares them with what they were, and raises ChunkflowError if they differ: they have the old values
+    again then.
+    """
+    unseen = dict(weights)
+
+    def call(*args: Any) -> Sequence[Any]:
+        before = {name: value.to("cpu", copy=True) for name, value in unseen.items()}
+        outputs = region(*args)
+        for name, values in before.items():
+            if not same_bits(values, unseen.pop(name).cpu()):
+                for other, old in before.items():
+                    weights[other].copy_(old)
+                raise ChunkflowError(
+                    f"The forward writes the weight {name} by an op whose schema does not declare it: one of "
+                    f"{', '.join(ops)}. The copy on the device is dropped, so the write would be lost. Declare it "
+                    "(torch.library.custom_op(..., mutates_args=...)), or let the op return the new values."
+                )
+        return outputs
+
+    return call
