@@ -59,7 +59,7 @@ def reading(
         before = {name: value.to("cpu", copy=True) for name, value in unseen.items()}
         outputs = region(*args)
         for name, values in before.items():
-            if not same_bits(values, unseen.pop(name).cpu()):
+            if not same_bits(values, weights[name].cpu()):
                 for other, old in before.items():
                     weights[other].copy_(old)
                 raise ChunkflowError(
@@ -67,6 +67,7 @@ def reading(
                     f"{', '.join(ops)}. The copy on the device is dropped, so the write would be lost. Declare it "
                     "(torch.library.custom_op(..., mutates_args=...)), or let the op return the new values."
                 )
+        unseen.clear()
         return outputs
 
     return call

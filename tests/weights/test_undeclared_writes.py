@@ -153,29 +153,24 @@ def test_collectives_write_weights(on_ranks: Callable[..., None], options: dict[
 
 
 def arrives(rank: int) -> None:
-    """A receive that is waited for late, never, or after restore."""
+    """A receive that is waited for late, or after restore."""
     model, twin, run = pair(rank, RESIDENT, True)
-    one, other, third = (model.get_parameter(n) for n in (ONE, OTHER, "blocks.0.attn1.to_q.weight"))
-    old, sent = one.clone(), torch.full_like(one, 3.5)
-    if rank:
-        works = [dist.irecv(p, 0) for p in (one, other, third)]
-        assert torch.equal(one, old)
-        steps(run, twin, 0)
-    dist.barrier()
+    one, other = model.get_parameter(ONE), model.get_parameter(OTHER)
     if rank == 0:
-        for p in (one, other, third):
-            dist.send(sent.new_full(p.shape, 3.5), 1)
+        dist.barrier()
+        for p in (one, other):
+            dist.send(torch.full_like(p, 3.5).cpu(), 1)
         return
+    works = [dist.irecv(p, 0) for p in (one, other)]
+    assert torch.equal(one, twin.get_parameter(ONE))
+    steps(run, twin, 0)
+    dist.barrier()
     works[0].wait()
     twin.get_parameter(ONE).fill_(3.5)
-    while not works[1].is_completed():
-        pass
-    twin.get_parameter(OTHER).fill_(3.5)  # the next call finds it
-    if not works[2].is_completed():
-        steps(run, twin, 2)
+    steps(run, twin, 2)
     restore(model)
-    works[2].wait()
-    twin.get_parameter("blocks.0.attn1.to_q.weight").fill_(3.5)
+    works[1].wait()
+    twin.get_parameter(OTHER).fill_(3.5)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
@@ -228,7 +223,7 @@ def test_what_nothing_tells_is_refused() -> None:
         library.impl("rows", lambda x: x[1:], "CompositeExplicitAutograd")
         with pytest.raises(ChunkflowError, match=r"returns memory of down\.weight, which its schema does not declare"):
             torch.ops.chunkflow_tests.rows(model.down.weight)
-    with pytest.raises(ChunkflowError, match=r"irecv needs the memory of down\.weight"):
+    with pytest.raises(ChunkflowError, match=r"irecv.* needs the memory of down\.weight"):
         torch.ops._c10d_functional.irecv(model.down.weight, 0, 0, "0")
 
 
