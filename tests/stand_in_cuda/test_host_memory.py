@@ -70,6 +70,47 @@ def test_two_ranks_share_on_a_card(tmp_path: Path) -> None:
     on_two_ranks(on_card, tmp_path)
 
 
+def written_by_collectives(rank: int, folder: str) -> None:
+    """A collective gets a copy on the card, and what it writes there goes to the host memory."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    model, twin = (diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan") for _ in range(2))
+    offload(model, "cuda", min_bytes=LEAST)
+    twin.to("cuda")
+    run = torch.compile(model, backend="chunkflow", options={**OPTIONS, "policy": "resident"})
+
+    def steps() -> None:
+        for step in range(2):
+            inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+
+    with torch.no_grad():
+        for number in range(3):
+            for m in (model, twin):
+                for p in m.parameters():
+                    p.mul_(1 + rank / 8)
+            steps()
+            for m in (model, twin):
+                if number == 0:
+                    for p in m.parameters():
+                        dist.broadcast(p, 0)
+                elif number == 1:
+                    for work in [dist.all_reduce(p.data, dist.ReduceOp.MAX, async_op=True) for p in m.parameters()]:
+                        work.wait()
+                else:
+                    works = [dist.broadcast(p, 1, async_op=True) for p in m.parameters()]
+                    for work in works:
+                        work.get_future().wait()
+            steps()
+    dist.barrier()
+    restore(model)
+    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    os._exit(0)
+
+
+def test_collectives_write_weights_on_a_card(tmp_path: Path) -> None:
+    on_two_ranks(written_by_collectives, tmp_path)
+
+
 def read_together(rank: int, folder: str) -> None:
     """The ranks are in step because they begin each step together; there are no collectives of a card here."""
     executor.in_step = lambda course, ranks: True  # type: ignore[assignment]
