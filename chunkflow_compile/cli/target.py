@@ -35,8 +35,9 @@ from .output import Progress, save_traceback
 class Target:
     """A traced model and the machine it is planned for.  ``forwards``: calls of the model on a rank per denoising step.
 
-    ``cfg_parallel``: 2 if the branches of classifier-free guidance are on ranks of their own.  ``regional``: whether its blocks are compiled one by one, and run as a course.  ``host_memory``: most bytes of its weights
-    in host memory, None for all of them.
+    ``cfg_parallel``: 2 if each branch of classifier-free guidance has ranks of its own.  ``regional``: whether its blocks
+    are compiled one by one, and run as a course.  ``host_memory``: most bytes of its weights in host memory, None for all of
+    them.
     """
 
     title: str
@@ -203,16 +204,10 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     """
     if arguments.ulysses < 1 or (arguments.forwards is not None and arguments.forwards < 1):
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
-    cfg = arguments.cfg_parallel
-    if cfg not in (1, BRANCHES):
-        raise ChunkflowError(
-            f"--cfg-parallel {cfg}: classifier-free guidance has {BRANCHES} branches. Give {BRANCHES} to put each on ranks of "
-            "its own, or 1 for ranks that compute both."
-        )
     options = options_of(arguments)
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
     given = {n: v for n, v in given.items() if v is not None}
-    quantize = arguments.quantize
+    quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
         raise ChunkflowError(
             f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline or chunkflow diff."
@@ -229,8 +224,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
             build = load_build(arguments.model)
         with progress.phase(f"tracing {arguments.model}"):
             traced = _trace(
-                arguments,
-                lambda: trace_without_weights(build, arguments.ulysses, options.min_bytes, cfg_parallel=cfg),
+                arguments, lambda: trace_without_weights(build, degree, options.min_bytes, cfg_parallel=cfg_parallel)
             )
         return _target(arguments.model, traced, arguments, options, forwards)
     found = preset(arguments.model)
@@ -238,7 +232,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     found.shape(sizes)
     forwards = _forwards(arguments, found.name, found.forwards)
     with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
-        traced = _trace(arguments, lambda: found.trace(arguments.ulysses, sizes, options.min_bytes, quantize, cfg))
+        traced = _trace(arguments, lambda: found.trace(degree, sizes, options.min_bytes, quantize, cfg_parallel))
     title = f"{found.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
     return _target(title, traced, arguments, options, forwards)
 
@@ -274,16 +268,21 @@ def note_rates(found: Target) -> None:
 
 
 def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
-    """Calls of the model on a rank per step.  Raises ChunkflowError if the branches cannot be divided among ranks."""
-    forwards: int = arguments.forwards or default
-    if forwards % arguments.cfg_parallel:
+    """Calls of the model on a rank per step.  Raises ChunkflowError if CFG parallelism cannot divide those of the step."""
+    ranks: int = arguments.cfg_parallel
+    calls: int = arguments.forwards or default
+    if ranks not in (1, BRANCHES):
         raise ChunkflowError(
-            f"--cfg-parallel {arguments.cfg_parallel} divides the calls of a step among ranks, one for each branch of "
-            f"classifier-free guidance, but {name} is called {forwards} time{'s' * (forwards != 1)} a step. Leave it out "
-            "where guidance is distilled into the model, as in FLUX.1 dev and HunyuanVideo; with two branches (true_cfg_scale), "
-            "give --forwards 2, and the --batch of one branch."
+            f"--cfg-parallel {ranks}: classifier-free guidance has {BRANCHES} branches. Give {BRANCHES}, for ranks of its "
+            "own for each, or 1, for ranks that compute both."
         )
-    return forwards // int(arguments.cfg_parallel)
+    if calls % ranks:
+        raise ChunkflowError(
+            f"--cfg-parallel {ranks} needs two branches of classifier-free guidance, one call each, but a step of {name} is "
+            f"{calls} call{'s' * (calls != 1)}. Leave it out where guidance is distilled into the model, as in FLUX.1-dev "
+            "and HunyuanVideo; where there are two branches (true_cfg_scale), give --forwards 2 and the inputs of one."
+        )
+    return calls // ranks
 
 
 def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
