@@ -87,9 +87,7 @@ def _curve(arguments: argparse.Namespace) -> int:
     say(arguments, tabulate(rows, headers=("weights on the device", "step", "of resident"), disable_numparse=True))
     write_json(arguments, json.dumps({"model": found.heading, "points": [asdict(p) for p in points]}, indent=1) + "\n")
     if picture:
-        draw_curve(
-            points, found.forwards, f"{found.title}, degree {found.degree}, {found.hardware.name}", Path(picture)
-        )
+        draw_curve(points, found.forwards, f"{found.title}, {found.parallel}, {found.hardware.name}", Path(picture))
         say(arguments, f"\npicture: {picture}")
     return 0
 

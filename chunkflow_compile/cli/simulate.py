@@ -57,10 +57,10 @@ def run(arguments: argparse.Namespace) -> int:
     record = Record(
         model=f"{found.title}, simulated on {found.hardware.name}",
         degree=found.degree,
+        cfg_parallel=found.cfg_parallel,
         arms={name: arm_record(plan, found.problem, found.forwards) for name, plan in plans.items()},
     )
-    forwards = f"{found.forwards} forward{'s' * (found.forwards != 1)} a step"
-    say(arguments, f"{record.model}; Ulysses degree {found.degree}, {forwards}\n")
+    say(arguments, f"{record.model}; {found.parallel}, {found.calls}\n")
     say(arguments, table(record, _columns(plans, found.forwards)))
     write_json(arguments, record.to_json())
     return 0

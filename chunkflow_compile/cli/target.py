@@ -12,6 +12,7 @@ from functools import cached_property
 from typing import Any, get_args
 
 from chunkflow_compile.hardware.profiles import profile_names
+from chunkflow_compile.models.branches import BRANCHES
 from chunkflow_compile.models.presets import PRESETS, preset
 from chunkflow_compile.models.quantised import Quantisation
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
@@ -32,10 +33,11 @@ from .output import Progress, save_traceback
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A traced model and the machine it is planned for.  ``forwards``: calls of the model per denoising step.
+    """A traced model and the machine it is planned for.  ``forwards``: calls of the model on a rank per denoising step.
 
-    ``regional``: whether its blocks are compiled one by one, and run as a course.  ``host_memory``: most bytes of its weights
-    in host memory, None for all of them.
+    ``cfg_parallel``: 2 if each branch of classifier-free guidance has ranks of its own.  ``regional``: whether its blocks
+    are compiled one by one, and run as a course.  ``host_memory``: most bytes of its weights in host memory, None for all of
+    them.
     """
 
     title: str
@@ -43,6 +45,7 @@ class Target:
     degree: int
     forwards: int
     settings: Settings
+    cfg_parallel: int = 1
     regional: bool = False
     host_memory: int | None = None
 
@@ -77,11 +80,23 @@ class Target:
         return make_plan(self.problem, replace(self.settings, **other), inside=self.regional)
 
     @property
+    def parallel(self) -> str:
+        """Over how many ranks a step is split, and how."""
+        if self.cfg_parallel == 1:
+            return f"Ulysses degree {self.degree}"
+        ranks = self.cfg_parallel * self.degree
+        return f"{ranks} ranks: CFG parallel {self.cfg_parallel} x Ulysses {self.degree}"
+
+    @property
+    def calls(self) -> str:
+        """How often a rank calls the model in a step."""
+        return f"{self.forwards} forward{'s' * (self.forwards != 1)} a step"
+
+    @property
     def heading(self) -> str:
-        forwards = f"{self.forwards} forward{'s' * (self.forwards != 1)} a step"
         without = f"; without {', '.join(sorted(self.settings.disabled))}" if self.settings.disabled else ""
         without += "; its blocks compiled one by one" if self.regional else ""
-        return f"{self.title}; Ulysses degree {self.degree} on {self.hardware.name}, {forwards}{without}"
+        return f"{self.title}; {self.parallel} on {self.hardware.name}, {self.calls}{without}"
 
 
 def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
@@ -96,6 +111,13 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_
     else:
         parser.add_argument("model", metavar="MODEL", help=known)
     parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
+    parser.add_argument(
+        "--cfg-parallel",
+        type=int,
+        default=1,
+        metavar="N",
+        help="2: the branches of classifier-free guidance are on ranks of their own, P each (default 1)",
+    )
     parser.add_argument(
         "--hardware",
         default="h100-pcie-x2",
@@ -146,7 +168,10 @@ def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_
         "--quantize", choices=get_args(Quantisation), help="plan the linear layers of the blocks quantised so"
     )
     parser.add_argument(
-        "--forwards", type=int, metavar="N", help="calls of the model per step (default: the preset's, 2 with guidance)"
+        "--forwards",
+        type=int,
+        metavar="N",
+        help="calls of the model per step, of both branches (default: the preset's, 2 with guidance)",
     )
     for name, default in (
         ("chunk-bytes", DEFAULT_CHUNK_BYTES),
@@ -182,7 +207,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     options = options_of(arguments)
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
     given = {n: v for n, v in given.items() if v is not None}
-    quantize = arguments.quantize
+    quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
         raise ChunkflowError(
             f"{arguments.model} is a plan file, not a model: use it with chunkflow timeline or chunkflow diff."
@@ -194,18 +219,22 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
             raise ChunkflowError(
                 f"--{next(iter(given))} is a size of a preset: leave it out, since your own function makes its inputs."
             )
+        forwards = _forwards(arguments, arguments.model, 1)
         with contextlib.redirect_stdout(sys.stderr):
             build = load_build(arguments.model)
         with progress.phase(f"tracing {arguments.model}"):
-            traced = _trace(arguments, lambda: trace_without_weights(build, arguments.ulysses, options.min_bytes))
-        return _target(arguments.model, traced, arguments, options, 1)
+            traced = _trace(
+                arguments, lambda: trace_without_weights(build, degree, options.min_bytes, cfg_parallel=cfg_parallel)
+            )
+        return _target(arguments.model, traced, arguments, options, forwards)
     found = preset(arguments.model)
     sizes = replace(found.sizes, **given)
     found.shape(sizes)
+    forwards = _forwards(arguments, found.name, found.forwards)
     with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
-        traced = _trace(arguments, lambda: found.trace(arguments.ulysses, sizes, options.min_bytes, quantize))
+        traced = _trace(arguments, lambda: found.trace(degree, sizes, options.min_bytes, quantize, cfg_parallel))
     title = f"{found.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
-    return _target(title, traced, arguments, options, found.forwards)
+    return _target(title, traced, arguments, options, forwards)
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
@@ -238,6 +267,24 @@ def note_rates(found: Target) -> None:
         )
 
 
+def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
+    """Calls of the model on a rank per step.  Raises ChunkflowError if CFG parallelism cannot divide those of the step."""
+    ranks: int = arguments.cfg_parallel
+    calls: int = arguments.forwards or default
+    if ranks not in (1, BRANCHES):
+        raise ChunkflowError(
+            f"--cfg-parallel {ranks}: classifier-free guidance has {BRANCHES} branches. Give {BRANCHES}, for ranks of its "
+            "own for each, or 1, for ranks that compute both."
+        )
+    if calls % ranks:
+        raise ChunkflowError(
+            f"--cfg-parallel {ranks} needs two branches of classifier-free guidance, one call each, but a step of {name} is "
+            f"{calls} call{'s' * (calls != 1)}. Leave it out where guidance is distilled into the model, as in FLUX.1-dev "
+            "and HunyuanVideo; where there are two branches (true_cfg_scale), give --forwards 2 and the inputs of one."
+        )
+    return calls // ranks
+
+
 def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
     settings = options.settings()
     host_memory, drive = getattr(arguments, "host_memory", None), getattr(arguments, "drive", None)
@@ -247,8 +294,9 @@ def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: 
         title=title,
         traced=traced,
         degree=arguments.ulysses,
-        forwards=arguments.forwards or forwards,
+        forwards=forwards,
         settings=settings,
+        cfg_parallel=arguments.cfg_parallel,
         regional=getattr(arguments, "regional", False),
         host_memory=None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
     )

@@ -77,4 +77,4 @@ def _plan(arguments: argparse.Namespace) -> tuple[str, Plan]:
         plan = read_plan(arguments.model)
         return f"{Path(arguments.model).name}, policy {plan.policy} on {plan.hardware}", plan
     found, plan = target.load_and_plan(arguments, Progress(2))
-    return f"{found.title}; Ulysses degree {found.degree} on {found.hardware.name}", plan
+    return f"{found.title}; {found.parallel} on {found.hardware.name}", plan

@@ -84,10 +84,12 @@ class Preset:
         sizes: Sizes | None = None,
         min_bytes: int = DEFAULT_MIN_BYTES,
         quantize: Quantisation | None = None,
+        cfg_parallel: int = 1,
     ) -> Traced:
         """Trace the forward of one of ``degree`` ranks in bfloat16, in one process and without weights.
 
-        ``quantize``: how the linear layers of the blocks are quantised.
+        ``quantize``: how the linear layers of the blocks are quantised.  ``cfg_parallel``: 2 if other ranks compute the
+        other branch of classifier-free guidance, and the two exchange what they predict.
         Raises ChunkflowError if there is a process group already, or if the degree does not divide the heads.
         """
         family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
@@ -104,7 +106,7 @@ class Preset:
                 quantised(model, quantize)
             return model, {k: _as_bfloat16(v) for k, v in inputs.items()}
 
-        return trace_without_weights(build, degree, min_bytes, torch.bfloat16)
+        return trace_without_weights(build, degree, min_bytes, torch.bfloat16, cfg_parallel)
 
 
 def _as_bfloat16(value: Any) -> Any:

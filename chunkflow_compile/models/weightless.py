@@ -19,28 +19,51 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.tracing import trace
 
+from .branches import exchange_branches
 from .ulysses import enable_ulysses
 
 Build = Callable[[], tuple[nn.Module, Mapping[str, Any]]]
 
 
 def trace_without_weights(
-    build: Build, degree: int = 1, min_bytes: int = DEFAULT_MIN_BYTES, dtype: torch.dtype = torch.float32
+    build: Build,
+    degree: int = 1,
+    min_bytes: int = DEFAULT_MIN_BYTES,
+    dtype: torch.dtype = torch.float32,
+    cfg_parallel: int = 1,
 ) -> Traced:
-    """Trace one call on one of ``degree`` ranks, of the model and keyword arguments that ``build`` returns.
+    """Trace one call on one rank, of the model and keyword arguments that ``build`` returns.
 
-    ``build`` runs with fake tensors, in a process group of ``degree`` ranks that does nothing; a model with
-    ``enable_parallelism`` is split over the ranks.  ``dtype``: that of the parameters.  Raises ChunkflowError if there
-    is a process group already.
+    There are ``degree`` ranks for each of ``cfg_parallel`` branches of classifier-free guidance, which are exchanged at
+    the end of the call if there are two.  ``build`` runs with fake tensors, in a process group of all ranks that does
+    nothing; a model with ``enable_parallelism`` is split over the first ``degree``.  ``dtype``: that of the parameters.
+    Raises ChunkflowError if there is a process group already, or if collectives of the model are of both branches.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with _fake_ranks(degree), torch.no_grad():
+    with _fake_ranks(degree * cfg_parallel), torch.no_grad():
         with fake, default_dtype(dtype):  # fake parameters cannot be converted afterwards
             model, inputs = build()
         if degree > 1 and hasattr(model, "enable_parallelism"):
             enable_ulysses(model, degree)  # not under fake: a device mesh reads real tensors
+        pair = None
+        if cfg_parallel > 1:
+            pair = dist.new_group([branch * degree for branch in range(cfg_parallel)])
+            exchange_branches(model, pair)
         with fake:
-            return trace(model, inputs, min_bytes)
+            traced = trace(model, inputs, min_bytes)
+        if pair is not None:
+            _refuse_mixed(traced, degree, pair.group_name)
+        return traced
+
+
+def _refuse_mixed(traced: Traced, degree: int, exchange: str) -> None:
+    """Refuse a model that splits itself over the ranks of both branches.  ``exchange``: group of the branches."""
+    most = max((ranks for name, ranks in traced.ranks.items() if name != exchange), default=0)
+    if most > degree:
+        raise ChunkflowError(
+            f"The model has collectives of {most} ranks, but a branch of classifier-free guidance has {degree}: they "
+            f"would mix the branches. Give them a process group of {degree} ranks, from rank 0 on."
+        )
 
 
 def load_build(name: str) -> Build:

@@ -33,14 +33,15 @@ class ArmRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """All arms of one measurement."""
+    """All arms of one measurement, on ``degree`` ranks for each of ``cfg_parallel`` branches of guidance."""
 
     model: str
     degree: int
     arms: Mapping[str, ArmRecord]
+    cfg_parallel: int = 1
 
     def to_json(self) -> str:
-        body = {"schema": SCHEMA, "model": self.model, "degree": self.degree}
+        body = {"schema": SCHEMA, "model": self.model, "degree": self.degree, "cfg_parallel": self.cfg_parallel}
         return json.dumps({**body, "arms": {n: asdict(a) for n, a in self.arms.items()}}, indent=1) + "\n"
 
 

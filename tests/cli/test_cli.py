@@ -29,6 +29,7 @@ from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.home import home_of
 
 OWN = "examples/ulysses_dit.py:planned"
+ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
 
 
 def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -52,7 +53,7 @@ def test_demo_streams_on_two_ranks_and_writes_the_record(
         code, (shown, said) = main([*command]), capsys.readouterr()
     assert code == 0, said
     written = json.loads(record.read_text())
-    assert written.keys() == {"schema", "model", "degree", "arms", "regimes"}
+    assert written.keys() == {"schema", "model", "degree", "cfg_parallel", "arms", "regimes"}
     assert (written["schema"], written["degree"]) == (1, 2)
     assert list(written["arms"]) == ["resident", "layerwise", "chunkflow"]
     resident, layerwise, streamed = written["arms"].values()
@@ -133,6 +134,28 @@ def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(
     assert "step to layerwise" in shown and "2 forwards a step" in shown
 
 
+def test_cfg_parallelism_halves_the_calls_and_adds_an_exchange(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine, records, plans = load_profile("cpu"), [], []
+    for number in ("1", "2", "2"):
+        ranks = ("--cfg-parallel", number, "--forwards", "2")
+        assert main(["simulate", MODEL, "--hardware", "cpu", "--policy", "resident", *ranks, "--json", "-"]) == 0
+        records.append(json.loads(capsys.readouterr().out))
+        assert main(["plan", MODEL, *SIZES, *ranks, "--json", str(tmp_path / "plan.json")]) == 0
+        shown = capsys.readouterr().out
+        plans.append((tmp_path / "plan.json").read_bytes())
+    assert "; 2 ranks: CFG parallel 2 x Ulysses 1 on cpu, 1 forward a step" in shown
+    assert plans[0] != plans[1] == plans[2]
+    both, one = records[0], records[1]
+    assert (both["degree"], both["cfg_parallel"], one["degree"], one["cfg_parallel"]) == (1, 1, 1, 2)
+    sent = 4 * 8 * 4  # the output of the stack, in float32
+    took = machine.collective_latency_s + sent / machine.collective_bandwidth
+    before, after = both["arms"]["resident"], one["arms"]["resident"]
+    assert (before["collective_s"], after["collective_s"]) == (0, pytest.approx(took, abs=1e-8))
+    assert after["step_s"] == pytest.approx(before["step_s"] / 2 + took, abs=1e-8)
+
+
 @pytest.mark.long
 def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "curve.png"
@@ -162,6 +185,22 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Captu
         (["plan", OWN, "--frames", "5"], "--frames is a size of a preset"),
         (["plan", OWN, "--curve", "--memory", "1GiB"], "--curve covers all budgets"),
         (["plan", "flux.1-dev", "--ulysses", "5"], "24 attention heads: the Ulysses degree 5 must divide them"),
+        (
+            ["plan", "flux.1-dev", "--cfg-parallel", "2"],
+            "but a step of flux.1-dev is 1 call. Leave it out where guidance is",
+        ),
+        (
+            ["why", "wan2.2-ti2v-5b", "x", "--cfg-parallel", "3"],
+            "--cfg-parallel 3: classifier-free guidance has 2 branches",
+        ),
+        (
+            ["plan", ULYSSES, *SIZES, "--ulysses", "2", "--cfg-parallel", "2", "--forwards", "2"],
+            "collectives of 4 ranks, but a branch of classifier-free guidance has 2: they would mix the branches",
+        ),
+        (
+            ["timeline", "nothing.json", "--cfg-parallel", "2", "--out", "x.png"],
+            "--cfg-parallel is an option of a model",
+        ),
         (["plan", "flux.1-dev", "--memory", "3 apples"], "memory='3 apples' is not a size"),
         (["plan", "flux.1-dev", "--slowdown", "0.9"], "slowdown=0.9 is below 1"),
         (["plan", "flux.1-dev", "--hardware", "tpu"], "no hardware profile 'tpu': use one of cpu, "),
