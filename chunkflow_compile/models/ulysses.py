@@ -3,46 +3,171 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.meeting import meeting
 from chunkflow_compile.weights.modules import hooks_of
 
 
-def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
+def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = None) -> nn.Module:
     """Split the sequence of a diffusers transformer over ``degree`` ranks; return ``model``.
 
-    torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph.
-    The model need not have been called before, because one that does not fit the device could not be.
-    Raises ChunkflowError if there is no process group.
+    torch.distributed must be initialised.  Without ``group``, every rank calls this, and the ranks are split into
+    consecutive groups: 0 to degree - 1, and so on.  ``group``: the ranks that share a sequence, this one among them, as
+    a process group or as one dimension of a DeviceMesh (``mesh["ulysses"]``); ``degree`` may then be left out.  Ranks of
+    other groups may hold other models.  A degree of 1 leaves the model as it is.
+
+    Calls ``model.enable_parallelism`` with a plan that traces into one graph.  The model need not have been called
+    before, because one that does not fit the device could not be.  Raises ChunkflowError, before it waits for another
+    rank, if there is no process group, if the degree does not divide the number of ranks or is not that of the group, if
+    this rank is not in the group, or if the model is split already.
     """
     from diffusers import ContextParallelConfig
 
-    if not dist.is_initialized():
+    degree = _checked(degree, group)
+    if degree == 1:
+        return model
+    if getattr(model, "_parallel_config", None) is not None:
         raise ChunkflowError(
-            "enable_ulysses splits a model over the ranks of a process group, and there is none: call "
-            'torch.distributed.init_process_group("nccl"), or "gloo" on CPUs, before it, and start the program with torchrun.'
+            f"This {type(model).__name__} is split over ranks already, and diffusers cannot split it again: call "
+            "enable_ulysses once a model, and load the model again for other ranks."
         )
     if TorchVersion(torch.__version__) < "2.13":
         # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
+    ranks = _group_of(degree) if group is None else _process_group(group)
+    mesh: Any = _Sequence(DeviceMesh.from_group(ranks, _device_type(), mesh_dim_names=("ulysses",)))
     # Without an accelerator, diffusers (0.42) divides by the number of devices, 0.  During this call, the model's own
-    # resolver is shadowed by one that builds its mesh on the CPU.
+    # resolver is shadowed by one that needs no device.
     if not torch.accelerator.is_available():
         model.__dict__["_resolve_parallel_config"] = lambda config: _resolve_on_cpu(model, config)
     try:
-        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree), cp_plan=parallel_plan(model))  # type: ignore[operator]
+        config = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
+        model.enable_parallelism(config=config, cp_plan=parallel_plan(model))  # type: ignore[operator]
     finally:
         model.__dict__.pop("_resolve_parallel_config", None)
     for module in model.modules():
         for hook in hooks_of(module).values():
             _settle(getattr(hook, "module_forward_metadata", None))
     return model
+
+
+def _group_of(degree: int) -> dist.ProcessGroup:
+    """The process group of this rank, if the ranks are split into consecutive groups of ``degree``.
+
+    Every rank must call it.  The groups are created once, however many models are split over them.
+    """
+    world = init_device_mesh(
+        _device_type(), (dist.get_world_size(),)
+    ).get_group()  # this sets the device, if none is set
+    if degree == world.size():
+        return world
+    wanted = f"chunkflow ulysses {degree}"
+    known: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map
+    if found := [group for group in known if group.group_desc == wanted]:
+        return found[0]
+    # ranks of a group give up after the time that the user chose for all of them
+    timeout = None if (all_ranks := meeting()) is None else all_ranks.timeout
+    made = [
+        dist.new_group(list(range(first, first + degree)), timeout=timeout, group_desc=wanted)
+        for first in range(0, world.size(), degree)
+    ]
+    return made[dist.get_rank() // degree]
+
+
+def _checked(degree: int | None, group: Any) -> int:
+    """The degree.  Raises ChunkflowError if this rank cannot be split so; other ranks are not asked."""
+    if degree is None and group is None:
+        raise ChunkflowError(
+            "enable_ulysses needs a degree, the number of ranks that share a sequence, or their group."
+        )
+    if degree is not None and (not isinstance(degree, int) or degree < 1):
+        raise ChunkflowError(f"enable_ulysses: a degree is a number of ranks, 1 or more, and not {degree!r}.")
+    if degree == 1 and group is None:
+        return 1
+    if not dist.is_initialized():
+        raise ChunkflowError(
+            "enable_ulysses splits a model over the ranks of a process group, and there is none: call "
+            'torch.distributed.init_process_group("nccl"), or "gloo" on CPUs, before it, and start the program with torchrun.'
+        )
+    if group is not None:
+        size = _process_group(group).size()
+        if degree is not None and degree != size:
+            raise ChunkflowError(
+                f"enable_ulysses: the degree is {degree}, and the group has {size} ranks. A group is one sequence: leave "
+                "degree out, or pass a group of as many ranks."
+            )
+        return size
+    assert degree is not None
+    if (world := dist.get_world_size()) % degree:
+        raise ChunkflowError(
+            f"enable_ulysses splits all ranks into groups of {degree}, and {degree} does not divide {world}, the number "
+            "of ranks. Start a multiple of the degree, or pass the group of each rank: group=."
+        )
+    return degree
+
+
+def _process_group(group: Any) -> dist.ProcessGroup:
+    """The process group of what the user calls a group.  Raises ChunkflowError if it is none that this rank is in."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            named = [f"mesh[{name!r}]" for name in group.mesh_dim_names or ()] or ["a mesh with mesh_dim_names"]
+            raise ChunkflowError(
+                f"enable_ulysses takes one dimension of a DeviceMesh, and this one has {group.ndim}: pass "
+                f"{' or '.join(named)}."
+            )
+        if group.get_coordinate() is None:
+            raise _not_in(group.mesh.tolist())
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+        raise ChunkflowError(
+            f"enable_ulysses: group={group!r} is no process group that rank {dist.get_rank()} is in: pass the group of "
+            'this rank, or a dimension of a DeviceMesh, such as mesh["ulysses"].'
+        )
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError) as error:  # torch no longer knows it
+        raise ChunkflowError(
+            "enable_ulysses: the group has ended: destroy_process_group was called after it was created. Create it again."
+        ) from error
+    if dist.get_rank() not in ranks:
+        raise _not_in(ranks)
+    return group
+
+
+def _not_in(ranks: Collection[int]) -> ChunkflowError:
+    return ChunkflowError(
+        f"enable_ulysses: rank {dist.get_rank()} is not in the group of ranks {', '.join(map(str, ranks))}: pass the group "
+        "that it is in."
+    )
+
+
+class _Sequence:
+    """What diffusers asks of a mesh of (1, degree) ranks, ring and Ulysses, where there is one process group.
+
+    A real mesh would create groups for the ring and for both dimensions together, on all ranks of the job.
+    """
+
+    def __init__(self, ulysses: DeviceMesh) -> None:
+        self._ulysses = ulysses
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Any:
+        return self._ulysses if names == "ulysses" else self
+
+    def _flatten(self) -> DeviceMesh:
+        return self._ulysses
+
+    def get_local_rank(self) -> int:
+        """That in the ring."""
+        return 0
 
 
 def _settle(metadata: Any) -> None:
@@ -77,11 +202,15 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def _device_type() -> str:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type
+
+
 def _resolve_on_cpu(model: Any, config: Any) -> Any:
     from diffusers import ParallelConfig
 
     parallel = ParallelConfig(context_parallel_config=config)
-    mesh = dist.device_mesh.init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
-    parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
+    parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=config.mesh)
     model._parallel_config = parallel
     return parallel
