@@ -23,35 +23,28 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     torch.distributed must be initialised.  Without ``group``, every rank calls this, and the ranks are split into
     consecutive groups: 0 to degree - 1, and so on.  ``group``: the ranks that share a sequence, this one among them, as
     a process group or as one dimension of a DeviceMesh (``mesh["ulysses"]``); ``degree`` may then be left out.  Ranks of
-    other groups may hold other models.  A degree of 1 leaves the model as it is.
+    other groups may hold other models.  Two dimensions, ``mesh["ring", "ulysses"]``, split attention both ways.  A degree of
+    1 leaves the model as it is.
 
     Calls ``model.enable_parallelism`` with a plan that traces into one graph.  The model need not have been called
     before, because one that does not fit the device could not be.  Raises ChunkflowError, before it waits for another
     rank, if there is no process group, if the degree does not divide the number of ranks or is not that of the group, if
-    this rank is not in the group, or if the model is split already.
+    this rank is not in the group, or if the model cannot be split or is split already.
     """
-    from diffusers import ContextParallelConfig
-
     degree = _checked(degree, group)
     if degree == 1:
         return model
-    if getattr(model, "_parallel_config", None) is not None:
-        raise ChunkflowError(
-            f"This {type(model).__name__} is split over ranks already, and diffusers cannot split it again: call "
-            "enable_ulysses once a model, and load the model again for other ranks."
-        )
+    plan = parallel_plan(model)
     if TorchVersion(torch.__version__) < "2.13":
         # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
-    ranks = _group_of(degree) if group is None else _process_group(group)
-    mesh: Any = _Sequence(DeviceMesh.from_group(ranks, _device_type(), mesh_dim_names=("ulysses",)))
+    config = _ring_and_ulysses(model, group) if _has_ring(group) else _ulysses(degree, group)
     # Without an accelerator, diffusers (0.42) divides by the number of devices, 0.  During this call, the model's own
     # resolver is shadowed by one that needs no device.
     if not torch.accelerator.is_available():
         model.__dict__["_resolve_parallel_config"] = lambda config: _resolve_on_cpu(model, config)
     try:
-        config = ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
-        model.enable_parallelism(config=config, cp_plan=parallel_plan(model))  # type: ignore[operator]
+        model.enable_parallelism(config=config, cp_plan=plan)  # type: ignore[operator]
     finally:
         model.__dict__.pop("_resolve_parallel_config", None)
     for module in model.modules():
@@ -60,20 +53,48 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     return model
 
 
+def _ulysses(degree: int, group: Any) -> Any:
+    from diffusers import ContextParallelConfig
+
+    ranks = _group_of(degree) if group is None else _process_group(group)
+    mesh: Any = _Sequence(DeviceMesh.from_group(ranks, _device_type(), mesh_dim_names=("ulysses",)))
+    return ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
+
+
+def _has_ring(group: Any) -> bool:
+    return isinstance(group, DeviceMesh) and group.mesh_dim_names == ("ring", "ulysses")
+
+
+def _ring_and_ulysses(model: nn.Module, mesh: DeviceMesh) -> Any:
+    """Raises ChunkflowError if the model's attention cannot go round a ring."""
+    from diffusers import ContextParallelConfig
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    ring, ulysses = mesh.shape
+    processors = [getattr(module, "processor", None) for module in model.modules()]
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    used = {AttentionBackendName(getattr(p, "_attention_backend", None) or active) for p in processors if p is not None}
+    if ring > 1 and AttentionBackendName.NATIVE in used:
+        raise ChunkflowError(
+            "Ring attention joins parts of an attention by their log-sum-exp, which the native attention of diffusers does "
+            "not return: choose one that does, on a GPU, such as model.set_attention_backend('_native_cudnn'), or use "
+            'Ulysses alone: group=mesh["ulysses"].'
+        )
+    return ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
+
+
 def _group_of(degree: int) -> dist.ProcessGroup:
     """The process group of this rank, if the ranks are split into consecutive groups of ``degree``.
 
     Every rank must call it.  The groups are created once, however many models are split over them.
     """
-    world = init_device_mesh(
-        _device_type(), (dist.get_world_size(),)
-    ).get_group()  # this sets the device, if none is set
-    if degree == world.size():
-        return world
     wanted = f"chunkflow ulysses {degree}"
     known: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map
     if found := [group for group in known if group.group_desc == wanted]:
         return found[0]
+    world = init_device_mesh(_device_type(), (dist.get_world_size(),)).get_group()  # sets the device, if none is set
+    if degree == world.size():
+        return world
     # ranks of a group give up after the time that the user chose for all of them
     timeout = None if (all_ranks := meeting()) is None else all_ranks.timeout
     made = [
@@ -99,7 +120,7 @@ def _checked(degree: int | None, group: Any) -> int:
             'torch.distributed.init_process_group("nccl"), or "gloo" on CPUs, before it, and start the program with torchrun.'
         )
     if group is not None:
-        size = _process_group(group).size()
+        size = group.size() if _has_ring(group) else _process_group(group).size()
         if degree is not None and degree != size:
             raise ChunkflowError(
                 f"enable_ulysses: the degree is {degree}, and the group has {size} ranks. A group is one sequence: leave "
@@ -182,10 +203,15 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
 
     diffusers' own plan, with two changes.  HunyuanVideo has none, so one is defined here.  Wan's plan also splits a
     per-token timestep; if the timestep is per sample, as in text-to-video, that split only warns, and the warning
-    breaks the graph, so it is left out.
+    breaks the graph, so it is left out.  Raises ChunkflowError if the model cannot be split, or is split already.
     """
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
+    if getattr(model, "_parallel_config", None) is not None:
+        raise ChunkflowError(
+            f"This {type(model).__name__} is split over ranks already, and diffusers cannot split it again: call "
+            "enable_ulysses once a model, and load the model again for other ranks."
+        )
     if type(model).__name__ == "HunyuanVideoTransformer3DModel":
         split = ContextParallelInput(split_dim=1, expected_dims=3)
         rotary = ContextParallelInput(split_dim=0, expected_dims=2, split_output=True)
@@ -194,7 +220,12 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
             "rope": {0: rotary, 1: rotary},
             "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
         }
-    own: Any = model._cp_plan
+    own: Any = getattr(model, "_cp_plan", None)
+    if own is None or not hasattr(model, "enable_parallelism"):
+        raise ChunkflowError(
+            f"enable_ulysses: diffusers does not say how a {type(model).__name__} is split over ranks (it has no _cp_plan). "
+            "A model of your own splits its sequence itself, see examples/ulysses_dit.py."
+        )
     return {
         name: {k: v for k, v in entry.items() if k != "timestep"} if isinstance(entry, dict) else entry
         for name, entry in own.items()
