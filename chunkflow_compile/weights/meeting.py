@@ -82,7 +82,8 @@ PLACING = Occasion(
     "The weights are not placed",
     "while the weights were placed. Look at its own error, and start all ranks again.",
     "did not place the model",
-    "with share, every rank of the group calls offload. Pass share=False to place it on this rank alone.",
+    "with share, every rank of the group calls offload. Pass share=False to place it on this rank alone, or share=group "
+    "with the ranks that place it.",
 )
 WRITING = Occasion(
     "What was written is not shared",
