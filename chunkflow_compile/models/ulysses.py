@@ -89,10 +89,12 @@ def _group_of(degree: int) -> dist.ProcessGroup:
     Every rank must call it.  The groups are created once, however many models are split over them.
     """
     wanted = f"chunkflow ulysses {degree}"
-    known: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map
+    known: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # those of this rank
     if found := [group for group in known if group.group_desc == wanted]:
         return found[0]
-    world = init_device_mesh(_device_type(), (dist.get_world_size(),)).get_group()  # sets the device, if none is set
+    world: dist.ProcessGroup = init_device_mesh(
+        _device_type(), (dist.get_world_size(),)
+    ).get_group()  # sets the device, if none is set
     if degree == world.size():
         return world
     # ranks of a group give up after the time that the user chose for all of them
