@@ -92,14 +92,13 @@ def _group_of(degree: int) -> dist.ProcessGroup:
     known: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # those of this rank
     if found := [group for group in known if group.group_desc == wanted]:
         return found[0]
-    world: dist.ProcessGroup = init_device_mesh(
-        _device_type(), (dist.get_world_size(),)
-    ).get_group()  # sets the device, if none is set
+    # this sets the device, if none is set
+    world = init_device_mesh(_device_type(), (dist.get_world_size(),)).get_group()
     if degree == world.size():
         return world
     # ranks of a group give up after the time that the user chose for all of them
     timeout = None if (all_ranks := meeting()) is None else all_ranks.timeout
-    made = [
+    made: list[dist.ProcessGroup] = [
         dist.new_group(list(range(first, first + degree)), timeout=timeout, group_desc=wanted)
         for first in range(0, world.size(), degree)
     ]

@@ -162,7 +162,6 @@ def apart(rank: int) -> None:
 def on_rank(rank: int) -> None:
     refused(rank)
     guided("wan", init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses")), inside=True)
-    guided("flux", init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "cfg")), inside=False)
     apart(rank)
     torch._dynamo.reset()
     gc.collect()  # the models were dropped without restore
@@ -171,6 +170,17 @@ def on_rank(rank: int) -> None:
 
 def test_four_ranks_as_two_groups(on_ranks: Callable[..., None]) -> None:
     on_ranks(on_rank, world=4)
+
+
+def joined_outside(rank: int) -> None:
+    """The other way round: ranks 0 and 2 share a sequence, and the branches are joined beside the program."""
+    for name in SIZES:
+        guided(name, init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "cfg")), inside=False)
+
+
+@pytest.mark.long
+def test_groups_that_are_not_consecutive(on_ranks: Callable[..., None]) -> None:
+    on_ranks(joined_outside, world=4)
 
 
 def with_its_sum(ctx: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> Any:
