@@ -15,7 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
 from chunkflow_compile.options import DEFAULT_MIN_BYTES
-from chunkflow_compile.passes.graph.discover import collective_kind, group_name
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.problem import Parameter
@@ -95,8 +95,7 @@ def as_on_device(inputs: Sequence[Any]) -> list[Any]:
 
 def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str]) -> Traced:
     """An ATen graph with the sizes of the process groups that its collectives use, which must still exist."""
-    groups = {group_name(n) for n in graph.graph.nodes if collective_kind(n) is not None}
-    ranks = {name: len(ranks_of(name)) for name in sorted(groups)}
+    ranks = {name: len(ranks_of(name)) for name in sorted(group_names(graph.graph))}
     unknown = bounds(graph)
     sizes = estimated(hints(graph), unknown)
     return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks, sizes=sizes, unknown=unknown)

@@ -3,46 +3,193 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.meeting import meeting
 from chunkflow_compile.weights.modules import hooks_of
 
 
-def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
+def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = None) -> nn.Module:
     """Split the sequence of a diffusers transformer over ``degree`` ranks; return ``model``.
 
-    torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph.
-    The model need not have been called before, because one that does not fit the device could not be.
-    Raises ChunkflowError if there is no process group.
-    """
-    from diffusers import ContextParallelConfig
+    torch.distributed must be initialised.  Without ``group``, every rank calls this, and the ranks are split into
+    consecutive groups: 0 to degree - 1, and so on.  ``group``: the ranks that share a sequence, this one among them, as
+    a process group or as one dimension of a DeviceMesh (``mesh["ulysses"]``); ``degree`` may then be left out.  Ranks of
+    other groups may hold other models.  Two dimensions, ``mesh["ring", "ulysses"]``, split attention both ways.  A degree of
+    1 leaves the model as it is.
 
-    if not dist.is_initialized():
-        raise ChunkflowError(
-            "enable_ulysses splits a model over the ranks of a process group, and there is none: call "
-            'torch.distributed.init_process_group("nccl"), or "gloo" on CPUs, before it, and start the program with torchrun.'
-        )
+    Calls ``model.enable_parallelism`` with a plan that traces into one graph.  The model need not have been called
+    before, because one that does not fit the device could not be.  Raises ChunkflowError, before it waits for another
+    rank, if there is no process group, if the degree does not divide the number of ranks or is not that of the group, if
+    this rank is not in the group, or if the model cannot be split or is split already.
+    """
+    degree = _checked(degree, group)
+    if degree == 1:
+        return model
+    plan = parallel_plan(model)
     if TorchVersion(torch.__version__) < "2.13":
         # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
+    config = _ring_and_ulysses(model, group) if _has_ring(group) else _ulysses(degree, group)
     # Without an accelerator, diffusers (0.42) divides by the number of devices, 0.  During this call, the model's own
-    # resolver is shadowed by one that builds its mesh on the CPU.
+    # resolver is shadowed by one that needs no device.
     if not torch.accelerator.is_available():
         model.__dict__["_resolve_parallel_config"] = lambda config: _resolve_on_cpu(model, config)
     try:
-        model.enable_parallelism(config=ContextParallelConfig(ulysses_degree=degree), cp_plan=parallel_plan(model))  # type: ignore[operator]
+        model.enable_parallelism(config=config, cp_plan=plan)  # type: ignore[operator]
     finally:
         model.__dict__.pop("_resolve_parallel_config", None)
     for module in model.modules():
         for hook in hooks_of(module).values():
             _settle(getattr(hook, "module_forward_metadata", None))
     return model
+
+
+def _ulysses(degree: int, group: Any) -> Any:
+    from diffusers import ContextParallelConfig
+
+    ranks = _group_of(degree) if group is None else _process_group(group)
+    mesh: Any = _Sequence(DeviceMesh.from_group(ranks, _device_type(), mesh_dim_names=("ulysses",)))
+    return ContextParallelConfig(ulysses_degree=degree, mesh=mesh)
+
+
+def _has_ring(group: Any) -> bool:
+    return isinstance(group, DeviceMesh) and group.mesh_dim_names == ("ring", "ulysses")
+
+
+def _ring_and_ulysses(model: nn.Module, mesh: DeviceMesh) -> Any:
+    """Raises ChunkflowError if the model's attention cannot go round a ring."""
+    from diffusers import ContextParallelConfig
+    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+    ring, ulysses = mesh.shape
+    processors = [getattr(module, "processor", None) for module in model.modules()]
+    active, _ = _AttentionBackendRegistry.get_active_backend()
+    used = {AttentionBackendName(getattr(p, "_attention_backend", None) or active) for p in processors if p is not None}
+    if ring > 1 and AttentionBackendName.NATIVE in used:
+        raise ChunkflowError(
+            "Ring attention joins parts of an attention by their log-sum-exp, which the native attention of diffusers does "
+            "not return: choose one that does, on a GPU, such as model.set_attention_backend('_native_cudnn'), or use "
+            'Ulysses alone: group=mesh["ulysses"].'
+        )
+    return ContextParallelConfig(ring_degree=ring, ulysses_degree=ulysses, mesh=mesh)
+
+
+def _group_of(degree: int) -> dist.ProcessGroup:
+    """The process group of this rank, if the ranks are split into consecutive groups of ``degree``.
+
+    Every rank must call it.  The groups are created once, however many models are split over them.
+    """
+    wanted = f"chunkflow ulysses {degree}"
+    known: dict[dist.ProcessGroup, Any] = dist.distributed_c10d._world.pg_map  # those of this rank
+    if found := [group for group in known if group.group_desc == wanted]:
+        return found[0]
+    # this sets the device, if none is set
+    world = init_device_mesh(_device_type(), (dist.get_world_size(),)).get_group()
+    if degree == world.size():
+        return world
+    # ranks of a group give up after the time that the user chose for all of them
+    timeout = None if (all_ranks := meeting()) is None else all_ranks.timeout
+    made: list[dist.ProcessGroup] = [
+        dist.new_group(list(range(first, first + degree)), timeout=timeout, group_desc=wanted)
+        for first in range(0, world.size(), degree)
+    ]
+    return made[dist.get_rank() // degree]
+
+
+def _checked(degree: int | None, group: Any) -> int:
+    """The degree.  Raises ChunkflowError if this rank cannot be split so; other ranks are not asked."""
+    if degree is None and group is None:
+        raise ChunkflowError(
+            "enable_ulysses needs a degree, the number of ranks that share a sequence, or their group."
+        )
+    if degree is not None and (not isinstance(degree, int) or degree < 1):
+        raise ChunkflowError(f"enable_ulysses: a degree is a number of ranks, 1 or more, and not {degree!r}.")
+    if degree == 1 and group is None:
+        return 1
+    if not dist.is_initialized():
+        raise ChunkflowError(
+            "enable_ulysses splits a model over the ranks of a process group, and there is none: call "
+            'torch.distributed.init_process_group("nccl"), or "gloo" on CPUs, before it, and start the program with torchrun.'
+        )
+    if group is not None:
+        size = group.size() if _has_ring(group) else _process_group(group).size()
+        if degree is not None and degree != size:
+            raise ChunkflowError(
+                f"enable_ulysses: the degree is {degree}, and the group has {size} ranks. A group is one sequence: leave "
+                "degree out, or pass a group of as many ranks."
+            )
+        return size
+    assert degree is not None
+    if (world := dist.get_world_size()) % degree:
+        raise ChunkflowError(
+            f"enable_ulysses splits all ranks into groups of {degree}, and {degree} does not divide {world}, the number "
+            "of ranks. Start a multiple of the degree, or pass the group of each rank: group=."
+        )
+    return degree
+
+
+def _process_group(group: Any) -> dist.ProcessGroup:
+    """The process group of what the user calls a group.  Raises ChunkflowError if it is none that this rank is in."""
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            named = [f"mesh[{name!r}]" for name in group.mesh_dim_names or ()] or ["a mesh with mesh_dim_names"]
+            raise ChunkflowError(
+                f"enable_ulysses takes one dimension of a DeviceMesh, and this one has {group.ndim}: pass "
+                f"{' or '.join(named)}."
+            )
+        if group.get_coordinate() is None:
+            raise _not_in(group.mesh.tolist())
+        group = group.get_group()
+    if group is dist.GroupMember.NON_GROUP_MEMBER or not isinstance(group, dist.ProcessGroup):
+        raise ChunkflowError(
+            f"enable_ulysses: group={group!r} is no process group that rank {dist.get_rank()} is in: pass the group of "
+            'this rank, or a dimension of a DeviceMesh, such as mesh["ulysses"].'
+        )
+    try:
+        ranks = dist.get_process_group_ranks(group)
+    except (KeyError, ValueError) as error:  # torch no longer knows it
+        raise ChunkflowError(
+            "enable_ulysses: the group has ended: destroy_process_group was called after it was created. Create it again."
+        ) from error
+    if dist.get_rank() not in ranks:
+        raise _not_in(ranks)
+    return group
+
+
+def _not_in(ranks: Collection[int]) -> ChunkflowError:
+    return ChunkflowError(
+        f"enable_ulysses: rank {dist.get_rank()} is not in the group of ranks {', '.join(map(str, ranks))}: pass the group "
+        "that it is in."
+    )
+
+
+class _Sequence:
+    """What diffusers asks of a mesh of (1, degree) ranks, ring and Ulysses, where there is one process group.
+
+    A real mesh would create groups for the ring and for both dimensions together, on all ranks of the job.
+    """
+
+    def __init__(self, ulysses: DeviceMesh) -> None:
+        self._ulysses = ulysses
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> Any:
+        return self._ulysses if names == "ulysses" else self
+
+    def _flatten(self) -> DeviceMesh:
+        return self._ulysses
+
+    def get_local_rank(self) -> int:
+        """That in the ring."""
+        return 0
 
 
 def _settle(metadata: Any) -> None:
@@ -57,10 +204,15 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
 
     diffusers' own plan, with two changes.  HunyuanVideo has none, so one is defined here.  Wan's plan also splits a
     per-token timestep; if the timestep is per sample, as in text-to-video, that split only warns, and the warning
-    breaks the graph, so it is left out.
+    breaks the graph, so it is left out.  Raises ChunkflowError if the model cannot be split, or is split already.
     """
     from diffusers.models._modeling_parallel import ContextParallelInput, ContextParallelOutput
 
+    if getattr(model, "_parallel_config", None) is not None:
+        raise ChunkflowError(
+            f"This {type(model).__name__} is split over ranks already, and diffusers cannot split it again: call "
+            "enable_ulysses once a model, and load the model again for other ranks."
+        )
     if type(model).__name__ == "HunyuanVideoTransformer3DModel":
         split = ContextParallelInput(split_dim=1, expected_dims=3)
         rotary = ContextParallelInput(split_dim=0, expected_dims=2, split_output=True)
@@ -69,7 +221,12 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
             "rope": {0: rotary, 1: rotary},
             "proj_out": ContextParallelOutput(gather_dim=1, expected_dims=3),
         }
-    own: Any = model._cp_plan
+    own: Any = getattr(model, "_cp_plan", None)
+    if own is None or not hasattr(model, "enable_parallelism"):
+        raise ChunkflowError(
+            f"enable_ulysses: diffusers does not say how a {type(model).__name__} is split over ranks (it has no _cp_plan). "
+            "A model of your own splits its sequence itself, see examples/ulysses_dit.py."
+        )
     return {
         name: {k: v for k, v in entry.items() if k != "timestep"} if isinstance(entry, dict) else entry
         for name, entry in own.items()
@@ -77,11 +234,15 @@ def parallel_plan(model: nn.Module) -> dict[str, Any]:
     }
 
 
+def _device_type() -> str:
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return "cpu" if found is None else found.type
+
+
 def _resolve_on_cpu(model: Any, config: Any) -> Any:
     from diffusers import ParallelConfig
 
     parallel = ParallelConfig(context_parallel_config=config)
-    mesh = dist.device_mesh.init_device_mesh("cpu", config.mesh_shape, mesh_dim_names=config.mesh_dim_names)
-    parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=mesh)
+    parallel.setup(dist.get_rank(), dist.get_world_size(), torch.device("cpu"), mesh=config.mesh)
     model._parallel_config = parallel
     return parallel

@@ -16,7 +16,7 @@ from chunkflow_compile.weights.mapping import Descriptor
 
 _log = logging.getLogger(__name__)
 
-# The number of a call: of calls with collectives, and of the calls since then.
+# The number of a call: of calls in which the ranks that read together met, and of the calls since then.
 Number = tuple[int, int]
 
 _KINDS = AT, FREED, LEFT, TAKES, OFFER, READY, OVER = range(7)

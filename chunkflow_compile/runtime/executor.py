@@ -40,6 +40,7 @@ from chunkflow_compile.weights.source import Source
 
 from .arena import Occupancy
 from .binding import Binding, Cost, Step
+from .drive_messages import Number
 from .drive_runs import Order
 from .instructions import Issue, Issuer
 from .measurement import StepMeasurement, no_seconds
@@ -130,7 +131,7 @@ class Executor:
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
         if ready and self._in_step and self._issuer.on_drive:
-            self.device.copy.run(partial(self.binding.arena.reader.goes_on, self.binding.arena.call))
+            self.device.copy.run(partial(self.binding.arena.reader.goes_on, self._number()))
         self.occupancy.next = None
         for issue in self._instructions:
             issue(step)
@@ -231,7 +232,7 @@ class Executor:
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.reads.cycle:
-            start = Start(arena.call, self.binding.links, self._in_step, self.course.plan.placement)
+            start = Start(self._number(), self.binding.links, self._in_step, self.course.plan.placement)
             copy.run(partial(self._read, cold.reads, start))
         for weight, target, source in () if jumps else cold.kept:
             self._issuer.copy(target, source, f"keep {weight}")
@@ -244,6 +245,11 @@ class Executor:
             compute.wait(self._primed)
         arena.holder = self.occupancy
         return step.cost.moved
+
+    def _number(self) -> Number:
+        """The number of this call among the ranks that share the weights."""
+        links = self.binding.links
+        return self.binding.arena.number(() if links is None else links.ranks)
 
     def _make_cold(self) -> _Cold:
         found = border(self.course, self.call)

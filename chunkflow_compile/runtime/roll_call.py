@@ -1,8 +1,10 @@
-"""Roll call: finds out, beside the steps, that ranks call different programs.
+"""Roll call: finds out, beside the steps, that ranks of a process group call different programs.
 
 Ranks that call different programs wait for each other in different collectives until the process group gives up, or pair
 collectives that do not belong together.  So each rank writes its newest calls to the store of the process group now and
 then, and reads those of the others.  Steps only count their calls; nothing is exchanged in a step.
+
+Each process group has its own, of the programs with a collective over it: ranks that never meet may call what they like.
 """
 
 from __future__ import annotations
@@ -11,44 +13,40 @@ import contextlib
 import hashlib
 import json
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Mapping
-from datetime import timedelta
-from typing import Any
+from queue import Empty, SimpleQueue
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.meeting import meeting
+from chunkflow_compile.weights.meeting import Meeting
 
 # Calls of which a rank remembers what they were; ranks are rarely further apart.
 _REMEMBERED = 256
 # The store is read this often within the timeout of the process group, so two rounds end well before it.
 _ROUNDS = 5
-_KEY = "chunkflow/roll/{}/{}"
-
-
-def begin_roll_call() -> RollCall | None:
-    """A roll call over the default process group, None if there is none of several ranks."""
-    found = meeting()
-    return None if found is None else RollCall(found.store, found.rank, len(found.ranks), found.timeout)
+_KEY = "chunkflow/roll/{}/{}/{}"
 
 
 class RollCall:
-    """The calls of this rank, and what the others say of theirs.
+    """The calls of this rank, and what the others of a process group, ``met``, say of theirs.
 
-    Call :meth:`answer` before each call of a program with collectives.
+    Call :meth:`answer` before each call of a program with collectives over the group.  It ends when it is dropped.
     """
 
-    def __init__(self, store: Any, rank: int, ranks: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._ranks = store, rank, ranks
+    def __init__(self, met: Meeting) -> None:
+        self.met = met
         # several arenas of a process have roll calls of their own, which every rank begins in the same order
-        self._round = store.add(_KEY.format("count", rank), 1)
-        self._every = timeout.total_seconds() / _ROUNDS
+        number = met.store.add(_KEY.format(met.key, "count", met.rank), 1)
+        self._keys = {rank: _KEY.format(met.key, number, rank) for rank in met.ranks}
         self._calls: OrderedDict[int, tuple[str, str]] = OrderedDict()  # number -> digest of all calls so far, name
         self._number, self._digest = 0, ""
         self._lock = threading.Lock()
-        self._over = threading.Event()
+        self._over: SimpleQueue[None] = SimpleQueue()  # the collector may run where a lock of an Event is held
         self.finding: str | None = None
-        threading.Thread(target=self._watch, name="chunkflow-roll-call", daemon=True).start()
+        weakref.finalize(self, self._over.put, None).atexit = False
+        watch = weakref.ref(self), self._over, met.timeout.total_seconds() / _ROUNDS
+        threading.Thread(target=_watch, args=watch, name="chunkflow-roll-call", daemon=True).start()
 
     def answer(self, name: str) -> None:
         """Count a call of the program ``name``.  Raises ChunkflowError if a rank was found to call another."""
@@ -62,7 +60,7 @@ class RollCall:
                 self._calls.popitem(last=False)
 
     def close(self) -> None:
-        self._over.set()
+        self._over.put(None)
 
     def newest(self) -> str | None:
         """What is known now."""
@@ -75,10 +73,11 @@ class RollCall:
         """Tell the others the calls of this rank, read theirs, and return what does not agree."""
         with self._lock:
             mine = dict(self._calls)
-        self._store.set(_KEY.format(self._round, self._rank), json.dumps(mine))
-        for rank in range(self._ranks):
-            if rank != self._rank and self._store.check([_KEY.format(self._round, rank)]):
-                theirs = json.loads(self._store.get(_KEY.format(self._round, rank)))
+        store = self.met.store
+        store.set(self._keys[self.met.rank], json.dumps(mine))
+        for rank, key in self._keys.items():
+            if rank != self.met.rank and store.check([key]):
+                theirs = json.loads(store.get(key))
                 if (found := self._differs(rank, mine, {int(k): tuple(v) for k, v in theirs.items()})) is not None:
                     return found
         return None
@@ -89,13 +88,20 @@ class RollCall:
         for number in sorted(mine.keys() & theirs.keys()):
             if mine[number] != theirs[number]:
                 return (
-                    f"The ranks call different programs: call {number} is {mine[number][1]} on rank {self._rank}, and "
+                    f"The ranks call different programs: call {number} is {mine[number][1]} on rank {self.met.rank}, and "
                     f"{theirs[number][1]} on rank {rank}. Their collectives do not belong together, and the outputs since "
                     "then are wrong. A step cache or a loop must decide from a value that all ranks agree on."
                 )
         return None
 
-    def _watch(self) -> None:
-        while not self._over.wait(self._every):
-            if self.newest() is not None:
-                return
+
+def _watch(ref: weakref.ref[RollCall], over: SimpleQueue[None], every: float) -> None:
+    """Compare the calls ``every`` so many seconds.  Keeps no roll call: its model may be dropped."""
+    while True:
+        with contextlib.suppress(Empty):
+            over.get(timeout=every)
+            return
+        roll = ref()
+        if roll is None or roll.newest() is not None:
+            return
+        del roll

@@ -96,7 +96,7 @@ class Session:
                 raise
             arena.courses = arena.courses or Courses(arena)
             self.key = self._key(arena.courses)
-            self._roll = arena.roll_call() if self.program.problem.collectives else None
+            self._rolls = arena.roll_calls(self.program.module.graph) if self.program.problem.collectives else ()
         self._called = self._name()
 
     @property
@@ -176,10 +176,9 @@ class Session:
         self.arena.refuse_inside()
         if self.arena.outdated:
             self.arena.close_outlived()
-        if self._roll is not None:
-            self._roll.answer(self._called)
-        answered, since = self.arena.call
-        self.arena.call = (answered, since + 1) if self._roll is None else (answered + 1, 0)
+        for roll in self._rolls:
+            roll.answer(self._called)
+        self.arena.called(self._rolls)
         in_course = self.arena.courses.executor(self)
         executor = in_course or self.executor
         self.arena.running = os.getpid(), self._called

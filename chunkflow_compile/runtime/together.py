@@ -8,8 +8,9 @@ copies are.  Where both run the same plan, and are at the same place of it in th
 is about to read; there its own reading ends.  So no rank waits for one that does something else, and one that starts anew
 alone, as after a write, goes on alone until their orders meet again.
 
-Ranks read together only if the collectives of their programs keep them in step (``Executor``).  Then no wait is new: the
-graph of the waits between ranks maps onto that of one rank, in which each read waits for copies of earlier reads only.
+Ranks read together only if collectives of their programs, in which all of them meet, keep them in step (``Executor``).  Then
+no wait is new: the graph of the waits between ranks maps onto that of one rank, in which each read waits for copies of
+earlier reads only.  Where only some of them meet, as in each of two Ulysses groups, every rank reads for itself.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from chunkflow_compile.passes.graph.discover import collective_kind, group_name
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.program.course import Course
 from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.meeting import ranks_of
@@ -29,15 +30,9 @@ Together = Leader | Follower
 
 
 def in_step(course: Course, ranks: Sequence[int]) -> bool:
-    """Whether the collectives of a course keep all of ``ranks`` in step with this one."""
-    found = set[int]()
-    for call in course.calls:
-        nodes = call.module.graph.nodes if call.problem.collectives else ()
-        for name in {group_name(node) for node in nodes if collective_kind(node) is not None}:
-            found.update(ranks_of(name))
-        if found.issuperset(ranks):
-            return True
-    return False
+    """Whether the collectives of a course keep ``ranks`` in step: all of them meet in one, so each finds the same."""
+    graphs = [call.module.graph for call in course.calls if call.problem.collectives]
+    return any(set(ranks_of(name)).issuperset(ranks) for graph in graphs for name in group_names(graph))
 
 
 def together(links: Links, reader: Any) -> Together | None:

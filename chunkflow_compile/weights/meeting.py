@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -23,6 +24,11 @@ class Meeting:
     ranks: tuple[int, ...]
     timeout: timedelta
 
+    @property
+    def key(self) -> str:
+        """The same on all of its ranks, for what they keep in the store: torch's names of groups may differ."""
+        return hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]
+
 
 def meeting(group: Any = None) -> Meeting | None:
     """The meeting of a process group, the default one if none is given; None unless it has several real ranks."""
@@ -38,9 +44,14 @@ def meeting(group: Any = None) -> Meeting | None:
 
 def ranks_of(name: str) -> tuple[int, ...]:
     """The ranks of the process group of this name."""
+    return tuple(dist.get_process_group_ranks(group_named(name)))
+
+
+def group_named(name: str) -> Any:
+    """The process group of this name."""
     # it exists in every release, but not in __all__
     resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
-    return tuple(dist.get_process_group_ranks(resolve(name)))
+    return resolve(name)
 
 
 def _real_backend(group: Any) -> Any:
@@ -71,7 +82,8 @@ PLACING = Occasion(
     "The weights are not placed",
     "while the weights were placed. Look at its own error, and start all ranks again.",
     "did not place the model",
-    "with share, every rank of the group calls offload. Pass share=False to place it on this rank alone.",
+    "with share, every rank of the group calls offload. Pass share=False to place it on this rank alone, or share=group "
+    "with the ranks that place it.",
 )
 WRITING = Occasion(
     "What was written is not shared",

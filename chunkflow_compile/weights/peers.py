@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
 import json
 import logging
 import os
@@ -198,10 +197,9 @@ def _next(found: Meeting) -> str:
 
     A rank that was absent skips the times that the others have given up, or they would never meet again.
     """
-    group = hashlib.sha256(repr(found.ranks).encode()).hexdigest()[:8]
     while True:
-        number = found.store.add(f"{_KEY}/{group}/count/{found.rank}", 1)
-        key = f"{_KEY}/{group}/{number}"
+        number = found.store.add(f"{_KEY}/{found.key}/count/{found.rank}", 1)
+        key = f"{_KEY}/{found.key}/{number}"
         if not found.store.check([f"{key}/{_GIVEN_UP}"]):
             return key
 

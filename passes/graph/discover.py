@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Parameter
@@ -174,6 +174,11 @@ def group_name(node: Node) -> str:
             "Turn torch.compiler.config.compile_on_one_rank off."
         )
     return str(getattr(group, "group_name", group))
+
+
+def group_names(graph: Graph) -> set[str]:
+    """The names of the process groups whose ranks meet in the collectives of a graph."""
+    return {group_name(node) for node in graph.nodes if collective_kind(node) is not None}
 
 
 def is_wait_tensor(node: Node) -> bool:

@@ -40,8 +40,8 @@ def shared(model: nn.Module) -> bool:
     return any((home := home_of(p)) is not None and home.cell.shared is not None for p in model.parameters())
 
 
-def run_two(work: Callable[..., None], *args: Any) -> list[int | None]:
-    processes = [forking().Process(target=work, args=(rank, *args)) for rank in range(2)]
+def run_all(work: Callable[..., None], *args: Any, ranks: int = 2) -> list[int | None]:
+    processes = [forking().Process(target=work, args=(rank, *args)) for rank in range(ranks)]
     for p in processes:
         p.start()
     for p in processes:
@@ -51,7 +51,7 @@ def run_two(work: Callable[..., None], *args: Any) -> list[int | None]:
 
 def nothing_is_left(codes: list[int | None], who: tuple[int, ...], before: int) -> None:
     """``before``: bytes of shared memory on the machine before the ranks were started."""
-    assert codes == [-signal.SIGKILL if rank in who else 0 for rank in range(2)]
+    assert codes == [-signal.SIGKILL if rank in who else 0 for rank in range(len(codes))]
     assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
     deadline, first = time.monotonic() + 20, sockets()  # other processes of this machine have some too, for a while
     while ((left := meminfo()["Shmem"] - before) > 8 * MIB or first & sockets()) and time.monotonic() < deadline:
@@ -80,7 +80,7 @@ def one_is_absent(rank: int, folder: str) -> None:
 
 @pytest.mark.long
 def test_a_rank_that_does_not_come(tmp_path: Path) -> None:
-    assert run_two(one_is_absent, str(tmp_path)) == [0, 0]
+    assert run_all(one_is_absent, str(tmp_path)) == [0, 0]
 
 
 def without_name() -> int:
@@ -144,7 +144,7 @@ SHORT = (((0,), "finish"), ((0,), "drive"))
 )
 def test_a_rank_is_killed(tmp_path: Path, who: tuple[int, ...], when: str) -> None:
     before = meminfo()["Shmem"]
-    codes = run_two(killed_at, str(tmp_path), who, when)
+    codes = run_all(killed_at, str(tmp_path), who, when)
     nothing_is_left(codes, who, before)
     if when == "finish":
         assert max(int(p.read_text()) for p in tmp_path.glob("taken*")) - before > 32 * MIB, (
@@ -205,7 +205,60 @@ def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str) ->
 @pytest.mark.parametrize("when", ["pin", "step"])
 def test_a_rank_is_killed_in_a_call(tmp_path: Path, who: tuple[int, ...], when: str) -> None:
     before = meminfo()["Shmem"]
-    nothing_is_left(run_two(killed_in_a_call, str(tmp_path), who, when), who, before)
+    nothing_is_left(run_all(killed_in_a_call, str(tmp_path), who, when), who, before)
+
+
+def killed_beside(rank: int, folder: str) -> None:
+    """The first of four ranks, which leads all of them, is killed in a step.  The rank of its Ulysses group raises, and the
+    other group, which shares the weights, goes on."""
+    from chunkflow_compile.runtime.executor import Executor
+
+    timeout = timedelta(seconds=30)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=4, timeout=timeout)
+    torch.set_grad_enabled(False)
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    offload(model, min_bytes=LEAST, share=True, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
+    assert shared(model) and any((h := home_of(p)) is not None and h.drive is not None for p in model.parameters())
+    run, plain, dying = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS), Executor._finish, 5
+
+    def dies(self: Any, *args: Any) -> Any:
+        nonlocal dying
+        dying -= 1
+        if not dying:
+            Path(folder, "dying").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return plain(self, *args)
+
+    if rank == 0:
+        Executor._finish = dies  # type: ignore[method-assign]
+
+    def steps(first: int, end: int) -> None:
+        for step in range(first, end):
+            inputs = small_inputs("wan", SIZE, step + rank // 2)
+            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+
+    began = time.monotonic()
+    if rank == 1:
+        with pytest.raises((ChunkflowError, RuntimeError)):
+            steps(0, 40)
+    else:
+        steps(0, 10)
+        while not Path(folder, "dying").exists():
+            time.sleep(0.05)
+        steps(10, 40)
+    assert time.monotonic() - began < 60
+    restore(model)
+    expected = small_model("wan", SIZE).state_dict()
+    assert all(torch.equal(p, expected[name]) for name, p in model.state_dict().items()) and not shared(model)
+    os._exit(0)
+
+
+@pytest.mark.long
+def test_a_rank_of_another_group_is_killed(tmp_path: Path) -> None:
+    before = meminfo()["Shmem"]
+    nothing_is_left(run_all(killed_beside, str(tmp_path), ranks=4), (0,), before)
 
 
 def killed_in_writing(rank: int, folder: str, who: tuple[int, ...]) -> None:
@@ -251,4 +304,4 @@ def killed_in_writing(rank: int, folder: str, who: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("who", WHO)
 def test_a_rank_is_killed_in_writing(tmp_path: Path, who: tuple[int, ...]) -> None:
     before = meminfo()["Shmem"]
-    nothing_is_left(run_two(killed_in_writing, str(tmp_path), who), who, before)
+    nothing_is_left(run_all(killed_in_writing, str(tmp_path), who), who, before)

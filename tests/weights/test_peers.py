@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from test_killed_ranks import run_two
+from test_killed_ranks import run_all
 
 from chunkflow_compile import ChunkflowError, offload, restore, writing
 from chunkflow_compile.models.small import Size, small_model
@@ -238,7 +238,7 @@ def in_a_group_of(rank: int, folder: str, backend: str | None) -> None:
 @pytest.mark.parametrize("backend", [None, "cpu:gloo"])
 def test_a_group_with_a_backend_for_each_device(tmp_path: Path, backend: str | None) -> None:
     """As ``init_process_group()`` without arguments makes it."""
-    assert run_two(in_a_group_of, str(tmp_path), backend) == [0, 0]
+    assert run_all(in_a_group_of, str(tmp_path), backend) == [0, 0]
 
 
 @pytest.mark.parametrize("share", ["yes", 1, -100, [0, 1]])

@@ -10,6 +10,7 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
 from test_drive import homes, planned_reads, read_so_far
 from torch import nn
@@ -168,6 +169,42 @@ def blocks(rank: int, folder: str) -> None:
 @pytest.mark.long
 def test_a_course_is_read_together(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(blocks, saved)
+
+
+class Joined(nn.Module):
+    """A model in whose calls all ranks meet, beside those of its Ulysses group."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs: Any) -> tuple[torch.Tensor]:
+        return (funcol.all_gather_tensor(self.model(**inputs)[0], 0, dist.group.WORLD)[:1],)
+
+
+def groups(rank: int, folder: str) -> None:
+    """One of two groups runs more calls in which only its own ranks meet."""
+    (model, twin), (other, its_twin) = pair(folder, 2), pair(folder, 2)
+    arena = chunkflow_compile.Arena("cpu")
+    beside = torch.compile(other, backend="chunkflow", options={**OPTIONS, "policy": "resident", "arena": arena})
+    for turn in range(3 if rank < 2 else 1):
+        step(beside, its_twin, turn)
+    offload(model, min_bytes=LEAST, share=True, host_memory=0)
+    run = torch.compile(Joined(model), backend="chunkflow", fullgraph=True, options={**OPTIONS, "arena": arena})
+    until_together(model, run, twin)
+    read, planned, ring = counted(model, run, twin, 100)
+    assert read[1:] == [0, 0, 0] and 0 < planned - ring <= read[0] <= planned + ring
+    for turn in range(5 if rank < 2 else 2):
+        step(beside, its_twin, turn)
+    until_together(model, run, twin)
+    restore(model)
+    torch._dynamo.reset()
+    dist.barrier()
+
+
+@pytest.mark.long
+def test_groups_that_differ_read_together_where_all_meet(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(groups, saved, world=4)
 
 
 def not_in_step(rank: int, folder: str) -> None:

@@ -1,0 +1,220 @@
+"""Groups of ranks beside each other, on four gloo ranks: CFG parallel x Ulysses, and groups that have nothing in common."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
+from conftest import OPTIONS as SLOW
+from drive_ranks import eventually
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.weights.home import home_of
+
+SIZES = {"wan": Size(layers=3), "flux": Size(layers=3, singles=1)}
+LEAST = 1024
+OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+STEPS = 3
+
+
+class Joined(nn.Module):
+    """A model and the collective that joins both branches of guidance, as one program."""
+
+    def __init__(self, model: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.model, self.group = model, group
+
+    def forward(self, **inputs: Any) -> torch.Tensor:
+        return funcol.all_gather_tensor(self.model(**inputs)[0], 0, self.group)
+
+
+def everywhere(value: Any) -> list[Any]:
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def has_one_copy(model: nn.Module) -> None:
+    """All large weights lie in one file, which all ranks map."""
+    assert all((h := home_of(p)) and h.cell.shared is not None for p in model.parameters() if p.nbytes >= LEAST)
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    files = {tuple(line.split()[3:5]) for line in maps if "memfd:chunkflow-weights" in line}
+    assert len(files) == 1 and everywhere(files) == [files] * dist.get_world_size()
+
+
+def guided(name: str, mesh: DeviceMesh, inside: bool) -> None:
+    """A denoising loop with guidance, a branch on each Ulysses group, beside one rank with both in a batch."""
+    size, branch = SIZES[name], mesh.get_local_rank("cfg")
+    model, alone = small_model(name, size), small_model(name, size)
+    enable_ulysses(model, group=mesh["ulysses"])
+    offload(model, min_bytes=LEAST, share=True)
+    has_one_copy(model)
+    whole = Joined(model, mesh["cfg"].get_group()) if inside else model
+    run = torch.compile(whole, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    latents = None
+    for step in range(STEPS):
+        inputs = small_inputs(name, replace(size, batch=2), step)
+        if latents is not None:
+            inputs["hidden_states"] = latents.repeat_interleave(2, 0)
+        mine = {k: v[branch : branch + 1] if torch.is_tensor(v) and len(v) == 2 else v for k, v in inputs.items()}
+        got = run(**mine)
+        if not inside:
+            got = funcol.all_gather_tensor(got[0].contiguous(), 0, mesh["cfg"].get_group())
+        torch.testing.assert_close(got, alone(**inputs)[0], atol=2e-5, rtol=1e-4)
+        without, given = got.chunk(2)
+        assert not torch.equal(without, given)
+        latents = inputs["hidden_states"][:1] - 0.1 * (without + 3 * (given - without))
+    (program,) = programs(model)
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
+    assert program.plan.moved_bytes > program.program.problem.total_bytes / 2
+    assert all(everywhere(program.arena.disagreement()) == [None] * 4 for _ in range(2))
+    restore(model)
+    torch._dynamo.reset()
+
+
+def refused(rank: int) -> None:
+    """On one rank, while the others do not call: it waits for none of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses"))
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    if rank == 3:
+        model = small_model("wan", SIZES["wan"])
+        for degree, group, said in (
+            (3, None, "groups of 3, and 3 does not divide 4, the number of ranks"),
+            (0, None, "a degree is a number of ranks, 1 or more, and not 0"),
+            (None, None, "needs a degree"),
+            (2, pairs[0], "no process group that rank 3 is in"),
+            (4, pairs[1], "the degree is 4, and the group has 2 ranks"),
+            (2, DeviceMesh("cpu", [0, 1], _init_backend=False), "rank 3 is not in the group of ranks 0, 1"),
+            (None, grid, "log-sum-exp, which the native attention of diffusers does not return"),
+            (2, mesh, r"one dimension of a DeviceMesh, .*: pass mesh\['cfg'\] or mesh\['ulysses'\]"),
+        ):
+            with pytest.raises(ChunkflowError, match=said):
+                enable_ulysses(model, degree, group=group)
+        assert enable_ulysses(model, 1) is model and model._parallel_config is None
+        with pytest.raises(ChunkflowError, match="diffusers does not say how a Linear is split"):
+            enable_ulysses(nn.Linear(2, 2), 2)
+        enable_ulysses(model, group=pairs[1])
+        with pytest.raises(ChunkflowError, match="This WanTransformer3DModel is split over ranks already"):
+            enable_ulysses(model, 2)
+    dist.barrier()
+
+
+def disagreement(model: nn.Module) -> list[str | None]:
+    """What each rank finds, when all have told the others their calls."""
+    arena = programs(model)[0].arena
+    everywhere(arena.disagreement())
+    return everywhere(arena.disagreement())
+
+
+def apart(rank: int) -> None:
+    """The groups run other models and skip other blocks, which is right.  Then a rank calls others than its group."""
+    name = "flux" if rank > 1 else "wan"
+    model, twin = small_model(name, SIZES[name]), small_model(name, SIZES[name])
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    if rank < 2:
+        enable_ulysses(small_model(name, SIZES[name]), 2)  # the other group has no third model
+    blocks = "transformer_blocks" if rank > 1 else "blocks"
+    offload(model, min_bytes=SLOW["min_bytes"])
+    for block in getattr(model, blocks):
+        block.compile(backend="chunkflow", fullgraph=True, options={**SLOW, "lowering": "eager"})
+
+    def step(seed: int) -> None:
+        inputs = small_inputs(name, SIZES[name], seed + rank // 2)
+        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
+
+    def order(*kept: int) -> None:
+        for m in (model, twin):
+            setattr(m, blocks, nn.ModuleList(all_blocks[m][i] for i in kept))
+
+    all_blocks = {m: list(getattr(m, blocks)) for m in (model, twin)}
+    step(0)
+    order(*((0, 2) if rank < 2 else (0, 1)))
+    step(10)
+    assert disagreement(model) == [None] * 4
+    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
+    order(*((0, 2) if rank < 3 else (0, 1)))
+    model(**small_inputs(name, SIZES[name], 20))
+    found = disagreement(model)
+    told = "The ranks call different programs: call 7 is"
+    assert [bool(each and told in each) for each in found] == [False, False, True, True], found
+    if rank > 1:
+        with pytest.raises(ChunkflowError, match=r"call 7 is transformer_blocks\.[12] .* on rank [23], and trans"):
+            step(30)
+    else:
+        step(30)
+    dist.barrier()
+
+
+def on_rank(rank: int) -> None:
+    refused(rank)
+    guided("wan", init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses")), inside=True)
+    apart(rank)
+    torch._dynamo.reset()
+    gc.collect()  # the models were dropped without restore
+    eventually(lambda: not any(t.name == "chunkflow-roll-call" for t in threading.enumerate()))
+
+
+def test_four_ranks_as_two_groups(on_ranks: Callable[..., None]) -> None:
+    on_ranks(on_rank, world=4)
+
+
+def joined_outside(rank: int) -> None:
+    """The other way round: ranks 0 and 2 share a sequence, and the branches are joined beside the program."""
+    for name in SIZES:
+        guided(name, init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "cfg")), inside=False)
+
+
+@pytest.mark.long
+def test_groups_that_are_not_consecutive(on_ranks: Callable[..., None]) -> None:
+    on_ranks(joined_outside, world=4)
+
+
+def with_its_sum(ctx: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> Any:
+    """An attention for a CPU that returns its log-sum-exp, which a ring needs; those of diffusers are for GPUs."""
+    heads_first = (x.permute(0, 2, 1, 3) for x in (q, k, v))
+    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first)
+    out, lse = out.permute(0, 2, 1, 3), lse.permute(0, 2, 1)
+    return (out, lse) if others[5] else out  # return_lse
+
+
+def ring(rank: int) -> None:
+    from diffusers.models import attention_dispatch
+
+    attention_dispatch._native_flash_attention_forward_op = with_its_sum
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "ulysses"))
+    model, twin, alone = (small_model("wan", SIZES["wan"]) for _ in range(3))
+    for m in (model, twin):
+        for module in m.modules():
+            if hasattr(getattr(module, "processor", None), "_attention_backend"):
+                module.processor._attention_backend = "_native_flash"
+        enable_ulysses(m, group=mesh)
+    offload(model, min_bytes=LEAST, share=True)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for step in range(STEPS):
+        inputs = small_inputs("wan", SIZES["wan"], step)
+        got = run(**inputs)[0]
+        assert torch.equal(got, twin(**inputs)[0])
+        torch.testing.assert_close(got, alone(**inputs)[0], atol=2e-5, rtol=1e-4)
+    (program,) = programs(model)
+    assert {c.kind for c in program.program.problem.collectives} == {"all-to-all", "all-gather"}
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
+    assert all(everywhere(program.arena.disagreement()) == [None] * 4 for _ in range(2))
+
+
+@pytest.mark.long
+def test_ring_and_ulysses(on_ranks: Callable[..., None]) -> None:
+    on_ranks(ring, world=4)
