@@ -71,6 +71,7 @@ class Runner:
         args.clear()
         weights = self._weights(inputs)
         self._tables.move(inputs)
+        noticed = False
         while True:
             sizes = self.codes.sizes(inputs)
             if sizes is None:
@@ -79,10 +80,12 @@ class Runner:
             key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
             session = self._sessions.get(key)
             if session is not None:
-                session.notice()
+                if not noticed:  # once, because what is in use would be noticed again
+                    session.notice()
                 with session.arena.lock():
                     if session.fits(weights):
                         return session.run(inputs)
+            noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
             for weight in parameters.values():
                 if isinstance(weight, HostWeight):

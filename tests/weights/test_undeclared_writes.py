@@ -228,6 +228,24 @@ def test_what_nothing_tells_is_refused() -> None:
 
 
 @pytest.mark.usefixtures("no_grad")
+def test_a_state_dict_that_is_kept_may_be_written_at_any_time() -> None:
+    model, twin, run = pair(0, RESIDENT, False)
+    states = [m.state_dict() for m in (model, twin)]
+    with pytest.warns(UserWarning, match=r"Tensors of a state_dict\(\) of Wan\w+ are still in use"):
+        steps(run, twin, 0)
+    for seed in (1, 2):
+        for state in states:
+            state[ONE].numpy()[:] *= 0.5
+        steps(run, twin, seed)
+    del states, state
+    steps(run, twin, 3)
+    (program,) = programs(model)
+    seen = program.steps
+    steps(run, twin, 4)
+    assert programs(model) == (program,) and program.steps == seen + 2, "what is dropped is counted once"
+
+
+@pytest.mark.usefixtures("no_grad")
 def test_running_statistics_are_written() -> None:
     model, twin = nn.BatchNorm1d(512), nn.BatchNorm1d(512)
     offload(model, min_bytes=LEAST)
