@@ -19,7 +19,8 @@ def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
 
     torch.distributed must be initialised.  Calls ``model.enable_parallelism`` with a plan that traces into one graph.
     The model need not have been called before, because one that does not fit the device could not be.
-    Raises ChunkflowError if there is no process group.
+    Raises ChunkflowError if there is no process group, or if ``degree`` does not divide the number of attention heads; a
+    call whose tokens it does not divide raises one too.
     """
     from diffusers import ContextParallelConfig
 
@@ -28,6 +29,7 @@ def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
             "enable_ulysses splits a model over the ranks of a process group, and there is none: call "
             'torch.distributed.init_process_group("nccl"), or "gloo" on CPUs, before it, and start the program with torchrun.'
         )
+    _check_heads(model, degree)
     if TorchVersion(torch.__version__) < "2.13":
         # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
@@ -42,7 +44,32 @@ def enable_ulysses(model: nn.Module, degree: int) -> nn.Module:
     for module in model.modules():
         for hook in hooks_of(module).values():
             _settle(getattr(hook, "module_forward_metadata", None))
+            _refuse_uneven(hook)
     return model
+
+
+def _check_heads(model: nn.Module, degree: int) -> None:
+    """Raise ChunkflowError if the heads of an attention of the model cannot be split over ``degree`` ranks."""
+    for name, module in model.named_modules():
+        splits = hasattr(getattr(module, "processor", None), "_parallel_config")  # the attention that diffusers splits
+        for kind in ("heads", "kv_heads") if splits else ():
+            heads = getattr(module, kind, None)
+            if isinstance(heads, int) and heads % degree:
+                fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+                raise ChunkflowError(
+                    f"Ulysses over {degree} ranks splits the attention heads into {degree} equal parts, and the {heads} "
+                    f"{kind} of {name} ({type(model).__name__}) cannot be split so: choose a degree of {fits}."
+                )
+
+
+def _refuse_uneven(hook: Any) -> None:
+    """Let a hook of diffusers that splits a sequence name the numbers if it cannot."""
+    from diffusers.hooks.context_parallel import ContextParallelSplitHook
+
+    from .even_split import EvenSplitHook
+
+    if type(hook) is ContextParallelSplitHook:
+        hook.__class__ = EvenSplitHook
 
 
 def _settle(metadata: Any) -> None:
