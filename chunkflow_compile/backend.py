@@ -21,6 +21,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
+from chunkflow_compile.caches import check_compile_cache
 from chunkflow_compile.frames import (
     bytes_outside,
     device_of,
@@ -83,6 +84,7 @@ def chunkflow(
     """
     warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
+    check_compile_cache(needed=chosen.lowering != "eager")
     refuse_gradient_buckets(graph)
     note_graph_break(graph)
     index, placed = _index([v for v in example_inputs if isinstance(v, (nn.Parameter, HostWeight))])

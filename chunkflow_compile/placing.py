@@ -128,7 +128,7 @@ def refuse_accelerate(root: nn.Module) -> None:
                     "enable_sequential_cpu_offload"
                 )
             raise ChunkflowError(
-                f"The weights of {type(root).__name__} are kept by accelerate, whose hooks bring each in for its call: {undo}."
+                f"accelerate keeps the weights of {type(root).__name__}, and its hooks bring each in for its call: {undo}."
             )
 
 

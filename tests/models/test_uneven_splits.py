@@ -35,12 +35,16 @@ def uneven_on_a_rank(rank: int) -> None:
         with torch.no_grad():
             for step in range(4):
                 if step == 3:
-                    assert how == "eager" or graphs() == before + 1 and len(programs(model)) == 1, "the check costs no graph"
+                    assert how == "eager" or (graphs() == before + 1 and len(programs(model)) == 1), (
+                        "the check costs no graph"
+                    )
                     with pytest.raises(ChunkflowError, match=rf"2 equal parts, and {tokens} tokens .*there are {near}"):
                         run(**small_inputs(given, uneven, 0))
                 inputs = small_inputs(given, even, step)
                 torch.testing.assert_close(run(**inputs)[0], twin(**inputs)[0], atol=0, rtol=0)
-    with pytest.raises(ChunkflowError, match=r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"):
+    with pytest.raises(
+        ChunkflowError, match=r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"
+    ):
         enable_ulysses(small_model("wan", Size(layers=1, heads=3)), 2)
 
 
