@@ -60,6 +60,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so importing the package stays cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if "torch._dynamo" not in sys.modules:  # whose import fails where its cache cannot be made
-        importlib.import_module("chunkflow_compile.caches").settle()
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if "torch._dynamo" in sys.modules:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    from chunkflow_compile.caches import importing_torch
+
+    with importing_torch():
+        return getattr(importlib.import_module(_HOMES[name]), name)

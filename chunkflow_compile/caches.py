@@ -6,6 +6,7 @@ read-only, full, or of another user.  Imports no torch, whose import may be what
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import getpass
@@ -15,6 +16,7 @@ import shutil
 import sys
 import tempfile
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -63,23 +65,41 @@ def settle(full: bool = False) -> Folder:
     ``full``: whether the one in use has turned out to be full.  The folder has a fault if there is no other: then torch can
     compile nothing.
     """
-    wanted = compile_cache()
+    wanted, temporary = compile_cache(), temporary_folder()
+    if temporary.fault:  # which torch and its compilers need in any case
+        return temporary
     if full and not wanted.fault:
         wanted = replace(wanted, fault=os.strerror(errno.ENOSPC))
     if not wanted.fault:
         os.environ[VARIABLE] = wanted.path  # as torch does; older ones fail for a user without an account
         return wanted
-    for base in dict.fromkeys([temporary_folder().path, *_ELSEWHERE]):
+    for base in dict.fromkeys([temporary.path, *_ELSEWHERE]):
         path = os.path.join(base, f"torchinductor_uid_{os.getuid()}")
         if os.path.isdir(base) and path != wanted.path and not (found := _looked_at(path)).fault and _is_mine(path):
             os.environ[VARIABLE] = path
             if "torch._inductor.utils" in sys.modules:  # it remembers paths in the other folder
                 sys.modules["torch._inductor.utils"].clear_caches()
-            _warn(
-                f"The compile cache {wanted.path} cannot be used ({wanted.fault}), {path} is used instead. To keep it, {FIX}."
-            )
+            _warn(f"The compile cache {wanted.path} cannot be used ({wanted.fault}), and {path} is. To keep it, {FIX}.")
             return found
     return wanted
+
+
+@contextlib.contextmanager
+def importing_torch() -> Iterator[None]:
+    """A context in which torch's compiler is imported, which makes the folder.
+
+    Raises ChunkflowError if it cannot be made, nor another.
+    """
+    found = settle()
+    try:
+        yield
+    except OSError as error:
+        if not found.fault:
+            raise
+        raise ChunkflowError(
+            f"torch's compiler cannot be imported, because it has no folder for its cache ({found.path}: {found.fault}): "
+            f"{FIX}, and TMPDIR to one for temporary files."
+        ) from error
 
 
 def check_compile_cache(needed: bool) -> bool:
