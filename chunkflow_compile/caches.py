@@ -27,7 +27,7 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 _LEAST_BYTES = 32 << 20
 # Beside the folder for temporary files.
 _ELSEWHERE = ("/var/tmp", "/dev/shm")
-FIX = f"set {VARIABLE} to a folder that this user can write and run programs from"
+FIX = f"set {VARIABLE} to a folder that can be written"
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,8 @@ def settle(full: bool = False) -> Folder:
     ``full``: whether the one in use has turned out to be full.  The folder has a fault if there is no other: then torch can
     compile nothing.
     """
-    wanted, temporary = compile_cache(), temporary_folder()
+    temporary = _settle_temporary()
+    wanted = compile_cache()
     if temporary.fault:  # which torch and its compilers need in any case
         return temporary
     if full and not wanted.fault:
@@ -82,6 +83,22 @@ def settle(full: bool = False) -> Folder:
             _warn(f"The compile cache {wanted.path} cannot be used ({wanted.fault}), and {path} is. To keep it, {FIX}.")
             return found
     return wanted
+
+
+def _settle_temporary() -> Folder:
+    """Choose a folder for temporary files, which compilers write too, and warn if the usual one has no room."""
+    usual = temporary_folder()
+    if usual.fault or usual.free is None or usual.free >= _LEAST_BYTES:
+        return usual
+    for base in _ELSEWHERE:
+        if os.path.isdir(base) and not (found := _looked_at(base)).fault:
+            os.environ["TMPDIR"], tempfile.tempdir = base, None
+            _warn(
+                f"{base} is used for temporary files, because {usual.path} has {usual.free} bytes free: set TMPDIR to a "
+                "folder with room."
+            )
+            return found
+    return usual
 
 
 @contextlib.contextmanager
@@ -117,7 +134,7 @@ def check_compile_cache(needed: bool) -> bool:
 
 def warn_of_plans(folder: Path, error: OSError) -> None:
     """Warn that plans cannot be read or saved, once for each folder and cause."""
-    cause = error.strerror or str(error)
+    cause = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or str(error)
     _warn(f"Plans are not saved in {folder} ({cause}), and the next process searches for them again: {FIX}.")
 
 

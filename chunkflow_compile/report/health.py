@@ -194,7 +194,7 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
 
 
 def _folders(machine: Machine) -> Iterator[Finding]:
-    fix = f"plans and compiled regions are kept elsewhere, or not at all: {FIX}"
+    fix = f"another one is used, if there is any: {FIX}"
     yield _folder("compile cache", machine.compile_cache, fix)
     yield _folder("temporary files", machine.temporary, "set TMPDIR to a folder that this user can write")
 
