@@ -80,7 +80,9 @@ def settle(full: bool = False) -> Folder:
             os.environ[VARIABLE] = path
             if "torch._inductor.utils" in sys.modules:  # it remembers paths in the other folder
                 sys.modules["torch._inductor.utils"].clear_caches()
-            _warn(f"The compile cache {wanted.path} cannot be used ({wanted.fault}), and {path} is. To keep it, {FIX}.")
+            _warn(
+                f"{path} is used as the compile cache, because {wanted.path} cannot be ({wanted.fault}). To keep it, {FIX}."
+            )
             return found
     return wanted
 
