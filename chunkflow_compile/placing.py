@@ -101,6 +101,10 @@ def _target(root: nn.Module, device: torch.device | str | None, parameters: list
             f"Weights of this model are offloaded already ({placed}): call chunkflow_compile.restore(model) first."
         )
     refuse_accelerate(root)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
+        raise ChunkflowError(
+            f"{type(root).__name__} has a module of TorchScript, which torch.compile does not trace: load the model itself."
+        )
     if any("group_offloading" in hooks_of(module) for module in root.modules()):
         raise ChunkflowError(
             f"{type(root).__name__} is under diffusers' group offloading, which moves its weights too: load the model again, "
