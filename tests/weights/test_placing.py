@@ -394,7 +394,7 @@ def test_a_model_whose_weights_accelerate_keeps(how: str, tmp_path: Path, no_gra
 
 def test_a_module_of_torchscript() -> None:
     model = torch.jit.script(nn.Sequential(nn.Linear(64, 64)))
-    with pytest.raises(ChunkflowError, match="module of TorchScript, which torch.compile does not trace"):
+    with pytest.raises(ChunkflowError, match=r"module of TorchScript, which torch\.compile does not trace"):
         offload(model, min_bytes=MIN_BYTES)
     assert not any(isinstance(p, HostWeight) for p in model.parameters())
 
