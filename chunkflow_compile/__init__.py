@@ -6,6 +6,7 @@ Weights live in host memory and stream to the device through the compiled graph.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -59,4 +60,9 @@ def __getattr__(name: str) -> Any:
     """Import a public name at its first use, so importing the package stays cheap."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    if "torch._dynamo" in sys.modules:
+        return getattr(importlib.import_module(_HOMES[name]), name)
+    from chunkflow_compile.caches import importing_torch
+
+    with importing_torch():
+        return getattr(importlib.import_module(_HOMES[name]), name)

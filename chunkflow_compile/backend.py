@@ -21,6 +21,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
+from chunkflow_compile.caches import check_compile_cache
 from chunkflow_compile.frames import (
     bytes_outside,
     device_of,
@@ -31,6 +32,7 @@ from chunkflow_compile.frames import (
     note_estimates,
     note_graph_break,
     refuse_decisions_of_a_rank,
+    refuse_gradient_buckets,
     refuse_gradients,
 )
 from chunkflow_compile.lowering.lower import lower_regions
@@ -46,7 +48,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.placement import Placement, placement_of, placements_around
-from chunkflow_compile.placing import large_weights
+from chunkflow_compile.placing import large_weights, refuse_accelerate
 from chunkflow_compile.plan_cache import DiskPlans
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
@@ -77,10 +79,13 @@ def chunkflow(
 
     A frame without weights is lowered as it is.
     Raises ChunkflowError, which Dynamo wraps, before any weight moves: for unknown options, gradients, Inductor
-    freezing, inputs on another device than the weights, or a memory budget below the least possible.
+    freezing, inputs on another device than the weights, weights that accelerate keeps, a graph that torch has split into
+    the buckets of DistributedDataParallel, or a memory budget below the least possible.
     """
     warn_if_untested(torch.__version__)
     chosen = parse_options(options, mode)
+    check_compile_cache(needed=chosen.lowering != "eager")
+    refuse_gradient_buckets(graph)
     note_graph_break(graph)
     index, placed = _index([v for v in example_inputs if isinstance(v, (nn.Parameter, HostWeight))])
     min_bytes = chosen.min_bytes if placed is None else placed
@@ -88,6 +93,8 @@ def chunkflow(
     if not found:
         return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
     refuse_gradients(example_inputs)
+    if index.root is not None:
+        refuse_accelerate(index.root)
     refuse_decisions_of_a_rank(index.root, graph)
     fix_sizes(example_inputs, found.values())
     device = check_device(device_of(found, example_inputs, graph))

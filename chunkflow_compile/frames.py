@@ -123,6 +123,20 @@ def _exchanges(node: Node) -> bool:
     return "_c10d_functional" in str(node.target) and dist.is_initialized() and dist.get_world_size() > 1
 
 
+def refuse_gradient_buckets(graph: GraphModule) -> None:
+    """Raise ChunkflowError for a part of a model that torch has split by the gradient buckets of DistributedDataParallel.
+
+    The parts get weights that are copies without values, and outputs that torch expects to be of another kind.
+    """
+    reason = getattr(graph, "compile_subgraph_reason", None)
+    if reason is not None and reason.reason.startswith("DDPOptimizer"):
+        raise ChunkflowError(
+            "This model is wrapped in DistributedDataParallel, and torch splits its graph into buckets of gradients, which "
+            "inference has not: compile the module inside, torch.compile(model.module), and call that, or set "
+            "torch._dynamo.config.optimize_ddp = False."
+        )
+
+
 def refuse_gradients(inputs: Sequence[Any]) -> None:
     if torch.is_grad_enabled() and any(isinstance(v, torch.Tensor) and v.requires_grad for v in inputs):
         raise ChunkflowError(

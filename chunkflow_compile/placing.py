@@ -22,7 +22,7 @@ from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
-from chunkflow_compile.weights.modules import ModelIndex
+from chunkflow_compile.weights.modules import ModelIndex, hooks_of
 from chunkflow_compile.weights.peers import peers_of, stay_away
 from chunkflow_compile.weights.sharing_again import name_replaced, share_again
 from chunkflow_compile.weights.staging import GpuStagings
@@ -59,7 +59,8 @@ def offload(
     ``host_memory``: most bytes of host memory for the weights, as bytes or "24GiB".  The others stay on the drive, in the
     checkpoint or in a scratch file in the folder for temporary files, and are read from there in every step.
     Raises ChunkflowError, and leaves the model as it was, if the model is placed already, has parameters on the meta
-    device, or lies in a checkpoint that cannot be read; weights that were cast before an error may stay cast.
+    device, is under a hook of accelerate or diffusers that moves its weights one by one, or lies in a checkpoint that cannot
+    be read; weights that were cast before an error may stay cast.
     """
     root = unwrap(model)
     parameters = [*leaves_of(root)]
@@ -99,9 +100,40 @@ def _target(root: nn.Module, device: torch.device | str | None, parameters: list
         raise ChunkflowError(
             f"Weights of this model are offloaded already ({placed}): call chunkflow_compile.restore(model) first."
         )
+    refuse_accelerate(root)
+    if any(isinstance(module, torch.jit.ScriptModule) for module in root.modules()):
+        raise ChunkflowError(
+            f"{type(root).__name__} has a module of TorchScript, which torch.compile does not trace: load the model itself."
+        )
+    if any("group_offloading" in hooks_of(module) for module in root.modules()):
+        raise ChunkflowError(
+            f"{type(root).__name__} is under diffusers' group offloading, which moves its weights too: load the model again, "
+            "and leave out enable_group_offload (apply_group_offloading)."
+        )
     if any(p.is_meta for p in parameters):
         raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
     return check_device(_device(device, parameters))
+
+
+def refuse_accelerate(root: nn.Module) -> None:
+    """Raise ChunkflowError if accelerate has taken the weights of a model, and brings each in for its call only."""
+    for module in root.modules():
+        hook = module.__dict__.get("_hf_hook")
+        for inner in getattr(hook, "hooks", (hook,)):
+            if not getattr(inner, "offload", False):
+                continue
+            devices = map(torch.device, getattr(inner, "original_devices", {}).values())
+            if any(device.type == "meta" for device in devices):  # the hook has nothing to bring back
+                undo = "load it again without device_map, offload_folder and load_checkpoint_and_dispatch"
+            else:
+                undo = (
+                    "call accelerate.hooks.remove_hook_from_module(model, recurse=True), which loads them again, or "
+                    "pipe.remove_all_hooks() for a pipeline, and leave out cpu_offload, disk_offload or "
+                    "enable_sequential_cpu_offload"
+                )
+            raise ChunkflowError(
+                f"accelerate keeps the weights of {type(root).__name__}, and its hooks bring each in for its call: {undo}."
+            )
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch._inductor.config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from chunkflow_compile.caches import check_compile_cache, warn_of_plans
 from chunkflow_compile.passes import errors
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
@@ -39,8 +40,10 @@ class DiskPlans:
 
     @staticmethod
     def here() -> DiskPlans | None:
-        """The plans beside Inductor's cache; None if its caches are switched off."""
-        return None if torch._inductor.config.force_disable_caches else DiskPlans(Path(cache_dir(), FOLDER))
+        """The plans beside Inductor's cache; None if its caches are switched off or cannot be used."""
+        if torch._inductor.config.force_disable_caches or not check_compile_cache(needed=False):
+            return None
+        return DiskPlans(Path(cache_dir(), FOLDER))
 
     def find(self, key: str, check: Callable[[Plan], object]) -> Plan | None:
         """The plan of a key, None if there is none, or it cannot be read, or ``check`` raises ChunkflowError."""
@@ -50,27 +53,34 @@ class DiskPlans:
             check(plan)
         except FileNotFoundError:
             return None
-        except (OSError, UnicodeDecodeError, RecursionError, ChunkflowError, TypeError, KeyError) as error:
+        except OSError as error:
+            warn_of_plans(self.folder, error)
+            return None
+        except (UnicodeDecodeError, RecursionError, ChunkflowError, TypeError, KeyError) as error:
             _log.warning("the plan in %s is ignored and made again: %s", path, error)
             return None
         self.used[key] = None
         return plan
 
     def keep(self, key: str, plan: Plan) -> None:
-        """Write a plan, so that a reader never sees half of it.  A folder that cannot be written is no error."""
+        """Write a plan, so that a reader never sees half of it.  Warn if the folder cannot be written."""
         self.put(key, plan.to_json())
         self.used[key] = None
 
     def put(self, key: str, text: str) -> None:
         path = self._path(key)
         part = path.with_suffix(f".{os.getpid()}_{threading.get_ident()}")
-        with contextlib.suppress(OSError):
+        try:
             self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 part.write_text(text)
                 part.replace(path)
             finally:
                 part.unlink(missing_ok=True)
+        except OSError as error:
+            warn_of_plans(self.folder, error)
+            return
+        with contextlib.suppress(OSError):  # another process drops them too
             self._drop_oldest()
 
     def _drop_oldest(self) -> None:

@@ -125,14 +125,17 @@ def load(path: str | Path) -> int:
         return _ignored(path, found)
     if torch._inductor.config.force_disable_caches:
         return _ignored(path, "Inductor's caches are switched off (force_disable_caches)")
-    with tempfile.TemporaryDirectory() as folder:
-        for name in manifest["regions"]:
-            one = Path(folder, name)
-            one.write_bytes(blobs[name])
-            try:
-                CompiledArtifact.load(path=str(one), format="binary")  # the caches have it now
-            except Exception as error:  # noqa: BLE001  whatever Inductor cannot read is compiled anew
-                return _ignored(path, f"{name} cannot be loaded ({first_line(error)})")
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for name in manifest["regions"]:
+                one = Path(folder, name)
+                one.write_bytes(blobs[name])
+                try:
+                    CompiledArtifact.load(path=str(one), format="binary")  # the caches have it now
+                except Exception as error:  # noqa: BLE001  whatever Inductor cannot read is compiled anew
+                    return _ignored(path, f"{name} cannot be loaded ({first_line(error)})")
+    except OSError as error:
+        return _ignored(path, f"there is no room for a temporary file ({first_line(error)})")
     if (cache := DiskPlans.here()) is not None:
         for name in manifest["plans"]:
             cache.put(name.removeprefix(_PLAN), blobs[name].decode())

@@ -52,9 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
     given = {n: v for n in ("layers", "frames") if (v := getattr(arguments, n)) is not None}
     if min([arguments.steps, *given.values()]) < 1:
         raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
-    dump = Path(arguments.dump or tempfile.mkdtemp(prefix="chunkflow-demo-"))
     check_json(arguments)
-    _make_folder(dump)
+    dump = _made_folder(arguments.dump)
     found: dict[str, BenchRecord] = {}
     for name, regime in DEMO.items():
         job = Job(
@@ -108,9 +107,14 @@ def _to_json(found: Mapping[str, BenchRecord]) -> str:
     return json.dumps({**bodies["compute-rich"], "regimes": bodies}, indent=1) + "\n"
 
 
-def _make_folder(dump: Path) -> None:
+def _made_folder(dump: str | None) -> Path:
     """Create the folder before minutes of work.  Raises ChunkflowError if it cannot be written."""
     try:
-        dump.mkdir(parents=True, exist_ok=True)
+        if dump is None:
+            return Path(tempfile.mkdtemp(prefix="chunkflow-demo-"))
+        Path(dump).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ChunkflowError(f"{dump} cannot be written: {error}. Give another folder.") from error
+        raise ChunkflowError(
+            f"{dump or 'A temporary folder'} cannot be written: {error}. Give another: --dump."
+        ) from error
+    return Path(dump)

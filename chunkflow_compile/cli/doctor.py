@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from chunkflow_compile.caches import settle
 from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
@@ -35,6 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     machine = look()
+    settle()
     found = (*findings(machine), engines(why_not_tensorrt()))
     if arguments.model is not None:
         read_time = ReadTime.here(weight_bytes(arguments.model))

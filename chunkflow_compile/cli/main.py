@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
+from chunkflow_compile.caches import settle
 from chunkflow_compile.cli import (
     bench,
     calibrate,
@@ -57,6 +58,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.  Return 0 if all is well, 1 on a finding, 2 on bad use, 130 if interrupted."""
     arguments = _parser().parse_args(argv)
     try:
+        if arguments.command != "doctor":  # which shows first what is wrong with it
+            settle()
         code = int(arguments.run(arguments))
         sys.stdout.flush()
         return code

@@ -58,9 +58,13 @@ def write_json(arguments: argparse.Namespace, body: str) -> None:
 
 
 def save_traceback() -> str:
-    """Write the traceback of the error being handled to a new file; return its path."""
-    with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:
-        file.write(traceback.format_exc())
+    """Write the traceback of the error being handled to a new file; return its path, or the option that shows it."""
+    text = traceback.format_exc()
+    try:
+        with tempfile.NamedTemporaryFile("w", prefix="chunkflow-trace-", suffix=".txt", delete=False) as file:
+            file.write(text)
+    except OSError:
+        return "--debug"
     return file.name
 
 

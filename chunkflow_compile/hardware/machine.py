@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from chunkflow_compile.caches import Folder, compile_cache, temporary_folder
 from chunkflow_compile.weights.limits import host_memory
 
-from .profiles import measured_path
+from .profiles import measured_profile
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "matplotlib", "torch-tensorrt")
 _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
@@ -43,6 +44,7 @@ class Machine:
     missing.  ``memory_bytes``, ``available_bytes``: of the machine, or of the control group that leaves the least, whose
     limit is the file ``memory_limit``.  ``huge_pages``: when the kernel gives them to private and to shared memory, empty if
     it does not say.  ``pinnable_bytes``: limit of locked memory, None for no limit.
+    ``profile_fault``: why a measured profile cannot be looked for, empty if it can.
     """
 
     python: str
@@ -63,6 +65,9 @@ class Machine:
     triton: bool
     libraries: Mapping[str, str | None]
     profile: str | None
+    profile_fault: str
+    compile_cache: Folder
+    temporary: Folder
 
 
 def device_name(device: torch.device) -> str:
@@ -71,8 +76,8 @@ def device_name(device: torch.device) -> str:
 
 
 def look() -> Machine:
-    """Inspect this machine.  Allocates nothing on a GPU and changes nothing."""
-    memory = host_memory()
+    """Inspect this machine.  Allocates nothing on a GPU, and changes nothing but for the compile cache, made if missing."""
+    memory, (profile, fault) = host_memory(), measured_profile()
     return Machine(
         python=platform.python_version(),
         torch=torch.__version__,
@@ -91,7 +96,10 @@ def look() -> Machine:
         compiler=next((c for c in (os.environ.get("CXX"), "g++", "clang++") if c and shutil.which(c)), None),
         triton=importlib.util.find_spec("triton") is not None,
         libraries={name: _version(name) for name in LIBRARIES},
-        profile=str(measured_path()) if measured_path().exists() else None,
+        profile=None if profile is None else str(profile),
+        profile_fault=fault,
+        compile_cache=compile_cache(),
+        temporary=temporary_folder(),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -34,9 +35,42 @@ def profile_names() -> list[str]:
 
 
 def measured_path() -> Path:
-    """The path to which ``chunkflow calibrate`` writes this machine's profile without ``--out``."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    """The path to which ``chunkflow calibrate`` writes this machine's profile without ``--out``.
+
+    Raises ChunkflowError if this user has no home folder.
+    """
+    try:
+        base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError as error:
+        raise ChunkflowError("This user has no home folder: set HOME or XDG_CACHE_HOME.") from error
     return Path(base) / "chunkflow" / "hardware.json"
+
+
+def measured_profile() -> tuple[Path | None, str]:
+    """The file that ``chunkflow calibrate`` has written, None if there is none; and why it cannot be looked for, if so."""
+    try:
+        path = measured_path()
+        path.stat()
+    except ChunkflowError as error:
+        return None, str(error)
+    except (FileNotFoundError, NotADirectoryError):
+        return None, ""
+    except OSError as error:
+        return None, f"{path} cannot be read ({error.strerror or error}): set XDG_CACHE_HOME to a folder of this user."
+    return path, ""
+
+
+def _measured() -> Path | None:
+    """The same, with a warning."""
+    path, fault = measured_profile()
+    if fault:
+        _warn(f"A profile of chunkflow calibrate cannot be looked for. {fault}")
+    return path
+
+
+@functools.cache  # once in a process, although each model finds it again
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=4)
 
 
 def default_profile(device: torch.device) -> str:
@@ -44,7 +78,7 @@ def default_profile(device: torch.device) -> str:
     if device.type != "cuda":
         return CPU
     name = torch.cuda.get_device_name(device)
-    if measured_path().exists() and name in str(_read(measured_path()).sources):
+    if (measured := _measured()) is not None and name in str(_read(measured).sources):
         return MEASURED
     found = next((profile for part, profile in CARDS.items() if part in name), None)
     if found is None:
@@ -65,9 +99,9 @@ def load_profile(name: str | Path) -> Hardware:
             f"hardware={name!r} is not a name: use one of {', '.join(profile_names())}, or the path of a JSON file."
         )
     if str(name) == MEASURED:
-        if not measured_path().exists():
+        if (measured := _measured()) is None:
             raise ChunkflowError("hardware='measured', but this machine is not measured yet: run chunkflow calibrate.")
-        return _read(measured_path())
+        return _read(measured)
     if str(name) in profile_names():
         return _read(Path(__file__).parent / f"{name}.json")
     if Path(name).is_file():

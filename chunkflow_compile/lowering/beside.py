@@ -103,7 +103,11 @@ class Workers:
         if not counts:
             return
         state, left = State.here(self._device), list(regions)
-        root = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="chunkflow_lowering_")))
+        try:
+            root = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="chunkflow_lowering_")))
+        except OSError as error:
+            _log.info("no worker can be started: %s", error)
+            return
         for number, count in enumerate(counts):
             mine = [(name, data) for name in left[-count:] if (data := _packed(name, regions[name])) is not None]
             del left[-count:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
@@ -9,6 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from chunkflow_compile.caches import compile_cache, settle
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import release_of
@@ -62,9 +65,20 @@ def _through_inductor(
         while left:
             told(f"lowering region {len(lowered) + 1} of {len(modules)}")
             name = workers.next(left)
-            lowered[name] = through_inductor(left.pop(name), inductor)
+            lowered[name] = _with_room(left.pop(name), inductor)
             workers.lend(left, (time.perf_counter() - start) / len(lowered))
     return lowered
+
+
+def _with_room(module: GraphModule, inductor: Mapping[str, Any]) -> Region:
+    """Through Inductor, in another folder if its own cannot be written any more."""
+    try:
+        return through_inductor(module, inductor)
+    except Exception as error:
+        before = compile_cache().path
+        if settle(full=os.strerror(errno.ENOSPC) in str(error)).path == before:
+            raise
+        return through_inductor(module, inductor)
 
 
 def _named_by_place(module: GraphModule) -> GraphModule:

@@ -29,12 +29,14 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     Calls ``model.enable_parallelism`` with a plan that traces into one graph.  The model need not have been called
     before, because one that does not fit the device could not be.  Raises ChunkflowError, before it waits for another
     rank, if there is no process group, if the degree does not divide the number of ranks or is not that of the group, if
-    this rank is not in the group, or if the model cannot be split or is split already.
+    this rank is not in the group, if the degree does not divide the number of attention heads, or if the model cannot be
+    split or is split already.  A call whose tokens the degree does not divide raises one too.
     """
     degree = _checked(degree, group)
     if degree == 1:
         return model
     plan = parallel_plan(model)
+    _check_heads(model, group.shape[1] if _has_ring(group) else degree)
     if TorchVersion(torch.__version__) < "2.13":
         # The last gather of a model calls this function, and Dynamo does not trace into torch._utils before 2.13.
         torch.compiler.allow_in_graph(torch._utils._maybe_view_chunk_cat)
@@ -50,6 +52,7 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     for module in model.modules():
         for hook in hooks_of(module).values():
             _settle(getattr(hook, "module_forward_metadata", None))
+            _refuse_uneven(hook)
     return model
 
 
@@ -190,6 +193,30 @@ class _Sequence:
     def get_local_rank(self) -> int:
         """That in the ring."""
         return 0
+
+
+def _check_heads(model: nn.Module, degree: int) -> None:
+    """Raise ChunkflowError if the heads of an attention of the model cannot be split over ``degree`` ranks."""
+    for name, module in model.named_modules():
+        splits = hasattr(getattr(module, "processor", None), "_parallel_config")  # the attention that diffusers splits
+        for kind in ("heads", "kv_heads") if splits else ():
+            heads = getattr(module, kind, None)
+            if isinstance(heads, int) and heads % degree:
+                fits = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
+                raise ChunkflowError(
+                    f"Ulysses over {degree} ranks splits the attention heads into {degree} equal parts, and the {heads} "
+                    f"{kind} of {name} ({type(model).__name__}) cannot be split so: choose a degree of {fits}."
+                )
+
+
+def _refuse_uneven(hook: Any) -> None:
+    """Let a hook of diffusers that splits a sequence name the numbers if it cannot."""
+    from diffusers.hooks.context_parallel import ContextParallelSplitHook
+
+    from .even_split import EvenSplitHook
+
+    if type(hook) is ContextParallelSplitHook:
+        hook.__class__ = EvenSplitHook
 
 
 def _settle(metadata: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Literal
 
 from tabulate import tabulate
 
+from chunkflow_compile.caches import FIX, Folder
 from chunkflow_compile.hardware.machine import Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
@@ -44,7 +45,8 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
         *_collectives(machine),
         *_compilers(machine),
         *_libraries(machine),
-        _profile(machine.profile),
+        *_folders(machine),
+        _profile(machine.profile, machine.profile_fault),
     )
 
 
@@ -191,7 +193,21 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
         yield Finding(name, version or "not installed", "note" if fix else "ok", fix)
 
 
-def _profile(path: str | None) -> Finding:
+def _folders(machine: Machine) -> Iterator[Finding]:
+    fix = f"another one is used, if there is any: {FIX}"
+    yield _folder("compile cache", machine.compile_cache, fix)
+    yield _folder("temporary files", machine.temporary, "set TMPDIR to a folder that this user can write")
+
+
+def _folder(what: str, folder: Folder, fix: str) -> Finding:
+    if folder.fault:
+        return Finding(what, f"{folder.path}, not usable: {folder.fault}", "note", fix)
+    return Finding(what, folder.path if folder.free is None else f"{folder.path}, {_gib(folder.free)} free")
+
+
+def _profile(path: str | None, fault: str) -> Finding:
+    if fault:
+        return Finding("hardware profile", "not looked for", "note", fault)
     if path:
         return Finding("hardware profile", f"measured, {path}")
     return Finding(

@@ -127,8 +127,11 @@ class Drive:
 
 
 def scratch_folder() -> Path:
-    """The folder for temporary files."""
-    return Path(tempfile.gettempdir())
+    """The folder for temporary files.  Raises ChunkflowError if there is none."""
+    try:
+        return Path(tempfile.gettempdir())
+    except OSError as error:
+        raise ChunkflowError(_no_room("in a folder for temporary files", "there is none", PLACING)) from error
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:

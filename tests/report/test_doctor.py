@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from expecttest import TestCase
 
+from chunkflow_compile.caches import Folder
 from chunkflow_compile.hardware.machine import Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.report.health import Finding, findings, health_table, room_for
@@ -30,6 +31,9 @@ FAULTY = Machine(
     triton=False,
     libraries={"diffusers": None, "matplotlib": "3.11.2", "torch-tensorrt": None},
     profile=None,
+    profile_fault="This user has no home folder: set HOME or XDG_CACHE_HOME.",
+    compile_cache=Folder("/cache", fault="Read-only file system"),
+    temporary=Folder("/tmp", 30 << 30),
 )
 
 
@@ -72,7 +76,9 @@ triton            none                                                  missing
 diffusers         not installed                                         note
 matplotlib        3.11.2                                                ok
 torch-tensorrt    not installed                                         ok
-hardware profile  not measured                                          note
+compile cache     /cache, not usable: Read-only file system             note
+temporary files   /tmp, 30.0 GiB free                                   ok
+hardware profile  not looked for                                        note
 
 torch: ChunkFlow is tested on 2.11 to 2.15: install one of these if this one fails
 
@@ -92,5 +98,7 @@ triton: Inductor needs it for GPUs: install a CUDA build of torch, which include
 
 diffusers: the presets, the demo and diffusers pipelines need it: pip install 'chunkflow-compile[diffusers]'
 
-hardware profile: plans are only as good as the profile: run chunkflow calibrate""",
+compile cache: another one is used, if there is any: set TORCHINDUCTOR_CACHE_DIR to a folder that can be written
+
+hardware profile: This user has no home folder: set HOME or XDG_CACHE_HOME.""",
         )

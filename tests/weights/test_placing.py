@@ -16,6 +16,7 @@ from conftest import OPTIONS, RESIDENT
 from helpers import WIDE, Stack
 from safetensors.torch import load_file
 from torch import nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.backend import chunkflow
@@ -358,3 +359,65 @@ def test_the_tensors_inside_a_tensor_subclass_stream(no_grad: None) -> None:
         torch.testing.assert_close(out.a if isinstance(out, TwoTensor) else out, expected)
     (runner,) = programs(model)
     assert {w.name for w in runner.plan.streamed} == {"0.weight.a", "0.weight.b", "1.weight", "2.weight", "3.weight"}
+
+
+@pytest.mark.parametrize("how", ["cpu_offload", "disk_offload", "load_checkpoint_and_dispatch"])
+def test_a_model_whose_weights_accelerate_keeps(how: str, tmp_path: Path, no_grad: None) -> None:
+    """The error names accelerate and the call that loads the weights, and that call does."""
+    accelerate = pytest.importorskip("accelerate")
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
+    if how == "load_checkpoint_and_dispatch":
+        torch.save(twin.state_dict(), tmp_path / "weights.bin")
+        with accelerate.init_empty_weights():
+            model = Stack().eval()
+        model = accelerate.load_checkpoint_and_dispatch(
+            model, str(tmp_path / "weights.bin"), {"": "disk"}, offload_folder=str(tmp_path / "folder")
+        )
+        undo = "load it again without device_map, offload_folder"
+    else:
+        given = {} if how == "cpu_offload" else {"offload_dir": str(tmp_path)}
+        getattr(accelerate, how)(model, execution_device=torch.device("cpu"), **given)
+        undo = r"call accelerate\.hooks\.remove_hook_from_module\(model, recurse=True\)"
+    match = rf"accelerate keeps the weights of Stack, .* for its call: {undo}"
+    with pytest.raises(ChunkflowError, match=match):
+        offload(model, min_bytes=MIN_BYTES)
+    with pytest.raises(BackendCompilerFailed, match=match):
+        torch.compile(model, backend="chunkflow", options=OPTIONS)(x)
+    torch._dynamo.reset()
+    assert torch.equal(model(x), twin(x)), "the model is usable"
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert any(p.is_meta for p in model.parameters()) == (how == "load_checkpoint_and_dispatch")
+    if how != "load_checkpoint_and_dispatch":
+        offload(model, min_bytes=MIN_BYTES)
+        torch.testing.assert_close(compiled(model)(x), twin(x))
+
+
+def test_a_module_of_torchscript() -> None:
+    model = torch.jit.script(nn.Sequential(nn.Linear(64, 64)))
+    with pytest.raises(ChunkflowError, match=r"module of TorchScript, which torch\.compile does not trace"):
+        offload(model, min_bytes=MIN_BYTES)
+    assert not any(isinstance(p, HostWeight) for p in model.parameters())
+
+
+def test_a_model_under_group_offloading() -> None:
+    from diffusers.hooks import apply_group_offloading
+
+    model, cpu = stack(), torch.device("cpu")
+    apply_group_offloading(model, cpu, cpu, offload_type="leaf_level")
+    with pytest.raises(ChunkflowError, match=r"Stack is under diffusers' group offloading, .* load the model again"):
+        offload(model, min_bytes=MIN_BYTES)
+
+
+def test_the_buckets_of_distributed_data_parallel(one_rank: None) -> None:
+    """torch splits the graph for gradients: a sentence, and what it says runs."""
+    torch.manual_seed(0)
+    model, x = Stack(layers=4, width=256).eval(), torch.randn(4, 8)  # more than one bucket
+    expected, wrapped = model(x), nn.parallel.DistributedDataParallel(model)
+    with pytest.raises(BackendCompilerFailed, match=r"buckets of gradients.* torch\.compile\(model\.module\)"):
+        torch.compile(wrapped, backend="chunkflow", options=OPTIONS)(x)
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(optimize_ddp=False):
+        run = torch.compile(wrapped, backend="chunkflow", options=OPTIONS)
+        for _ in range(3):
+            torch.testing.assert_close(run(x), expected)
+    assert programs(model)[0].measurements[-1].moved_bytes > 0

@@ -1,0 +1,178 @@
+"""The folder of torch's compile caches: where it cannot be used, this process uses another one.
+
+Inductor compiles in it, torch makes it while its compiler is imported, and plans are saved in it.  In a container it may be
+read-only, full, or of another user.  Imports no torch, whose import may be what fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import getpass
+import os
+import re
+import shutil
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+# The first kernel for the CPU takes 150 MB, most of it a precompiled header; one for a GPU takes less than this.
+_LEAST_BYTES = 32 << 20
+# Beside the folder for temporary files.
+_ELSEWHERE = ("/var/tmp", "/dev/shm")
+FIX = f"set {VARIABLE} to a folder that can be written"
+
+
+@dataclass(frozen=True)
+class Folder:
+    """``free``: bytes, None if unknown.  ``fault``: why it cannot be used, empty if it can."""
+
+    path: str
+    free: int | None = None
+    fault: str = ""
+
+
+def temporary_folder() -> Folder:
+    """The folder for temporary files."""
+    try:
+        path = tempfile.gettempdir()
+    except OSError as error:
+        return Folder("none", fault=error.strerror or str(error))
+    return Folder(path, shutil.disk_usage(path).free)
+
+
+def compile_cache() -> Folder:
+    """The folder of torch's compile caches, which is made if it is missing, as torch does."""
+    path = os.environ.get(VARIABLE)
+    if not path:
+        temporary = temporary_folder()
+        if temporary.fault:
+            return temporary
+        path = os.path.join(temporary.path, _own_name())
+    return _looked_at(os.path.abspath(path))
+
+
+def settle(full: bool = False) -> Folder:
+    """Choose a folder for the compile caches of this process, and warn if it is not the one that torch would take.
+
+    ``full``: whether the one in use has turned out to be full.  The folder has a fault if there is no other: then torch can
+    compile nothing.
+    """
+    temporary = _settle_temporary()
+    wanted = compile_cache()
+    if temporary.fault:  # which torch and its compilers need in any case
+        return temporary
+    if full and not wanted.fault:
+        wanted = replace(wanted, fault=os.strerror(errno.ENOSPC))
+    if not wanted.fault:
+        os.environ[VARIABLE] = wanted.path  # as torch does; older ones fail for a user without an account
+        return wanted
+    for base in dict.fromkeys([temporary.path, *_ELSEWHERE]):
+        path = os.path.join(base, f"torchinductor_uid_{os.getuid()}")
+        if os.path.isdir(base) and path != wanted.path and not (found := _looked_at(path)).fault and _is_mine(path):
+            os.environ[VARIABLE] = path
+            if "torch._inductor.utils" in sys.modules:  # it remembers paths in the other folder
+                sys.modules["torch._inductor.utils"].clear_caches()
+            _warn(
+                f"{path} is used as the compile cache, because {wanted.path} cannot be ({wanted.fault}). To keep it, {FIX}."
+            )
+            return found
+    return wanted
+
+
+def _settle_temporary() -> Folder:
+    """Choose a folder for temporary files, which compilers write too, and warn if the usual one has no room."""
+    usual = temporary_folder()
+    if usual.fault or usual.free is None or usual.free >= _LEAST_BYTES:
+        return usual
+    for base in _ELSEWHERE:
+        if os.path.isdir(base) and not (found := _looked_at(base)).fault:
+            os.environ["TMPDIR"], tempfile.tempdir = base, None
+            _warn(
+                f"{base} is used for temporary files, because {usual.path} has {usual.free} bytes free: set TMPDIR to a "
+                "folder with room."
+            )
+            return found
+    return usual
+
+
+@contextlib.contextmanager
+def importing_torch() -> Iterator[None]:
+    """A context in which torch's compiler is imported, which makes the folder.
+
+    Raises ChunkflowError if it cannot be made, nor another.
+    """
+    found = settle()
+    try:
+        yield
+    except OSError as error:
+        if not found.fault:
+            raise
+        raise ChunkflowError(
+            f"torch's compiler cannot be imported, because it has no folder for its cache ({found.path}: {found.fault}): "
+            f"{FIX}, and TMPDIR to one for temporary files."
+        ) from error
+
+
+def check_compile_cache(needed: bool) -> bool:
+    """Whether a folder for the compile caches can be used.  ``needed``: raise ChunkflowError if none can, else warn once."""
+    found = settle()
+    if found.fault and needed:
+        raise ChunkflowError(
+            f"Inductor has no folder to compile in: {found.path} cannot be used ({found.fault}), nor can the folder for "
+            f"temporary files. To go on, {FIX}, or run without it: options={{'lowering': 'eager'}}."
+        )
+    if found.fault:
+        _warn(f"Plans are not saved: {found.path} cannot be used ({found.fault}). To save them, {FIX}.")
+    return not found.fault
+
+
+def warn_of_plans(folder: Path, error: OSError) -> None:
+    """Warn that plans cannot be read or saved, once for each folder and cause."""
+    cause = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or str(error)
+    _warn(f"Plans are not saved in {folder} ({cause}), and the next process searches for them again: {FIX}.")
+
+
+@functools.cache  # once in a process, although each graph finds it again
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=3)
+
+
+def _looked_at(path: str) -> Folder:
+    """Try a folder as Inductor uses it."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        system = os.statvfs(path)
+        free = system.f_bavail * system.f_frsize
+        with tempfile.TemporaryFile(dir=path) as file:
+            file.write(b"x")
+    except FileExistsError:
+        return Folder(path, fault=os.strerror(errno.ENOTDIR))
+    except OSError as error:
+        return Folder(path, fault=error.strerror or str(error))
+    if system.f_flag & os.ST_NOEXEC:
+        return Folder(path, free, "no program can be run from there: noexec")
+    if free < _LEAST_BYTES:
+        return Folder(path, free, f"{free} bytes are free")
+    return Folder(path, free)
+
+
+def _is_mine(path: str) -> bool:
+    """Whether no other user has made a folder whose name is known, to put programs into it."""
+    return os.stat(path).st_uid == os.getuid()
+
+
+def _own_name() -> str:
+    """As torch names the folder: torch itself cannot be asked before it is imported."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, ModuleNotFoundError, OSError):
+        user = f"uid_{os.getuid()}"
+    return "torchinductor_" + re.sub(r'[\\/:*?"<>|]', "_", user)

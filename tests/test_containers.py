@@ -1,0 +1,107 @@
+"""Containers: a user without an account or HOME, and folders that cannot be used.  The run goes on, with one warning."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+import chunkflow_compile
+from chunkflow_compile.caches import VARIABLE
+
+RUN = """
+import warnings
+warnings.simplefilter("always")
+warnings.showwarning = lambda message, kind, *_: print("warned:", message) if kind is UserWarning else None
+
+import torch
+from torch import nn
+from chunkflow_compile import offload, programs
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+for size in (2, 3):
+    torch._dynamo.reset()
+    model, x = Net().eval(), torch.randn(size, 64)
+    with torch.no_grad():
+        want = model(x)
+        offload(model, min_bytes=1024)
+        run = torch.compile(model, backend="chunkflow", options={"lowering": "eager", "min_bytes": 1024})
+        for _ in range(2):
+            assert torch.equal(run(x), want)
+    assert programs(model)
+"""
+# What the interpreter has read stays, so that it may lie where the user cannot go.
+ANOTHER_USER = """
+import os
+import torch._dynamo, torch._inductor.config, torch._inductor.standalone_compile, chunkflow_compile.backend
+torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
+os.setgroups([])
+os.setgid(12345)
+os.setuid(12345)
+"""
+
+
+def python(code: str, environment: dict[str, str | None]) -> str:
+    """What a process prints; fails if it fails, or prints a traceback."""
+    given = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1", **environment}
+    kept = {name: value for name, value in given.items() if value is not None}
+    done = subprocess.run([sys.executable, "-c", code], env=kept, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    return done.stdout
+
+
+def warned(printed: str) -> list[str]:
+    return [line for line in printed.splitlines() if line.startswith("warned: ")]
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become a user without an account")
+def test_a_user_without_an_account_or_home() -> None:
+    """No HOME, and a cache folder that this user cannot write: one warning each."""
+    with tempfile.TemporaryDirectory() as cache:  # a folder of pytest is for root only
+        os.chmod(cache, 0o755)
+        found = warned(python(ANOTHER_USER + RUN, {"HOME": None, "XDG_CACHE_HOME": None, VARIABLE: cache}))
+    assert len(found) == 2, found
+    assert f"{cache} cannot be (Permission denied)" in "".join(found)
+    assert "This user has no home folder: set HOME or XDG_CACHE_HOME" in "".join(found)
+
+
+@pytest.mark.parametrize("what", ["a file", "in a file"])
+def test_a_cache_folder_that_cannot_be_made(what: str, tmp_path: Path) -> None:
+    """torch's compiler cannot be imported with it."""
+    (tmp_path / "taken").touch()
+    path = tmp_path / "taken" / ("" if what == "a file" else "below")
+    (found,) = warned(python(RUN, {VARIABLE: str(path)}))
+    assert "taken" in found and "(Not a directory)" in found and f"set {VARIABLE} to a folder" in found
+
+
+def test_a_folder_of_plans_that_cannot_be_made(tmp_path: Path) -> None:
+    """Torch's folder can be used, and the plans' cannot: one warning for all models."""
+    (tmp_path / "chunkflow_plans").touch()
+    (found,) = warned(python(RUN, {VARIABLE: str(tmp_path)}))
+    assert f"Plans are not saved in {tmp_path}/chunkflow_plans (" in found
+
+
+def test_no_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be compiled: a sentence; regions that are not compiled run."""
+    from chunkflow_compile import caches
+
+    monkeypatch.setattr(caches, "_looked_at", lambda path: caches.Folder(path, fault="Read-only file system"))
+    with pytest.raises(
+        chunkflow_compile.ChunkflowError, match=rf"no folder to compile in: .*Read-only.* set {VARIABLE}"
+    ):
+        caches.check_compile_cache(needed=True)
+    with pytest.warns(UserWarning, match="Plans are not saved: "):
+        assert not caches.check_compile_cache(needed=False)
