@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo import config
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
@@ -21,8 +24,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import leaves_of
-from chunkflow_compile.weights.modules import hooks_of
+from chunkflow_compile.weights.leaves import leaves, leaves_of
+from chunkflow_compile.weights.modules import held_by, hooks_of
 from chunkflow_compile.weights.progress import forget_at_end
 
 _log = logging.getLogger(__name__)
@@ -40,6 +43,61 @@ def lower_without_weights(
     warm_up(next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu")))
     await_warm_up()
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
+
+
+def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: int) -> tuple[list[Any], list[nn.Module]]:
+    """The weights among the inputs of a Dynamo graph, and the modules that Dynamo read inputs from.
+
+    Weights are parameters; where there are none, the buffers of these modules of at least ``min_bytes``.
+    """
+    modules = _read_from(graph)
+    weights = [v for v in inputs if isinstance(v, (nn.Parameter, HostWeight))]
+    if not weights and modules:
+        held = held_by(modules)
+        weights = [v for v in inputs if any(id(t) in held and t.nbytes >= min_bytes for _, t in leaves(v))]
+    return weights, modules
+
+
+def _read_from(graph: GraphModule) -> list[nn.Module]:
+    """The modules on the way from the variables of the frame that Dynamo compiles to the inputs of its graph."""
+    try:
+        frame = InstructionTranslator.current_tx()
+        scope: dict[str, Any] = {"L": frame.f_locals, "G": frame.f_globals}
+    except AttributeError:  # Dynamo is not at work in this thread
+        return []
+    known: dict[str, Any] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = getattr(getattr(node, "_dynamo_source", None), "base", None)
+        while source is not None and (name := _name(source)) not in known:
+            try:
+                known[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
+            except (AttributeError, LookupError, NameError, SyntaxError, TypeError):  # one that needs Dynamo's helpers
+                known[name] = None
+            source = getattr(source, "base", None)
+    return [v for v in known.values() if issubclass(type(v), nn.Module)]
+
+
+def _name(source: Any) -> str:
+    """The name of a source, which is a method in some releases."""
+    return str(source.name() if callable(source.name) else source.name)
+
+
+def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> None:
+    """Warn of the bytes of ``weights``, those of no known module, that stay on the device: those of large ones."""
+    if nbytes := sum(size for w in {id(w): w for w in weights}.values() if (size := w.nbytes) >= min_bytes):
+        _warn_of_bytes(nbytes, gc.get_freeze_count() > 0)
+
+
+@functools.cache  # once for all blocks
+def _warn_of_bytes(nbytes: int, frozen: bool) -> None:
+    cause = "gc.freeze() has hidden it, or there is none" if frozen else "they are attributes of none"
+    _log.warning(
+        "%s bytes of parameters stay on the device and are not streamed, because no module was found that holds them: %s. "
+        "Call chunkflow_compile.offload(model) before the first call; put parameters that are in no module into one, such as "
+        "torch.nn.ParameterList, and offload that.",
+        f"{nbytes:,}",
+        cause,
+    )
 
 
 def guard_hooks() -> None:

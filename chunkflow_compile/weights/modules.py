@@ -1,14 +1,17 @@
 """Which module owns which parameter, found by identity from the parameters alone.
 
-A backend gets parameters and a graph, not the model.  The modules that hold the parameters are searched for among the
-objects that Python's garbage collector tracks, once per compilation.
+A backend gets parameters and a graph, not the model.  The modules that hold the parameters are searched for once per
+compilation: among those that Dynamo read the parameters from, the objects that Python's garbage collector tracks, and, after
+``gc.freeze()``, which hides objects from it, what the callers hold.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import CodeType, FrameType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -45,15 +48,16 @@ class ModelIndex:
         return ModelIndex(root, names, dict(_blocks(root, "")), overlapping(t for _, t in found))
 
     @staticmethod
-    def around(parameters: Sequence[nn.Parameter]) -> ModelIndex:
-        """The index of the module that holds all of ``parameters``.
+    def around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = ()) -> ModelIndex:
+        """The index of the module that holds all of ``parameters`` that any module holds.
 
+        ``near``: modules that are known to be around some of them.
         Raises ChunkflowError if modules hold them, but no single one holds all.
         """
-        root = _holder(parameters)
+        root = _holder(parameters, near)
         return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root)
 
-    def covers(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all of ``parameters`` belong to the model."""
         return all(id(p) in self.names for p in parameters)
 
@@ -112,20 +116,64 @@ def _held(module: nn.Module) -> Iterator[int]:
                     yield id(leaf)
 
 
-def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
+def held_by(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of the tensors with bytes that modules hold, directly or below."""
+    return {held for module in _with_those_below(modules) for held in _held(module)}
+
+
+def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    known, todo = dict[int, nn.Module](), [*modules][::-1]
+    while todo:
+        if id(module := todo.pop()) not in known:
+            known[id(module)] = module
+            todo += _children(module)
+    return [*known.values()]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """The modules directly below; get: another thread may be constructing it."""
+    return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
+
+
+# What is around code everywhere, and holds half of the process.
+_ENDS = (CodeType, FrameType, FunctionType, ModuleType, type)
+# From a variable to an element of a list in an attribute: the object, its __dict__, the list.
+_STEPS = 3
+
+
+def _of_callers(frame: FrameType | None) -> list[object]:
+    """What a frame and its callers hold in a variable, or near one: in an attribute, in a list in an attribute."""
+    spaces, near = dict[int, dict[str, object]](), list[object]()
+    while frame is not None:
+        near += [*frame.f_locals.values()]
+        spaces[id(frame.f_globals)] = frame.f_globals
+        frame = frame.f_back
+    near += [value for space in spaces.values() for value in [*space.values()]]
+    known = dict[int, object]()
+    for step in range(_STEPS + 1):
+        near = [o for o in (gc.get_referents(*near) if step else near) if not issubclass(type(o), _ENDS)]
+        near = [*{id(o): o for o in near if id(o) not in known}.values()]
+        known.update((id(o), o) for o in near)
+    return [*known.values()]
+
+
+def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> nn.Module | None:
     if not parameters:
         return None
-    wanted = {id(p) for p in parameters}
+    frozen = gc.get_freeze_count() > 0
+    around = [*gc.get_objects(), *(_of_callers(sys._getframe(1)) if frozen else ())]
     # type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code.
-    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+    modules = _with_those_below([*near, *(o for o in around if issubclass(type(o), nn.Module))])
+    held = {id(m): ids for m in modules if (ids := {id(p) for p in parameters}.intersection(_held(m)))}
+    wanted = {i for ids in held.values() for i in ids}
     compiled = {id(m._orig_mod) for m in modules if isinstance(m, OptimizedModule)}
     compiled |= {id(m) for m in modules if m.__dict__.get("_compiled_call_impl") is not None}
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         if not isinstance(module, OptimizedModule):
-            for child in module.__dict__.get("_modules", {}).values():  # get: another thread may be constructing it
+            for child in _children(module):
                 parents.setdefault(id(child), []).append(module)
-    todo = [m for m in modules if not wanted.isdisjoint(_held(m))]
+    todo = [m for m in modules if id(m) in held]
     candidates: dict[int, nn.Module] = {}
     while todo:
         module = todo.pop()
