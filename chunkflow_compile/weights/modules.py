@@ -11,9 +11,8 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from types import CodeType, FrameType, FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -159,13 +158,19 @@ def _of_callers(frame: FrameType | None) -> list[object]:
     return [*known.values()]
 
 
+def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
+    """type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code."""
+    return [cast("nn.Module", o) for o in objects if issubclass(type(o), nn.Module)]
+
+
 def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> nn.Module | None:
     if not parameters:
         return None
-    objects = chain(gc.get_objects(), _of_callers(sys._getframe(1)) if gc.get_freeze_count() else ())
-    # type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code.
-    modules = _with_those_below([*near, *(o for o in objects if issubclass(type(o), nn.Module))])
     asked = {id(p) for p in parameters}
+    tracked = _modules_among(gc.get_objects())
+    if gc.get_freeze_count() and not asked.issubset(held for m in tracked for held in _held(m)):
+        tracked += _modules_among(_of_callers(sys._getframe(1)))
+    modules = _with_those_below([*near, *tracked])
     held = {id(m): ids for m in modules if (ids := asked.intersection(_held(m)))}
     wanted = set[int]().union(*held.values())
     compiled = {id(m._orig_mod) for m in modules if isinstance(m, OptimizedModule)}
