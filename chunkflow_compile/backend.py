@@ -32,6 +32,7 @@ from chunkflow_compile.frames import (
     note_graph_break,
     refuse_decisions_of_a_rank,
     refuse_gradients,
+    warn_if_alone,
     warn_if_no_module_holds,
     weights_and_modules,
 )
@@ -132,6 +133,8 @@ def chunkflow(
         told=told,
     )
     compiled = lower_to_aten(graph, example_inputs, make_runner)
+    if chosen.policy != "resident" and not make_runner.programs[-1].plan.streamed:
+        warn_if_alone(index, found.values(), min_bytes)
     if progress is not None:
         progress.compiled()
     if index.root is not None and (placed is not None or _is_first_compilation()):

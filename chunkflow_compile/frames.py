@@ -25,11 +25,13 @@ from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
-from chunkflow_compile.weights.modules import held_by, hooks_of
+from chunkflow_compile.weights.modules import ModelIndex, held_by, hooks_of
 from chunkflow_compile.weights.progress import forget_at_end
 
 _log = logging.getLogger(__name__)
 
+# What evaluating the name of a source raises if it needs one of Dynamo's own functions.
+_NO_VALUE = (AttributeError, LookupError, NameError, SyntaxError, TypeError)
 # Names of diffusers' hooks that decide by values whether blocks run.
 _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 
@@ -68,11 +70,12 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
     known: dict[str, Any] = {}
     for node in graph.graph.find_nodes(op="placeholder"):
         source = getattr(getattr(node, "_dynamo_source", None), "base", None)
-        while source is not None and (name := _name(source)) not in known:
-            try:
-                known[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
-            except (AttributeError, LookupError, NameError, SyntaxError, TypeError):  # one that needs Dynamo's helpers
-                known[name] = None
+        while source is not None:
+            if (name := _name(source)) not in known:
+                try:
+                    known[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
+                except _NO_VALUE:
+                    known[name] = None
             source = getattr(source, "base", None)
     return [v for v in known.values() if issubclass(type(v), nn.Module)]
 
@@ -84,20 +87,33 @@ def _name(source: Any) -> str:
 
 def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> None:
     """Warn of the bytes of ``weights``, those of no known module, that stay on the device: those of large ones."""
-    if nbytes := sum(size for w in {id(w): w for w in weights}.values() if (size := w.nbytes) >= min_bytes):
-        _warn_of_bytes(nbytes, gc.get_freeze_count() > 0)
+    if nbytes := _large_bytes(weights, min_bytes):
+        hidden = "gc.freeze() has hidden it, or there is none"
+        _warn_once(
+            f"{nbytes:,} bytes of parameters stay on the device and are not streamed, because no module was found that holds "
+            f"them: {hidden if gc.get_freeze_count() else 'they are attributes of none'}. Call "
+            "chunkflow_compile.offload(model) before the first call; put parameters that are in no module into one, such as "
+            "torch.nn.ParameterList, and offload that."
+        )
+
+
+def warn_if_alone(index: ModelIndex, weights: Iterable[torch.Tensor], min_bytes: int) -> None:
+    """Warn of a module none of whose ``weights`` stream, if it may be a block of a model that was not found."""
+    if index.alone and (nbytes := _large_bytes(weights, min_bytes)):
+        _warn_once(
+            f"The plan streams none of the {nbytes:,} bytes of {type(index.root).__name__}. If it is a part of a model: "
+            "gc.freeze() has hidden the others, so it was planned by itself. Call chunkflow_compile.offload(model) before "
+            "the first call."
+        )
+
+
+def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
+    return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
 
 
 @functools.cache  # once for all blocks
-def _warn_of_bytes(nbytes: int, frozen: bool) -> None:
-    cause = "gc.freeze() has hidden it, or there is none" if frozen else "they are attributes of none"
-    _log.warning(
-        "%s bytes of parameters stay on the device and are not streamed, because no module was found that holds them: %s. "
-        "Call chunkflow_compile.offload(model) before the first call; put parameters that are in no module into one, such as "
-        "torch.nn.ParameterList, and offload that.",
-        f"{nbytes:,}",
-        cause,
-    )
+def _warn_once(said: str) -> None:
+    _log.warning("%s", said)
 
 
 def guard_hooks() -> None:

@@ -31,21 +31,23 @@ class ModelIndex:
     the model around it; None if no module holds them.
     ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of those that have
     memory in common with another.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
-    block.  A block is an element of an outermost ``ModuleList``, see :func:`elements`.
+    block.  A block is an element of an outermost ``ModuleList``, see :func:`elements`.  ``alone``: whether no module is known
+    around ``root``, but ``gc.freeze()`` may have hidden one.
     """
 
     root: nn.Module | None
     names: Mapping[int, tuple[str, ...]]
     blocks: Mapping[str, str]
     shared: frozenset[int] = frozenset()
+    alone: bool = False
 
     @staticmethod
-    def of(root: nn.Module) -> ModelIndex:
+    def of(root: nn.Module, alone: bool = False) -> ModelIndex:
         names: dict[int, tuple[str, ...]] = {}
         found = [(path, leaf) for name, tensor in tensors_of(root) for path, leaf in leaves(tensor, name)]
         for name, tensor in found:
             names[id(tensor)] = (*names.get(id(tensor), ()), name)
-        return ModelIndex(root, names, dict(_blocks(root, "")), overlapping(t for _, t in found))
+        return ModelIndex(root, names, dict(_blocks(root, "")), overlapping(t for _, t in found), alone)
 
     @staticmethod
     def around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = ()) -> ModelIndex:
@@ -54,8 +56,8 @@ class ModelIndex:
         ``near``: modules that are known to be around some of them.
         Raises ChunkflowError if modules hold them, but no single one holds all.
         """
-        root = _holder(parameters, near)
-        return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root)
+        root, alone = _holder(parameters, near) if parameters else (None, False)
+        return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root, alone)
 
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all of ``parameters`` belong to the model."""
@@ -163,12 +165,12 @@ def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
     return [cast("nn.Module", o) for o in objects if issubclass(type(o), nn.Module)]
 
 
-def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> nn.Module | None:
-    if not parameters:
-        return None
+def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[nn.Module | None, bool]:
+    """The module around ``parameters``, and whether one around it may be hidden."""
     asked = {id(p) for p in parameters}
     tracked = _modules_among(gc.get_objects())
-    if gc.get_freeze_count() and not asked.issubset(held for m in tracked for held in _held(m)):
+    hidden = gc.get_freeze_count() > 0 and not asked.issubset(held for m in tracked for held in _held(m))
+    if hidden:
         tracked += _modules_among(_of_callers(sys._getframe(1)))
     modules = _with_those_below([*near, *tracked])
     held = {id(m): ids for m in modules if (ids := asked.intersection(_held(m)))}
@@ -203,7 +205,10 @@ def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> nn
             "The graph's parameters belong to several models, so they have no common names: call "
             "chunkflow_compile.offload on each of them before compiling."
         )
-    return _model_around(min(ranked, key=lambda r: r[:4])[4], parents) if ranked else None
+    if not ranked:
+        return None, hidden
+    root = _model_around(min(ranked, key=lambda r: r[:4])[4], parents)
+    return root, hidden and id(root) not in parents
 
 
 def _model_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:

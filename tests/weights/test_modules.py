@@ -152,6 +152,18 @@ def test_parameters_of_no_module_are_warned_of(
     assert ("gc.freeze()" in said[0]) == frozen and "chunkflow_compile.offload(model)" in said[0]
 
 
+def test_blocks_whose_model_is_not_found_are_warned_of(
+    freeze: Callable[[], None], no_grad: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each is planned by itself, so none of its weights can stream beside another's work."""
+    blocks, twin, x = [*in_blocks(stack()).blocks], stack(), torch.randn(4, 32)
+    freeze()
+    for block, other in zip(blocks, twin.blocks, strict=True):
+        torch.testing.assert_close(block(x), other(x))
+    said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(said) == 1 and "streams none of the 16,384 bytes of Block" in said[0] and "offload(model)" in said[0]
+
+
 def test_what_the_warning_says_to_do(no_grad: None, caplog: pytest.LogCaptureFixture) -> None:
     loose = nn.Parameter(torch.randn(32, 64)), nn.Parameter(torch.randn(64, 32))
     x, run = torch.randn(4, 32), compiled(lambda x, a, b: torch.tanh(x @ a) @ b)
