@@ -133,8 +133,7 @@ def chunkflow(
         told=told,
     )
     compiled = lower_to_aten(graph, example_inputs, make_runner)
-    if chosen.policy != "resident" and not make_runner.programs[-1].plan.streamed:
-        warn_if_alone(index, found.values(), min_bytes)
+    warn_if_alone(index, make_runner.programs[-1])
     if progress is not None:
         progress.compiled()
     if index.root is not None and (placed is not None or _is_first_compilation()):

@@ -23,6 +23,7 @@ from chunkflow_compile.lowering.warm_up import await_warm_up, warm_up
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
 from chunkflow_compile.weights.modules import ModelIndex, held_by, hooks_of
@@ -54,10 +55,18 @@ def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: in
     """
     modules = _read_from(graph)
     weights = [v for v in inputs if isinstance(v, (nn.Parameter, HostWeight))]
-    if not weights and modules:
-        held = held_by(modules)
-        weights = [v for v in inputs if any(id(t) in held and t.nbytes >= min_bytes for _, t in leaves(v))]
-    return weights, modules
+    if weights or not modules:
+        return weights, modules
+    held = held_by(modules)
+    buffers = {id(t): t for v in inputs for _, t in leaves(v) if id(t) in held and t.nbytes >= min_bytes}
+    if any(buffers.keys() <= held_by([module]) for module in modules):
+        return [*buffers.values()], modules
+    nbytes = _large_bytes(buffers.values(), min_bytes)
+    _warn_once(
+        f"{nbytes:,} bytes of buffers stay on the device and are not streamed, because they belong to several models: call "
+        "chunkflow_compile.offload on each of them before the first call."
+    )
+    return [], modules
 
 
 def _read_from(graph: GraphModule) -> list[nn.Module]:
@@ -97,9 +106,10 @@ def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> 
         )
 
 
-def warn_if_alone(index: ModelIndex, weights: Iterable[torch.Tensor], min_bytes: int) -> None:
-    """Warn of a module none of whose ``weights`` stream, if it may be a block of a model that was not found."""
-    if index.alone and (nbytes := _large_bytes(weights, min_bytes)):
+def warn_if_alone(index: ModelIndex, program: Program) -> None:
+    """Warn of a module none of whose weights stream, if it may be a block of a model that was not found."""
+    nbytes = sum(w.nbytes for w in program.problem.weights if w.name in program.offloaded)
+    if index.alone and nbytes and not program.plan.streamed:
         _warn_once(
             f"The plan streams none of the {nbytes:,} bytes of {type(index.root).__name__}. If it is a part of a model: "
             "gc.freeze() has hidden the others, so it was planned by itself. Call chunkflow_compile.offload(model) before "

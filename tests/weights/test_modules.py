@@ -197,3 +197,18 @@ def test_a_model_of_buffers_only_streams(freeze: Callable[[], None], no_grad: No
     run = compiled(model)
     freeze()
     assert_streams(model, run)
+
+
+def test_buffers_of_several_models_are_warned_of(no_grad: None, caplog: pytest.LogCaptureFixture) -> None:
+    tables = [nn.Module(), nn.Module()]
+    for table in tables:
+        table.register_buffer("values", torch.randn(8, 151))
+    function, x = lambda x: x @ tables[0].values + x @ tables[1].values, torch.randn(4, 8)
+    expected = function(x)
+    torch.testing.assert_close(compiled(function)(x), expected)
+    assert f"{2 * 8 * 151 * 4:,} bytes of buffers stay on the device" in caplog.text
+    torch._dynamo.reset()
+    for table in tables:
+        offload(table, min_bytes=4096)
+    torch.testing.assert_close(compiled(function)(x), expected)
+    assert all(programs(table) for table in tables)
