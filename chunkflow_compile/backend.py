@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,6 +34,9 @@ from chunkflow_compile.frames import (
     refuse_decisions_of_a_rank,
     refuse_gradient_buckets,
     refuse_gradients,
+    warn_if_alone,
+    warn_if_no_module_holds,
+    weights_and_modules,
 )
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
@@ -59,7 +62,14 @@ from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kin
 from chunkflow_compile.runtime.runner import Runner
 from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.runtime.tables import Tables
-from chunkflow_compile.tracing import describe_graph, describe_parameters, lower_to_aten, move_tables, weights_among
+from chunkflow_compile.tracing import (
+    NO_MODULE,
+    describe_graph,
+    describe_parameters,
+    lower_to_aten,
+    move_tables,
+    weights_among,
+)
 from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
@@ -87,7 +97,7 @@ def chunkflow(
     check_compile_cache(needed=chosen.lowering != "eager")
     refuse_gradient_buckets(graph)
     note_graph_break(graph)
-    index, placed = _index([v for v in example_inputs if isinstance(v, (nn.Parameter, HostWeight))])
+    index, placed = _index(*weights_and_modules(graph, example_inputs, chosen.min_bytes))
     min_bytes = chosen.min_bytes if placed is None else placed
     found = weights_among(example_inputs, index)
     if not found:
@@ -103,6 +113,8 @@ def chunkflow(
     if chosen.lowering != "eager":
         warm_up(device)
     parameters = describe_parameters(example_inputs, index, min_bytes)
+    if chosen.policy != "resident":
+        warn_if_no_module_holds((found[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
     part = is_part(found.values(), index.root, min_bytes)
     if part:
         guard_hooks()
@@ -128,6 +140,7 @@ def chunkflow(
         told=told,
     )
     compiled = lower_to_aten(graph, example_inputs, make_runner)
+    warn_if_alone(index, make_runner.programs[-1])
     if progress is not None:
         progress.compiled()
     if index.root is not None and (placed is not None or _is_first_compilation()):
@@ -261,8 +274,11 @@ def run_passes(
     return stage, folder
 
 
-def _index(weights: Sequence[torch.Tensor]) -> tuple[ModelIndex, int | None]:
-    """Names and blocks of the model around ``weights``, and the least bytes that it was placed with, None if it was not."""
+def _index(weights: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[ModelIndex, int | None]:
+    """Names and blocks of the model around ``weights``, and the least bytes that it was placed with, None if it was not.
+
+    ``near``: modules that Dynamo read inputs from.
+    """
     parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
     placements = placements_around(parameters)
     least = min((p.min_bytes for p in placements), default=None)
@@ -273,7 +289,8 @@ def _index(weights: Sequence[torch.Tensor]) -> tuple[ModelIndex, int | None]:
     if indices and all(home_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
         names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
         return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
-    return ModelIndex.around(parameters), None
+    index = ModelIndex.around(parameters, near)
+    return index, least if any(p.root is index.root for p in placements) else None
 
 
 def _place(
@@ -291,22 +308,26 @@ def _place(
     The session ends with the first of the placements that its weights belong to.
     """
     while True:
-        around = placements_around(parameters.values())
+        around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
         if not around or _missing(parameters, wanted):
             index = _around(list(parameters.values()), seen())
-            if index.root is None:  # no module to attach the session to: it ends with the parameter
-                session = start(Arena(device))
-                next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
-                return session
-            around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes), *around]))
-            names = index.names
+            names.update(index.names)
+            if index.root is not None:
+                around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes), *around]))
+            loose = {name: p for name, p in parameters.items() if home_of(p) is None and id(p) not in names}
+            _refuse_copies(loose)
+            warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
+        if not around:  # no module to attach the session to: it ends with the parameter
+            session = start(Arena(device))
+            next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
+            return session
         with contextlib.ExitStack() as held:
             held.enter_context(compile_lock)  # no other thread may trace hooks while they are added
             for placement in sorted(around, key=id):
                 held.enter_context(placement.lock())
             if not all(placement.lasts for placement in around):
                 continue  # another thread restored the model meanwhile
-            if missing := _missing(parameters, wanted):
+            if missing := [p for p in _missing(parameters, wanted) if id(p) in names]:
                 around[0].move((names[id(p)], p) for p in missing)
             session = start(around[0].arena(kind))
             for placement in around:
@@ -317,6 +338,16 @@ def _place(
 def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
     """The weights to move into a store: those ``wanted``, and those that lie in host memory but in no store."""
     return [p for name, p in parameters.items() if home_of(p) is None and (name in wanted or isinstance(p, HostWeight))]
+
+
+def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
+    """Raise ChunkflowError for weights of no known module that are copies of offloaded ones: their bytes are in no store."""
+    for name, weight in loose.items():
+        if isinstance(weight, HostWeight):
+            raise ChunkflowError(
+                f"{name} is a copy of an offloaded weight, and no module was found that holds it: call "
+                "chunkflow_compile.offload(model) on the copied model before its first call."
+            )
 
 
 def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> ModelIndex:

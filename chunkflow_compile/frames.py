@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._dynamo import config
 from torch._dynamo.callback import callback_handler
+from torch._dynamo.symbolic_convert import InstructionTranslator
 from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
@@ -20,13 +23,16 @@ from chunkflow_compile.lowering.warm_up import await_warm_up, warm_up
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import leaves_of
-from chunkflow_compile.weights.modules import hooks_of
+from chunkflow_compile.weights.leaves import leaves, leaves_of
+from chunkflow_compile.weights.modules import ModelIndex, held_by, hooks_of
 from chunkflow_compile.weights.progress import forget_at_end
 
 _log = logging.getLogger(__name__)
 
+# What evaluating the name of a source raises if it needs one of Dynamo's own functions.
+_NO_VALUE = (AttributeError, LookupError, NameError, SyntaxError, TypeError)
 # Names of diffusers' hooks that decide by values whether blocks run.
 _DECIDES_BY_VALUES = {"fbc_leader_block_hook"}
 
@@ -40,6 +46,84 @@ def lower_without_weights(
     warm_up(next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu")))
     await_warm_up()
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
+
+
+def weights_and_modules(graph: GraphModule, inputs: Sequence[Any], min_bytes: int) -> tuple[list[Any], list[nn.Module]]:
+    """The weights among the inputs of a Dynamo graph, and the modules that Dynamo read inputs from.
+
+    Weights are parameters; where there are none, the buffers of these modules of at least ``min_bytes``.
+    """
+    modules = _read_from(graph)
+    weights = [v for v in inputs if isinstance(v, (nn.Parameter, HostWeight))]
+    if weights or not modules:
+        return weights, modules
+    held = held_by(modules)
+    buffers = {id(t): t for v in inputs for _, t in leaves(v) if id(t) in held and t.nbytes >= min_bytes}
+    if any(buffers.keys() <= held_by([module]) for module in modules):
+        return [*buffers.values()], modules
+    nbytes = _large_bytes(buffers.values(), min_bytes)
+    _warn_once(
+        f"{nbytes:,} bytes of buffers stay on the device and are not streamed, because they belong to several models: call "
+        "chunkflow_compile.offload on each of them before the first call."
+    )
+    return [], modules
+
+
+def _read_from(graph: GraphModule) -> list[nn.Module]:
+    """The modules on the way from the variables of the frame that Dynamo compiles to the inputs of its graph."""
+    try:
+        frame = InstructionTranslator.current_tx()
+        scope: dict[str, Any] = {"L": frame.f_locals, "G": frame.f_globals}
+    except AttributeError:  # Dynamo is not at work in this thread
+        return []
+    known: dict[str, Any] = {}
+    for node in graph.graph.find_nodes(op="placeholder"):
+        source = getattr(getattr(node, "_dynamo_source", None), "base", None)
+        while source is not None:
+            if (name := _name(source)) not in known:
+                try:
+                    known[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
+                except _NO_VALUE:
+                    known[name] = None
+            source = getattr(source, "base", None)
+    return [v for v in known.values() if issubclass(type(v), nn.Module)]
+
+
+def _name(source: Any) -> str:
+    """The name of a source, which is a method in some releases."""
+    return str(source.name() if callable(source.name) else source.name)
+
+
+def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> None:
+    """Warn of the bytes of ``weights``, those of no known module, that stay on the device: those of large ones."""
+    if nbytes := _large_bytes(weights, min_bytes):
+        hidden = "gc.freeze() has hidden it, or there is none"
+        _warn_once(
+            f"{nbytes:,} bytes of parameters stay on the device and are not streamed, because no module was found that holds "
+            f"them: {hidden if gc.get_freeze_count() else 'they are attributes of none'}. Call "
+            "chunkflow_compile.offload(model) before the first call; put parameters that are in no module into one, such as "
+            "torch.nn.ParameterList, and offload that."
+        )
+
+
+def warn_if_alone(index: ModelIndex, program: Program) -> None:
+    """Warn of a module none of whose weights stream, if it may be a block of a model that was not found."""
+    nbytes = sum(w.nbytes for w in program.problem.weights if w.name in program.offloaded)
+    if index.alone and nbytes and not program.plan.streamed:
+        _warn_once(
+            f"The plan streams none of the {nbytes:,} bytes of {type(index.root).__name__}. If it is a part of a model: "
+            "gc.freeze() has hidden the others, so it was planned by itself. Call chunkflow_compile.offload(model) before "
+            "the first call."
+        )
+
+
+def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
+    return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
+
+
+@functools.cache  # once for all blocks
+def _warn_once(said: str) -> None:
+    _log.warning("%s", said)
 
 
 def guard_hooks() -> None:

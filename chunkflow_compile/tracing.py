@@ -28,6 +28,8 @@ from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.streamable import why_not
 
 # ATen's ops for Tensor.to and Tensor.cuda.
+# Why a parameter stays on the device that is an attribute of no module, or of none that can be found.
+NO_MODULE = "no module holds it"
 _MOVES = (torch.ops.aten._to_copy.default,)
 
 
@@ -131,7 +133,7 @@ def _describe(index: int, inside: str, parameter: torch.Tensor, model: ModelInde
     keep = why_not(parameter, model, inside)
     if keep is None and home is None:
         if id(parameter) not in model.names:
-            keep = "no module holds it"
+            keep = NO_MODULE
         elif nbytes < min_bytes:
             keep = f"small: {nbytes} bytes"
     drive = home is not None and home.drive is not None

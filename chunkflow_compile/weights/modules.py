@@ -1,15 +1,18 @@
 """Which module owns which parameter, found by identity from the parameters alone.
 
-A backend gets parameters and a graph, not the model.  The modules that hold the parameters are searched for among the
-objects that Python's garbage collector tracks, once per compilation.
+A backend gets parameters and a graph, not the model.  The modules that hold the parameters are searched for once per
+compilation: among those that Dynamo read the parameters from, the objects that Python's garbage collector tracks, and, after
+``gc.freeze()``, which hides objects from it, what the callers hold.
 """
 
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -28,32 +31,35 @@ class ModelIndex:
     the model around it; None if no module holds them.
     ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of those that have
     memory in common with another.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
-    block.  A block is an element of an outermost ``ModuleList``, see :func:`elements`.
+    block.  A block is an element of an outermost ``ModuleList``, see :func:`elements`.  ``alone``: whether no module is known
+    around ``root``, but ``gc.freeze()`` may have hidden one.
     """
 
     root: nn.Module | None
     names: Mapping[int, tuple[str, ...]]
     blocks: Mapping[str, str]
     shared: frozenset[int] = frozenset()
+    alone: bool = False
 
     @staticmethod
-    def of(root: nn.Module) -> ModelIndex:
+    def of(root: nn.Module, alone: bool = False) -> ModelIndex:
         names: dict[int, tuple[str, ...]] = {}
         found = [(path, leaf) for name, tensor in tensors_of(root) for path, leaf in leaves(tensor, name)]
         for name, tensor in found:
             names[id(tensor)] = (*names.get(id(tensor), ()), name)
-        return ModelIndex(root, names, dict(_blocks(root, "")), overlapping(t for _, t in found))
+        return ModelIndex(root, names, dict(_blocks(root, "")), overlapping(t for _, t in found), alone)
 
     @staticmethod
-    def around(parameters: Sequence[nn.Parameter]) -> ModelIndex:
-        """The index of the module that holds all of ``parameters``.
+    def around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = ()) -> ModelIndex:
+        """The index of the module that holds all of ``parameters`` that any module holds.
 
+        ``near``: modules that are known to be around some of them.
         Raises ChunkflowError if modules hold them, but no single one holds all.
         """
-        root = _holder(parameters)
-        return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root)
+        root, alone = _holder(parameters, near) if parameters else (None, False)
+        return ModelIndex(None, {}, {}) if root is None else ModelIndex.of(root, alone)
 
-    def covers(self, parameters: Sequence[nn.Parameter]) -> bool:
+    def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all of ``parameters`` belong to the model."""
         return all(id(p) in self.names for p in parameters)
 
@@ -112,20 +118,71 @@ def _held(module: nn.Module) -> Iterator[int]:
                     yield id(leaf)
 
 
-def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
-    if not parameters:
-        return None
-    wanted = {id(p) for p in parameters}
-    # type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code.
-    modules = [o for o in gc.get_objects() if issubclass(type(o), nn.Module)]
+def held_by(modules: Iterable[nn.Module]) -> set[int]:
+    """The ids of the tensors with bytes that modules hold, directly or below."""
+    return {held for module in _with_those_below(modules) for held in _held(module)}
+
+
+def _with_those_below(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    known, todo = dict[int, nn.Module](), [*modules][::-1]
+    while todo:
+        if id(module := todo.pop()) not in known:
+            known[id(module)] = module
+            todo += _children(module)
+    return [*known.values()]
+
+
+def _children(module: nn.Module) -> list[nn.Module]:
+    """The modules directly below; get: another thread may be constructing it."""
+    return [child for child in [*module.__dict__.get("_modules", {}).values()] if child is not None]
+
+
+# What is around code everywhere, and holds half of the process.
+_ENDS = (CodeType, FrameType, FunctionType, ModuleType, type)
+# From a variable to an element of a list in an attribute of an attribute: an object and its __dict__, twice, and the list.
+# Each step takes longer: five take 0.7 s in a compilation of 20 s.
+_STEPS = 5
+
+
+def _of_callers(frame: FrameType | None) -> list[object]:
+    """What a frame and its callers hold in variables, and in attributes and lists near these."""
+    spaces, near = dict[int, dict[str, object]](), list[object]()
+    while frame is not None:
+        near += [*frame.f_locals.values()]
+        spaces[id(frame.f_globals)] = frame.f_globals
+        frame = frame.f_back
+    near += [value for space in spaces.values() for value in [*space.values()]]
+    known = dict[int, object]()
+    for step in range(_STEPS + 1):
+        near = [o for o in (gc.get_referents(*near) if step else near) if not issubclass(type(o), _ENDS)]
+        near = [*{id(o): o for o in near if id(o) not in known}.values()]
+        known.update((id(o), o) for o in near)
+    return [*known.values()]
+
+
+def _modules_among(objects: Iterable[object]) -> list[nn.Module]:
+    """type(), not isinstance(): asking a lazy proxy for its class could run arbitrary code."""
+    return [cast("nn.Module", o) for o in objects if issubclass(type(o), nn.Module)]
+
+
+def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[nn.Module | None, bool]:
+    """The module around ``parameters``, and whether one around it may be hidden."""
+    asked = {id(p) for p in parameters}
+    tracked = _modules_among(gc.get_objects())
+    hidden = gc.get_freeze_count() > 0 and not asked.issubset(held for m in tracked for held in _held(m))
+    if hidden:
+        tracked += _modules_among(_of_callers(sys._getframe(1)))
+    modules = _with_those_below([*near, *tracked])
+    held = {id(m): ids for m in modules if (ids := asked.intersection(_held(m)))}
+    wanted = set[int]().union(*held.values())
     compiled = {id(m._orig_mod) for m in modules if isinstance(m, OptimizedModule)}
     compiled |= {id(m) for m in modules if m.__dict__.get("_compiled_call_impl") is not None}
     parents: dict[int, list[nn.Module]] = {}
     for module in modules:
         if not isinstance(module, OptimizedModule):
-            for child in module.__dict__.get("_modules", {}).values():  # get: another thread may be constructing it
+            for child in _children(module):
                 parents.setdefault(id(child), []).append(module)
-    todo = [m for m in modules if not wanted.isdisjoint(_held(m))]
+    todo = [m for m in modules if id(m) in held]
     candidates: dict[int, nn.Module] = {}
     while todo:
         module = todo.pop()
@@ -148,7 +205,10 @@ def _holder(parameters: Sequence[nn.Parameter]) -> nn.Module | None:
             "The graph's parameters belong to several models, so they have no common names: call "
             "chunkflow_compile.offload on each of them before compiling."
         )
-    return _model_around(min(ranked, key=lambda r: r[:4])[4], parents) if ranked else None
+    if not ranked:
+        return None, hidden
+    root = _model_around(min(ranked, key=lambda r: r[:4])[4], parents)
+    return root, hidden and id(root) not in parents
 
 
 def _model_around(module: nn.Module, parents: Mapping[int, list[nn.Module]]) -> nn.Module:
