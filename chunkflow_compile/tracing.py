@@ -27,9 +27,9 @@ from chunkflow_compile.weights.meeting import ranks_of
 from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.streamable import why_not
 
-# ATen's ops for Tensor.to and Tensor.cuda.
 # Why a parameter stays on the device that is an attribute of no module, or of none that can be found.
 NO_MODULE = "no module holds it"
+# ATen's ops for Tensor.to and Tensor.cuda.
 _MOVES = (torch.ops.aten._to_copy.default,)
 
 
