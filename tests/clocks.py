@@ -11,10 +11,12 @@ class OwnClock:
     """Time passes only while all of its ``threads`` sleep, and then at once, to the end of the shortest sleep.
 
     Of several threads, one runs at a time from its first sleep on.  Each says at its end that it is :meth:`over`.
+    ``tick``: seconds that also pass whenever it is read, so that nothing takes no time at all.
     """
 
-    def __init__(self, threads: int = 1) -> None:
+    def __init__(self, threads: int = 1, tick: float = 0.0) -> None:
         self._threads = threads
+        self._tick = tick
         self._time = 0.0
         self._changed = threading.Condition()
         self._due: list[tuple[float, int]] = []  # of the sleepers: when, and a number of their own
@@ -26,7 +28,9 @@ class OwnClock:
         return HostClock(self.now, self.sleep)
 
     def now(self) -> float:
-        return self._time
+        with self._changed:
+            self._time += self._tick
+            return self._time
 
     def sleep(self, seconds: float) -> None:
         with self._changed:
@@ -34,7 +38,9 @@ class OwnClock:
             mine = self._time + max(0.0, seconds), self._sleeps
             self._due.append(mine)
             self._wake()
-            assert self._changed.wait_for(lambda: mine not in self._due, timeout=300), "a thread neither sleeps nor ends"
+            assert self._changed.wait_for(lambda: mine not in self._due, timeout=300), (
+                "a thread neither sleeps nor ends"
+            )
 
     def over(self) -> None:
         """The calling thread sleeps no more."""
