@@ -30,9 +30,9 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.names import OPTIONAL_PASSES, STAGES, Yield
 from chunkflow_compile.passes.ops import PREFETCH
-from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Settings, Stage, make_cut, make_plan, stages
-from chunkflow_compile.passes.placement.search import Yield
+from chunkflow_compile.passes.pipeline import Settings, Stage, make_cut, make_plan, stages
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.program.verify import verify

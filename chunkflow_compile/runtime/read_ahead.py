@@ -259,8 +259,17 @@ class ReadAhead:
 
     def _own(self, order: Order, number: int, memory: RingMemory, others: Leader | None = None) -> OwnRun:
         spare = partial(RingMemory.own, self._wanted, self._pin)  # the run does not keep the reader
-        emulated = {"rate": self._rate, "clock": self._clock}
-        return OwnRun(order, number, memory, self._wanted, spare, **emulated, beside=self._beside, others=others)
+        return OwnRun(
+            order,
+            number,
+            memory,
+            self._wanted,
+            spare,
+            rate=self._rate,
+            beside=self._beside,
+            others=others,
+            clock=self._clock,
+        )
 
     def _own_ring(self) -> RingMemory:
         if self._ring is None or self._ring.bytes.numel() < self._wanted:
