@@ -84,8 +84,9 @@ def nameless(file: str) -> bool:
 
 
 def kill(folder: str, rank: int) -> None:
-    """Note what this process holds, and kill it."""
-    Path(folder, f"held{rank}").write_text(" ".join(inodes(Path("/proc/self"))))
+    """Note what this process holds and has not inherited, and kill it."""
+    mine = inodes(Path("/proc/self")) - inodes(Path(f"/proc/{os.getppid()}"))
+    Path(folder, f"held{rank}").write_text(" ".join(mine))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
