@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE =
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
 
-# mypy uses one core: the tests start beside it.
+# Nine minutes on two cores of an AMD EPYC at 2.6 GHz; so are the minutes below.  mypy uses one core: the tests start beside it.
 test: $(VENV)/ready
 	$(MAKE) --no-print-directory -j 2 lint types unit
 

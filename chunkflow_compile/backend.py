@@ -45,7 +45,8 @@ from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.pipeline import Settings, Stage, StageName, stages
+from chunkflow_compile.passes.names import StageName
+from chunkflow_compile.passes.pipeline import Settings, Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem

@@ -13,22 +13,22 @@ import torch
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.regions import DEFAULT_GROUP_BYTES
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import (
+    DEFAULT_CHUNK_BYTES,
+    DEFAULT_GROUP_BYTES,
+    DEFAULT_MIN_BYTES,
+    POLICIES,
+    Policy,
+    Yield,
+)
 from chunkflow_compile.passes.pipeline import Settings, check_disabled
-from chunkflow_compile.passes.placement.place import POLICIES, Policy
-from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.units import parse_bytes
 
-# Starting a copy takes 5 to 10 us and moving 1 MiB 35 us at 30 GB/s, so smaller copies waste much of the link.  Smaller
-# parameters (biases, norms, modulation tables) make up less than 1 % of a DiT.
-DEFAULT_MIN_BYTES = 1 << 20
-# The best of 4, 16, 64 and 256 MiB in the paper: a collective waits for one chunk at most, which is 0.6 ms on PCIe 5.
-DEFAULT_CHUNK_BYTES = 16 << 20
 DEBUG = ("poison", "threads")
 # Field -> name of the option, if that is a keyword of Python.
 ALIASES = {"yields": "yield"}

@@ -9,7 +9,7 @@ from torch import nn
 
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.placement.place import Policy
+from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.placement import placements_of
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.runtime.codes import Code

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, Protocol, get_args
+from typing import Protocol
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.graph.discover import discover
-from chunkflow_compile.passes.graph.regions import DEFAULT_GROUP_BYTES, Cut, cut
+from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.placement.place import Policy, place
-from chunkflow_compile.passes.placement.search import Yield
+from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.program.course import Call, Course, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
@@ -29,20 +28,9 @@ from chunkflow_compile.passes.program.verify import Proof, verify
 
 from .errors import ChunkflowError
 from .hardware import Hardware
+from .names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, OPTIONAL_PASSES, Policy, StageName, Yield
 from .plan import Plan
 from .problem import Problem
-
-StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
-STAGES: tuple[StageName, ...] = get_args(StageName)
-
-# Passes that can be left out, to see whether one of them causes a fault.  Later passes need all others.
-OPTIONAL_PASSES: Mapping[str, str] = {
-    "views": "pieces that hold only views are moved into the regions around them",
-    "sharing": "equal regions are lowered once",
-    "refine": "short programs are improved chunk by chunk",
-    "course": "programs that run in turns are planned as one",
-    "verify": "the program is proved safe before it runs",
-}
 
 
 class PlanCache(Protocol):
@@ -64,7 +52,7 @@ class Settings:
 
     hardware: Hardware
     policy: Policy = "chunkflow"
-    chunk_bytes: int = 16 << 20
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES
     group_bytes: int = DEFAULT_GROUP_BYTES
     memory: int | None = None
     slowdown: float | None = None

@@ -25,9 +25,14 @@ import torch
 import torch.distributed as dist
 from torch._dynamo.utils import counters
 
-# An example may take as long as it likes: on a machine with other work, 200 ms pass in any of them.
-hypothesis.settings.register_profile("chunkflow", deadline=None)
+# An example may take as long as it likes, and so may its making: on a machine with other work, 200 ms pass in any of them.
+hypothesis.settings.register_profile(
+    "chunkflow", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
 hypothesis.settings.load_profile("chunkflow")
+
+# Seconds after which a test that waits for something gives up: it hangs, on however slow a machine.
+WITHIN = 300.0
 
 # Where models and profiles for tests lie.
 HERE = Path(__file__).parent

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from conftest import WITHIN
 
 from chunkflow_compile.runtime.drive_runs import Item, Order, OwnRun
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, Start
@@ -20,7 +21,6 @@ from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveBytes, DriveFile
 
-WITHIN = 20.0
 CONTENT = random.Random(0).randbytes(4096)
 EIGHT = [(64 * i + i, 64) for i in range(8)]
 
@@ -39,7 +39,7 @@ class Event:
         self._reached.set()
 
     def synchronize(self) -> None:
-        self._reached.wait(10)
+        assert self._reached.wait(WITHIN)
 
 
 def cycle_of(file: DriveFile, spans: list[tuple[int, int]]) -> list[tuple[tuple[str, int, int], DriveBytes]]:
@@ -161,9 +161,9 @@ def meet(ranks: Sequence[Rank], start: bool = True) -> None:
     """Begin, and go on until the others take what the first rank reads."""
     if start:
         in_step(ranks, Rank.start)
-    for _ in range(50):
+
+    def together() -> bool:
         in_step(ranks, lambda rank: (rank.copies(len(rank.cycle)), rank.call())[0])
-        if not any(rank.alone for rank in ranks):
-            return
-        time.sleep(0.01)
-    raise AssertionError("each one reads alone")
+        return not any(rank.alone for rank in ranks)
+
+    eventually(together)

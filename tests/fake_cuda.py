@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from conftest import WITHIN
 
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream, end_with
 from chunkflow_compile.weights.bytes import copy_host_bytes
 
@@ -24,11 +26,13 @@ class FakeStream:
 
     def wait_event(self, event: FakeEvent) -> None:
         self.awaited.append(event)
-        self.stream.wait(event.event)
+        with self.cuda.copying() if self is self.cuda.callers else contextlib.nullcontext():
+            self.stream.wait(event.event)
 
     def synchronize(self) -> None:
         self.cuda.calls["synchronize"] += 1
-        self.stream.synchronize()
+        with self.cuda.copying():
+            self.stream.synchronize()
 
 
 class FakeEvent:
@@ -45,7 +49,8 @@ class FakeEvent:
 
     def synchronize(self) -> None:
         self.cuda.calls["synchronize"] += 1
-        self.event.block(self.event.made)
+        with self.cuda.copying():
+            self.event.block(self.event.made)
 
     def elapsed_time(self, end: FakeEvent) -> float:
         assert self.timed and end.timed and self.query() and end.query(), "as torch.cuda.Event asks for"
@@ -54,16 +59,19 @@ class FakeEvent:
 
 class FakeCuda:
     """``copy_s``: least seconds of a copy.  ``calls``: number of calls by method; ``pinned``: address -> bytes; ``names``:
-    the ranges that a profiler would show."""
+    the ranges that a profiler would show.  ``late``: copies begin only while the caller's stream waits for some."""
 
-    def __init__(self, copy_s: float = 0.0) -> None:
+    def __init__(self, copy_s: float = 0.0, clock: HostClock = MONOTONIC, late: bool = False) -> None:
         self.copy_s = copy_s
-        self.engine = Engine(("copy",))
+        self.clock = clock
+        self.late = late
+        self._waiting = threading.Event()
+        self.engine = Engine(("copy",), clock=clock)
         end_with(self, self.engine)
         self.calls: Counter[str] = Counter()
         self.pinned: dict[int, int] = {}
         self.names: list[str] = []
-        self.callers = self._current = FakeStream(self, CallingStream())
+        self.callers = self._current = FakeStream(self, CallingStream(clock))
 
     def stream(self) -> FakeStream:
         self.calls["stream"] += 1
@@ -79,6 +87,15 @@ class FakeCuda:
             yield
         finally:
             self._current = self.callers
+
+    @contextlib.contextmanager
+    def copying(self) -> Iterator[None]:
+        """While the caller waits."""
+        self._waiting.set()
+        try:
+            yield
+        finally:
+            self._waiting.clear()
 
     def event(self, timed: bool) -> FakeEvent:
         self.calls["event"] += 1
@@ -107,7 +124,8 @@ class FakeCuda:
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         def work() -> None:
-            time.sleep(self.copy_s)
+            assert not self.late or self._waiting.wait(WITHIN)
+            self.clock.sleep(self.copy_s)
             copy_host_bytes(target, source)
 
         assert self._current is not self.callers, "copies have a stream of their own"

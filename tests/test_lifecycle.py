@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import HERE, OPTIONS, RESIDENT
+from conftest import HERE, OPTIONS, RESIDENT, WITHIN
 from helpers import Stack
 from torch import nn
 
@@ -94,7 +94,7 @@ def test_dropping_a_model_frees_its_weights_and_its_thread(no_grad: None) -> Non
     model, slot = use()
     gc.collect()
     for thread in set(threading.enumerate()) - before:
-        thread.join(timeout=5)
+        thread.join(WITHIN)
     gc.collect()  # frees what a closing thread held during the first collection
     assert model() is None and slot() is None
     assert not {t for t in threading.enumerate() if t.name.startswith("chunkflow")} - before
@@ -243,7 +243,7 @@ def test_a_process_that_ends_with_copies_under_way_ends_well(debug: str) -> None
     path = os.pathsep.join(filter(None, [str(HERE), os.environ.get("PYTHONPATH")]))
     environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}  # torch cannot use a GPU after a fork
     command = [sys.executable, "-c", ENDING % debug]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=2 * WITHIN, check=False)
     assert (done.returncode, done.stdout) == (0, 3 * "over\n"), done.stderr
 
 

@@ -15,10 +15,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from clocks import OwnClock
 from conftest import HERE, MODEL, OPTIONS, SIZES
 from helpers import Block, Stack, UlyssesStack
 from problems import CHUNK, blocks_problem
 from problems import MACHINE as NUMBERS
+from schedules import ranked
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -28,15 +30,16 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.names import OPTIONAL_PASSES, STAGES, Yield
 from chunkflow_compile.passes.ops import PREFETCH
-from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Settings, Stage, make_cut, make_plan, stages
-from chunkflow_compile.passes.placement.search import Yield
+from chunkflow_compile.passes.pipeline import Settings, Stage, make_cut, make_plan, stages
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
 from chunkflow_compile.passes.program.verify import verify
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.stages import annotator
+from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.measurement import Measured
 from chunkflow_compile.tracing import trace
 
@@ -266,11 +269,14 @@ def test_a_run_leaves_its_stages_and_what_it_measured(tmp_path: Path, no_grad: N
 
 
 def test_a_wait_is_measured_in_the_window_that_waits(no_grad: None) -> None:
-    import time
-
+    """Compute comes first and takes no time; a copy of one weight takes 0.2 s."""
+    clock = OwnClock()
+    device = ThreadsDevice(ranked("compute", "collective", "copy"), clock=clock.host)
+    options = {**OPTIONS, "group_bytes": 1, "arena": chunkflow_compile.Arena(make=lambda *_: device)}
     model = Stack(3).eval()
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "group_bytes": 1})
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     run(torch.randn(4, 8))
+    device.copy.synchronize()
     (program,) = chunkflow_compile.programs(model)
     executor = program.executor
     target = next(w for w in program.plan.streamed if w.name == "blocks.1.down.weight")
@@ -278,15 +284,18 @@ def test_a_wait_is_measured_in_the_window_that_waits(no_grad: None) -> None:
 
     def slow(to: torch.Tensor, source: torch.Tensor) -> None:
         if to.untyped_storage().data_ptr() and source.data_ptr() == executor.binding.hosts[target.name].data_ptr():
-            time.sleep(0.2)
+            clock.sleep(0.2)
         copy(to, source)
 
-    executor.device.copy_bytes = slow
+    device.copy_bytes = slow
+    device.engine.pause()  # until the host has enqueued the step
     run(torch.randn(4, 8))
+    device.copy.synchronize()
     step = program.measurements[-1]
-    waited = step.windows.exposed_s
-    assert max(range(len(waited)), key=waited.__getitem__) == target.first_use
-    assert waited[target.first_use] > 0.1 and step.exposed_h2d_s == pytest.approx(sum(waited)) and step.copy_s > 0.2
+    waited = [0.0] * len(program.plan.regions)
+    waited[target.first_use] = 0.2
+    assert step.windows.exposed_s.tolist() == pytest.approx(waited)  # type: ignore[attr-defined]
+    assert step.exposed_h2d_s == step.copy_s == pytest.approx(0.2)
     stall = chunkflow_compile.explain(run).stalls[0]
     assert stall.window == target.first_use and target.name in stall.weights
 

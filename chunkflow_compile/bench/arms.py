@@ -8,7 +8,8 @@ from typing import Any
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.placement.place import BUDGETED, POLICIES, Policy
+from chunkflow_compile.passes.names import POLICIES, Policy
+from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.placement.policies import blocks_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from dataclasses import dataclass, replace
 
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -39,7 +38,7 @@ def link_error(link: LinkEmulation) -> LinkError:
 
 def chain(port: Port, lane: LaneName, count: int) -> float:
     """Bytes/s of ``count`` transfers of 1 MiB in one lane, each sent when the one before has ended."""
-    start = since = time.monotonic()
+    start = since = port.clock.now()
     for _ in range(count):
         since = port.send(lane, _TRANSFER, since)
     return count * _TRANSFER / (since - start)

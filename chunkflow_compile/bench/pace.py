@@ -7,28 +7,31 @@ sleeps until its duration is over, so the duration holds as long as the slack co
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from chunkflow_compile.runtime.codes import Code
+from chunkflow_compile.runtime.host_clock import MONOTONIC, HostClock
+
+if TYPE_CHECKING:
+    from chunkflow_compile.runtime.codes import Code
 
 # Durations over the measured ones.  On two shared cores, most steps were at most 1.4 times as long as the median.
 PACE = 1.5
 
 
-def paced(code: Code, compute_s: Sequence[float], pace: float) -> Code:
+def paced(code: Code, compute_s: Sequence[float], pace: float, clock: HostClock = MONOTONIC) -> Code:
     """``code`` with each region as long as ``pace`` times its measured compute.
 
     ``compute_s``: seconds of each region of a step, in program order.  Regions that share their code share the mean.
+    ``clock``: by which they last.
     """
     names = [str(n.target) for n in code.program.module.graph.nodes if n.op == "call_module"]
     taken: dict[str, list[float]] = {}
     for name, seconds in zip(names, compute_s, strict=True):
         taken.setdefault(name, []).append(seconds)
-    schedule = _Schedule()
+    schedule = _Schedule(clock)
     regions: Mapping[str, Callable[..., Sequence[Any]]] = {
         name: schedule.hold(region, pace * fmean(taken[name])) for name, region in code.regions.items()
     }
@@ -38,16 +41,19 @@ def paced(code: Code, compute_s: Sequence[float], pace: float) -> Code:
 class _Schedule:
     """Ends regions on time.  A region that ends late shortens the next ones, by its own duration at most."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: HostClock) -> None:
+        self._clock = clock
         self._late_s = 0.0
 
     def hold(self, region: Callable[..., Sequence[Any]], seconds: float) -> Callable[..., Sequence[Any]]:
+        now = self._clock.now
+
         def run(*args: Any) -> Sequence[Any]:
-            due = time.perf_counter() + seconds - self._late_s
+            due = now() + seconds - self._late_s
             outputs = region(*args)
-            if (left := due - time.perf_counter()) > 0:
-                time.sleep(left)
-            self._late_s = min(max(0.0, time.perf_counter() - due), seconds)
+            if (left := due - now()) > 0:
+                self._clock.sleep(left)
+            self._late_s = min(max(0.0, now() - due), seconds)
             return outputs
 
         return run

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 INDUCTOR = "inductor"
 GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED = "diffusers-group-offload", "diffusers-group-offload-compiled"
@@ -20,6 +21,8 @@ def make_peer(name: str, model: nn.Module, device: torch.device) -> Callable[...
 
     Raises ChunkflowError if the peer is group offload and the model has none.
     """
+    import torch  # --help shows the names of the peers
+
     if name == INDUCTOR:
         return torch.compile(model, fullgraph=True, dynamic=False)
     if not hasattr(model, "enable_group_offload"):

@@ -15,6 +15,7 @@ from torch.multiprocessing.spawn import ProcessException, spawn
 from tqdm import tqdm
 
 from chunkflow_compile.hardware.loopback import join_loopback
+from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .job import Job, RankRun
@@ -51,6 +52,7 @@ def _rank(rank: int, job: Job) -> None:
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=job.ranks, timeout=TIMEOUT)
     try:
         with (
+            quiet_imports(),
             torch.no_grad(),
             tqdm(total=count_steps(job), disable=None if rank == 0 else True, unit="step") as progress,
         ):

@@ -12,113 +12,27 @@ import torch
 from chunkflow_compile.bench.arms import Arm, parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_load import TO_BE_DERIVED
-from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, describe, summarise
 from chunkflow_compile.models.presets import PRESETS, Sizes
-from chunkflow_compile.models.small import Size
+from chunkflow_compile.models.quiet import quiet_imports
+from chunkflow_compile.models.sizes import Size
 from chunkflow_compile.models.weightless import load_build
-from chunkflow_compile.options import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
 from chunkflow_compile.report.bench_picture import draw_arms
 from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
-from .output import add_json, add_lowering, check_json, say, write_json
+from .output import check_json, say, write_json
 
-STEPS = 6
 # At this load, streaming takes ten times as long as the resident step, which is too slow to be of use.
 MOST_LOAD = 10.0
 # Slack for processors that are a tenth as fast at times.
 MOST_PACE = 10.0
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    regimes = "\n".join(f"  {name:16} {regime.shows}" for name, regime in REGIMES.items())
-    parser = commands.add_parser(
-        "bench",
-        help="measure policies side by side, on an emulated link or on a GPU",
-        description="Measures policies with real ranks, real compiled regions and real copies.  Without a GPU, the link\n"
-        "is emulated: each rank has a receive port, whose bandwidth copies and collectives share.  The model is compiled\n"
-        "once.  Every arm is a plan of its own, and the arms take turns in random order.\n\n"
-        f"MODEL:\n{regimes}\n"
-        f"  {'file.py:function':16} your function, which returns a model and the keyword arguments of one call\n"
-        f"  with --device cuda also {', '.join(PRESETS)}, with random weights",
-        epilog="arms:\n"
-        "  resident, layerwise, layerwise-barrier, host-yield\n"
-        "  chunkflow             within the bytes of layerwise; in compute-rich, within a quarter of all bytes\n"
-        "  chunkflow@40%         within these bytes and those of 40 % of the blocks\n"
-        "  layerwise-prefix@40%  within the same bytes: the first blocks that fit are resident, the others layerwise\n"
-        "  misjudged             chunkflow, planned as if compute took twice as long and the link were twice as fast\n"
-        "  replanned             misjudged with replan_after=2\n"
-        "  with --device cuda also inductor, diffusers-group-offload and diffusers-group-offload-compiled, on the\n"
-        "  same weights\n\n"
-        "example: chunkflow bench contention --json contention.json --picture contention.png",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("model", metavar="MODEL", help="a regime, or file.py:function")
-    parser.add_argument("--arms", metavar="A,B", help="arms to measure (default: those of the regime)")
-    parser.add_argument(
-        "--steps", type=int, default=STEPS, metavar="N", help=f"measured steps per arm (default {STEPS})"
-    )
-    parser.add_argument(
-        "--ranks", type=int, metavar="P", help="Ulysses degree (default 2; 1 on a GPU without loopback)"
-    )
-    link = parser.add_mutually_exclusive_group()
-    link.add_argument(
-        "--load",
-        type=float,
-        metavar="X",
-        help="share of the resident step for which streaming all weights would keep the link busy; sets the bandwidth "
-        "from the measured compute (default: the load of the regime)",
-    )
-    link.add_argument("--bandwidth", metavar="SIZE", help="bandwidth of the link, bytes per second such as 200MB")
-    parser.add_argument(
-        "--order",
-        choices=("fair", "fifo"),
-        default="fair",
-        help="how transfers share the link: in turns, or first come, first served (default fair)",
-    )
-    parser.add_argument(
-        "--one-port", action="store_true", help="all ranks share one port, like GPUs under one root complex"
-    )
-    parser.add_argument(
-        "--pace",
-        type=float,
-        default=PACE,
-        metavar="X",
-        help="hold each region to X times its measured compute, so that what else the processors do does not count; 0 for "
-        f"as long as it takes (default {PACE}; on a GPU always as long as it takes)",
-    )
-    parser.add_argument(
-        "--device",
-        choices=("threads", "cpu", "cuda"),
-        default="threads",
-        help="threads: the CPU, where the host runs ahead of every stream as on a GPU (default); cpu: the CPU, where the "
-        "host computes; cuda: a GPU",
-    )
-    parser.add_argument(
-        "--transport",
-        choices=("processes", "loopback"),
-        default="processes",
-        help="loopback: one process stands for all ranks, and all-to-alls go through host memory (with --device cuda)",
-    )
-    parser.add_argument(
-        "--hardware",
-        metavar="NAME",
-        help="profile of the GPU (default: the measured one, or the built-in one of the card)",
-    )
-    add_lowering(parser)
-    sizes = parser.add_argument_group("sizes of a preset (default: the published ones)")
-    for name in ("frames", "height", "width", "batch", "text"):
-        sizes.add_argument(f"--{name}", type=int, metavar="N")
-    parser.add_argument("--picture", metavar="FILE", help="draw the arms to FILE, PNG or SVG")
-    add_json(parser, "the record")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -216,7 +130,8 @@ def _regime(arguments: argparse.Namespace) -> Regime:
             "A model of your own needs a link: give --load 0.7 for a link that is nearly full, or --bandwidth 200MB."
         )
     if own:
-        load_build(arguments.model)
+        with quiet_imports():
+            load_build(arguments.model)
     return Regime(
         family="",
         size=Size(),

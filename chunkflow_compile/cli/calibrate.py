@@ -20,46 +20,14 @@ from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "calibrate",
-        help="measure this machine into a hardware profile",
-        description="Measures GEMMs, attention, memory, copies to the device, collectives of two ranks and "
-        "compute alone and beside copies, and writes a profile for --hardware FILE or options={'hardware': FILE}.",
-        epilog="example: chunkflow calibrate --out hw.json",
-    )
-    parser.add_argument(
-        "--out", metavar="FILE", help="write the profile to FILE (default: where hardware='measured' finds it)"
-    )
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--name", help="name of the profile (default: the name of the file)")
-    parser.add_argument(
-        "--emulate",
-        metavar="SIZE",
-        help="on the CPU: emulate a link of SIZE bytes per second, such as 200MB, for programs that use the profile",
-    )
-    parser.add_argument(
-        "--loopback",
-        action="store_true",
-        help="measure the collectives of one process, through host memory: one GPU is enough",
-    )
-    parser.add_argument(
-        "--drive",
-        metavar="PATH",
-        type=Path,
-        help="also measure the drive of a file, or of the largest file in a folder",
-    )
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out) if arguments.out else measured_path()
-    device = check_device(torch.device(arguments.device))
+    name = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = check_device(torch.device(name))
     emulated = None
     if arguments.emulate:
-        if arguments.device != "cpu":
-            raise ChunkflowError(f"--emulate: --device {arguments.device} has a link of its own; use --device cpu.")
+        if name != "cpu":
+            raise ChunkflowError(f"--emulate: --device {name} has a link of its own; use --device cpu.")
         emulated = LinkEmulation(bandwidth=parse_rate(arguments.emulate, "--emulate"))
     if not arguments.out:
         with contextlib.suppress(OSError):  # check_writable reports a folder that cannot be created

@@ -21,31 +21,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import table
 
-from .output import add_json, add_lowering, check_json, say, write_json
+from .output import check_json, say, write_json
 
 RANKS = 2
-STEPS = 3
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    layers = " and ".join(f"{regime.size.layers} in {name}" for name, regime in DEMO.items())
-    parser = commands.add_parser(
-        "demo",
-        help="stream the weights of a small model on two ranks of this machine",
-        description="Two gloo ranks run denoising steps of a small Wan-style transformer from diffusers (random weights, "
-        "Ulysses degree 2) over an emulated link, in three arms: all weights resident; layerwise, which fetches the "
-        "whole next block while a block computes; and chunkflow. First the link is nearly full, which shows speed. Then "
-        "it has time to spare, which shows memory. The exit code is 1 if the outputs are not equal bit for bit.",
-        epilog="example: chunkflow demo --json demo.json",
-    )
-    parser.add_argument("--layers", type=int, metavar="N", help=f"blocks of the model (default {layers})")
-    parser.add_argument("--frames", type=int, metavar="N", help="latent frames of the model (default 5)")
-    parser.add_argument("--steps", type=int, default=STEPS, help=f"measured steps per arm (default {STEPS})")
-    add_lowering(parser)
-    add_json(parser, "the record")
-    parser.add_argument("--dump", metavar="DIR", help="folder for the dumped programs (default: a new temporary one)")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -7,26 +7,7 @@ import argparse
 from chunkflow_compile.options import read_plan
 from chunkflow_compile.report.plan_diff import diff_plans
 
-from .output import add_json, check_json, say, write_json
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "diff",
-        help="compare two plans",
-        description="Weights that changed home or window, and step time and memory before and after.  Exit code 1 if\n"
-        "the plans differ, as in diff.",
-        epilog="example:\n"
-        "  chunkflow plan wan2.2-ti2v-5b --ulysses 2 --json a.json\n"
-        "  chunkflow plan wan2.2-ti2v-5b --ulysses 2 --memory 4GiB --json b.json\n"
-        "  chunkflow diff a.json b.json",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("before", metavar="A.json", help="a plan")
-    parser.add_argument("after", metavar="B.json", help="another plan")
-    add_json(parser, "the difference")
-    parser.set_defaults(run=run)
-    return parser
+from .output import check_json, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,42 +12,14 @@ from tabulate import tabulate
 
 from chunkflow_compile.cli import target
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.pipeline import OPTIONAL_PASSES, STAGES, Stage, StageName, stages
+from chunkflow_compile.passes.names import STAGES, StageName
+from chunkflow_compile.passes.pipeline import Stage, stages
 from chunkflow_compile.report.lines import op_counts, stage_lines
 from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import StageWriter, annotator
 
-from .output import Progress, add_json, check_json, say, write_json
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    passes = "\n".join(f"  {name:<10} {effect}" for name, effect in OPTIONAL_PASSES.items())
-    parser = commands.add_parser(
-        "dump",
-        help="show the program at every stage of compilation",
-        description="Prints the program after the last stage, or after --stage, with equal blocks folded.  With --out,\n"
-        f"writes all stages and their differences instead.  Stages: {', '.join(STAGES)}.",
-        epilog=f"passes that can be disabled:\n{passes}\n\n"
-        "examples:\n"
-        "  chunkflow dump wan2.2-ti2v-5b --ulysses 2 --annotate\n"
-        "  chunkflow dump wan2.2-ti2v-5b --ulysses 2 --stage regions --full > regions.py\n"
-        "  chunkflow dump examples/ulysses_dit.py:planned --ulysses 2 --hardware cpu --out stages --verify-each",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    target.add_arguments(parser)
-    parser.add_argument("--stage", metavar="NAME", help="stop after this stage")
-    parser.add_argument("--annotate", action="store_true", help="end lines with cost, window, slot, bytes and slack")
-    parser.add_argument("--full", action="store_true", help="fold nothing, shorten nothing")
-    parser.add_argument("--out", metavar="DIR", help="write NN_stage.py, NN_stage.diff, plan.json and report.txt there")
-    parser.add_argument("--disable-pass", action="append", metavar="NAME", help="leave out a pass; may be repeated")
-    parser.add_argument(
-        "--verbose", action="store_true", help="print on stderr the time of each stage, and what was proved"
-    )
-    parser.add_argument("--verify-each", action="store_true", help="check the contract of every stage")
-    add_json(parser, "the op counts of each stage")
-    parser.set_defaults(run=run)
-    return parser
+from .output import Progress, check_json, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -11,27 +11,7 @@ from chunkflow_compile.report.explain import explain_plan
 from chunkflow_compile.report.stages import PLAN_FILE
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
 
-from .output import add_json, check_json, say, write_json
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "explain",
-        help="after a run: predicted beside measured, the worst stalls and why",
-        description="Explains a run of a model that was compiled with options={'dump': DIR}: the step, waits, collectives\n"
-        "and copies, predicted beside measured; the worst stalls with their reasons; what limits the step.  In\n"
-        "Python: print(chunkflow_compile.explain(compiled)).",
-        epilog="examples:\n"
-        "  chunkflow demo --dump run\n"
-        "  chunkflow explain run/contention    # the newest program of the first rank\n"
-        "  chunkflow explain run/contention/rank1_3 --windows",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("folder", metavar="DIR", help="folder of the dump, or of one program in it")
-    parser.add_argument("--windows", action="store_true", help="list every window")
-    add_json(parser, "the explanation")
-    parser.set_defaults(run=run)
-    return parser
+from .output import check_json, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 from collections.abc import Sequence
 from functools import partial
 
 from chunkflow_compile.caches import settle
-from chunkflow_compile.cli import (
-    bench,
-    calibrate,
-    demo,
-    diff,
-    doctor,
-    dump,
-    explain,
-    pipeline,
-    plan,
-    simulate,
-    timeline,
-    why,
-)
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
 
 from .output import save_traceback
-
-COMMANDS = (demo, bench, plan, pipeline, simulate, why, diff, timeline, dump, explain, doctor, calibrate)
+from .parsers import COMMANDS
 
 DESCRIPTION = """\
 Runs diffusion transformers that do not fit the GPU: weights stream from host
@@ -60,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command != "doctor":  # which shows first what is wrong with it
             settle()
-        code = int(arguments.run(arguments))
+        command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")  # torch, for most of them
+        code = int(command.run(arguments))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader has closed the pipe, as in chunkflow dump ... | head
@@ -87,10 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for command in COMMANDS:
-        command.add_parser(commands).add_argument(
-            "--debug", action="store_true", help="show the Python traceback of an error"
-        )
+    for add in COMMANDS.values():
+        add(commands).add_argument("--debug", action="store_true", help="show the Python traceback of an error")
     return parser
 
 

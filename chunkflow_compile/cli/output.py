@@ -9,29 +9,13 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
 
 from tqdm import tqdm
 
-from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.record import check_writable
 
 STDOUT = "-"
-
-
-def add_lowering(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lowering",
-        choices=[name for name in get_args(Lowering) if name != "tensorrt"],  # never run, so in no comparison
-        default="inductor",
-        help="inductor: regions are compiled (default); eager: they are not, which starts at once and needs no C++ compiler",
-    )
-
-
-def add_json(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add the option ``--json``, the same for every command; ``what`` it writes."""
-    parser.add_argument("--json", metavar="FILE", help=f"write {what} to FILE as JSON; - for stdout, instead of tables")
 
 
 def check_json(arguments: argparse.Namespace) -> None:

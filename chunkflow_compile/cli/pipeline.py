@@ -12,14 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkflow_compile.hardware.profiles import load_profile, profile_names
+from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.eager_cost import eager_cost
 from chunkflow_compile.models.presets import Sizes
-from chunkflow_compile.models.published import PUBLISHED, Encoder, Published, published
+from chunkflow_compile.models.published import Encoder, Published, published
+from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.weightless import trace_without_weights
-from chunkflow_compile.options import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.report.generation import draw_generation, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
@@ -27,37 +28,7 @@ from chunkflow_compile.report.record import check_writable, size
 from chunkflow_compile.simulate.generation import Component, generations, least_budget
 from chunkflow_compile.units import parse_bytes
 
-from .output import Progress, add_json, check_json, say, write_json
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "pipeline",
-        help="plan a whole pipeline within the memory of a card, without weights",
-        description="Plans one generation of a pipeline, encoders, transformers and VAE, within a budget for weights and "
-        "activations, and shows it beside other ways to run it.  Activations are those of eager code, an upper bound.",
-        epilog="example: chunkflow pipeline flux.1-dev --memory 12GiB --hardware rtx-4090-pcie --picture flux.png",
-    )
-    parser.add_argument("pipeline", metavar="PIPELINE", help=", ".join(PUBLISHED))
-    parser.add_argument(
-        "--memory", metavar="SIZE", help="most bytes on the device, such as 12GiB (default: the least that fits)"
-    )
-    parser.add_argument(
-        "--hardware",
-        default="rtx-4090-pcie",
-        metavar="HW",
-        help=f"{', '.join(profile_names())}, a JSON file, or measured (default rtx-4090-pcie)",
-    )
-    parser.add_argument("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
-    for name, text in (("frames", "frames of video"), ("height", "pixels"), ("width", "pixels")):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help=f"{text} (default: as published)")
-    parser.add_argument("--picture", metavar="PNG", help="draw the memory over the generation")
-    parser.add_argument(
-        "--timeline", metavar="JSON", help="write the phases, with two calls of each, as a trace for ui.perfetto.dev"
-    )
-    add_json(parser, "the phases of each way")
-    parser.set_defaults(run=run)
-    return parser
+from .output import Progress, check_json, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -73,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     if steps < found.experts:
         raise ChunkflowError(f"--steps must be at least {found.experts}.")
     progress = Progress(len(found.encoders) + 3)
-    components = list(_components(found, sizes, steps, hardware, progress))
+    with quiet_imports():
+        components = list(_components(found, sizes, steps, hardware, progress))
     with progress.phase("planning"):
         least = least_budget(components, hardware, DEFAULT_CHUNK_BYTES)
         memory = least if memory is None else memory

@@ -20,29 +20,7 @@ from chunkflow_compile.report.pictures import draw_curve
 from chunkflow_compile.report.plan_tables import blocks_table, summary_table, weights_table
 from chunkflow_compile.report.record import check_writable, seconds, size
 
-from .output import Progress, add_json, check_json, say, write_json
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "plan",
-        help="plan a model for a machine, without weights",
-        description="Traces a model without weights for any Ulysses degree and decides, for a machine and a goal, where each "
-        "weight lives and when its copies start.",
-        epilog="example: chunkflow plan wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --memory 4GiB --json plan.json",
-    )
-    target.add_arguments(parser, or_blocks=True)
-    add_json(parser, "the plan, or the points of the curve,")
-    parser.add_argument("--weights", action="store_true", help="a line for every weight, with the reason")
-    parser.add_argument(
-        "--curve",
-        nargs="?",
-        const="",
-        metavar="PNG",
-        help="print memory against predicted step time; draw it to PNG as well",
-    )
-    parser.set_defaults(run=run)
-    return parser
+from .output import Progress, check_json, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -6,34 +6,13 @@ import argparse
 from collections.abc import Mapping
 
 from chunkflow_compile.cli import target
-from chunkflow_compile.passes.placement.place import POLICIES, Policy
+from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import Record, seconds, table
 from chunkflow_compile.simulate.arms import arm_record, plan_arms
 
-from .output import Progress, add_json, check_json, say, write_json
-
-# host-yield differs from layerwise only in how far the host runs ahead, which is not simulated.
-SIMULATED = tuple(p for p in POLICIES if p != "host-yield")
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "simulate",
-        help="simulate a model under each policy, without weights",
-        description="Simulates a step of a model on a machine under each policy, by discrete events with contention.",
-        epilog="example: chunkflow simulate wan2.2-ti2v-5b --ulysses 2 --hardware h100-pcie-x2 --policy all",
-    )
-    target.add_arguments(parser)
-    parser.add_argument(
-        "--policy",
-        default="all",
-        choices=("all", *SIMULATED),
-        help="one policy (default: all, with layerwise-prefix only if --memory is set)",
-    )
-    add_json(parser, "the record")
-    parser.set_defaults(run=run)
-    return parser
+from .output import Progress, check_json, say, write_json
+from .parsers import SIMULATED
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -9,25 +9,24 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, get_args
+from typing import Any
 
-from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.models.branches import BRANCHES
-from chunkflow_compile.models.presets import PRESETS, preset
-from chunkflow_compile.models.quantised import Quantisation
+from chunkflow_compile.models.presets import preset
+from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
-from chunkflow_compile.options import ALIASES, DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES, Options
+from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.passes.graph.regions import DEFAULT_GROUP_BYTES, Cut
+from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import Settings, make_cut, make_plan
-from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
+from .arguments import add_model
 from .output import Progress, save_traceback
 
 
@@ -99,90 +98,6 @@ class Target:
         return f"{self.title}; {self.parallel} on {self.hardware.name}, {self.calls}{without}"
 
 
-def add_arguments(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
-    """Add the options of the model and the machine.
-
-    ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a course, and weights on the
-    drive.
-    """
-    known = f"{', '.join(PRESETS)}, or file.py:function for your own"
-    if or_plan:
-        parser.add_argument("model", metavar="MODEL|PLAN", help=f"{known}; or a plan file")
-    else:
-        parser.add_argument("model", metavar="MODEL", help=known)
-    parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
-    parser.add_argument(
-        "--cfg-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="2: the branches of classifier-free guidance are on ranks of their own, P each (default 1)",
-    )
-    parser.add_argument(
-        "--hardware",
-        default="h100-pcie-x2",
-        metavar="HW",
-        help=f"{', '.join(profile_names())}, a JSON file, or measured (default h100-pcie-x2)",
-    )
-    goal = parser.add_mutually_exclusive_group()
-    goal.add_argument(
-        "--memory", metavar="SIZE", help="most weight bytes on the device, such as 4GiB: the fastest plan within them"
-    )
-    goal.add_argument(
-        "--slowdown",
-        type=float,
-        metavar="X",
-        help="longest step, over that with all weights resident: the smallest plan within it (default 1.02)",
-    )
-    parser.add_argument(
-        "--yield",
-        dest="yields",
-        choices=get_args(Yield),
-        default="auto",
-        help="how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)",
-    )
-    if or_blocks:
-        parser.add_argument(
-            "--regional",
-            action="store_true",
-            help="the blocks as compile_repeated_blocks runs them, as a course; the weights outside blocks are not counted",
-        )
-        parser.add_argument(
-            "--host-memory",
-            metavar="SIZE",
-            help="most bytes of the weights in host memory, such as 24GiB; the rest is on the drive",
-        )
-        parser.add_argument(
-            "--drive", metavar="RATE", help="what the drive reads, such as 7GB/s (default: the profile's)"
-        )
-    sizes = parser.add_argument_group("sizes of a preset (defaults: those published)")
-    for name, text in (
-        ("frames", "frames of video"),
-        ("height", "pixels"),
-        ("width", "pixels"),
-        ("batch", "samples"),
-        ("text", "tokens of the prompt"),
-    ):
-        sizes.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    sizes.add_argument(
-        "--quantize", choices=get_args(Quantisation), help="plan the linear layers of the blocks quantised so"
-    )
-    parser.add_argument(
-        "--forwards",
-        type=int,
-        metavar="N",
-        help="calls of the model per step, of both branches (default: the preset's, 2 with guidance)",
-    )
-    for name, default in (
-        ("chunk-bytes", DEFAULT_CHUNK_BYTES),
-        ("min-bytes", DEFAULT_MIN_BYTES),
-        ("group-bytes", DEFAULT_GROUP_BYTES),
-    ):
-        parser.add_argument(
-            f"--{name}", default=str(default), metavar="SIZE", help=f"as in options (default {default >> 20} MiB)"
-        )
-
-
 def options_of(arguments: argparse.Namespace) -> Options:
     """The arguments as options of the backend.  Raises ChunkflowError if one is invalid."""
     return Options(
@@ -220,7 +135,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
                 f"--{next(iter(given))} is a size of a preset: leave it out, since your own function makes its inputs."
             )
         forwards = _forwards(arguments, arguments.model, 1)
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), quiet_imports():
             build = load_build(arguments.model)
         with progress.phase(f"tracing {arguments.model}"):
             traced = _trace(
@@ -240,7 +155,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
 def refuse_options(arguments: argparse.Namespace) -> None:
     """Refuse the options of a model, which a plan file already fixes.  Raises ChunkflowError if one is set."""
     parser = argparse.ArgumentParser()
-    add_arguments(parser, or_blocks=True)
+    add_model(parser, or_blocks=True)
     for name, default in vars(parser.parse_args(["plan.json"])).items():
         if name != "model" and getattr(arguments, name) != default:
             option = ALIASES.get(name, name).replace("_", "-")
@@ -310,7 +225,7 @@ def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
     import diffusers
 
     diffusers.utils.logging.set_verbosity_error()  # warnings about missing GPUs do not belong in a table
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), quiet_imports():
         warnings.simplefilter("ignore")
         try:
             return work()

@@ -19,26 +19,6 @@ from .output import Progress
 FORMATS = (".png", ".svg", ".json")
 
 
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "timeline",
-        help="draw a step: compute, collectives, copies, the arena",
-        description="Draws the predicted step of a model or of a plan file: lanes for compute, collectives and copies,\n"
-        "the arena byte by byte, stalls in red.  With a plan file, leave out the options of the model.",
-        epilog="examples:\n"
-        "  chunkflow timeline wan2.2-ti2v-5b --ulysses 2 --out step.png\n"
-        "  chunkflow timeline plan.json --block blocks.3 --blocks 2 --out step.svg\n"
-        "  chunkflow timeline plan.json --out step.json     # open it in ui.perfetto.dev",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    target.add_arguments(parser, or_plan=True, or_blocks=True)
-    parser.add_argument("--out", required=True, metavar="FILE", help="picture (.png, .svg) or trace events (.json)")
-    parser.add_argument("--block", metavar="NAME", help="first block to enlarge (default: one in the middle)")
-    parser.add_argument("--blocks", type=int, default=1, metavar="N", help="number of blocks to enlarge (default 1)")
-    parser.set_defaults(run=run)
-    return parser
-
-
 def run(arguments: argparse.Namespace) -> int:
     out = Path(arguments.out)
     if out.suffix not in FORMATS:

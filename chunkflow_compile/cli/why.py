@@ -8,25 +8,7 @@ from chunkflow_compile.cli import target
 from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.report.story import alternatives, changed, find_weight, tell
 
-from .output import Progress, add_json, check_json, say, write_json
-
-
-def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> argparse.ArgumentParser:
-    parser = commands.add_parser(
-        "why",
-        help="explain why a weight is where it is, and what would change it",
-        description="One weight's story: home, chunks, slot, when it is copied and read, slack, and what limits it.\n"
-        "Plans again with one setting changed at a time, to show what would change it.",
-        epilog="examples:\n"
-        "  chunkflow why wan2.2-ti2v-5b blocks.3.ffn.net.2.weight --ulysses 2\n"
-        "  chunkflow why wan2.2-ti2v-5b time_proj.weight --ulysses 2      # a part of the name, if only one has it",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    target.add_arguments(parser, or_blocks=True)
-    parser.add_argument("param", metavar="PARAM", help="name of the weight, or a part of it that no other name has")
-    add_json(parser, "the story")
-    parser.set_defaults(run=run)
-    return parser
+from .output import Progress, check_json, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import mmap
 import os
 import platform
+import runpy
 import shutil
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import torch
-import torch.distributed as dist
+from typing import TYPE_CHECKING
 
 from chunkflow_compile.caches import Folder, compile_cache, temporary_folder
 from chunkflow_compile.weights.limits import host_memory
 
 from .profiles import measured_profile
+
+if TYPE_CHECKING:
+    import torch
 
 LIBRARIES = ("diffusers", "transformers", "accelerate", "matplotlib", "torch-tensorrt")
 _QUERY = ("pci.bus_id", "pcie.link.gen.current", "pcie.link.gen.max", "pcie.link.width.current", "pcie.link.width.max")
@@ -72,18 +75,26 @@ class Machine:
 
 def device_name(device: torch.device) -> str:
     """A card's name, or the number of CPU threads."""
+    import torch
+
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
 
 
 def look() -> Machine:
-    """Inspect this machine.  Allocates nothing on a GPU, and changes nothing but for the compile cache, made if missing."""
-    memory, (profile, fault) = host_memory(), measured_profile()
+    """Inspect this machine.  Allocates nothing on a GPU, and changes nothing but for the compile cache, made if missing.
+
+    To import torch takes more CPU time than all else, so a build for the CPU is only looked at.
+    """
+    memory, folder, (profile, fault) = host_memory(), _torch_folder(), measured_profile()
+    build = runpy.run_path(str(folder / "version.py"))
+    for_gpus = bool(build["cuda"] or build["hip"])
+    gloo, nccl = (True, False) if not for_gpus and _binds_gloo(folder) else _backends()
     return Machine(
         python=platform.python_version(),
-        torch=torch.__version__,
-        cuda_build=torch.version.cuda,
+        torch=build["__version__"],
+        cuda_build=build["cuda"],
         driver=_nvidia(("driver_version",))[0][0] if _nvidia(("driver_version",)) else None,
-        gpus=tuple(_gpus()),
+        gpus=tuple(_gpus()) if for_gpus else (),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
         memory_bytes=memory.total,
@@ -91,8 +102,8 @@ def look() -> Machine:
         memory_limit=None if memory.limit is None else str(memory.limit),
         huge_pages=(_huge_pages("enabled"), _huge_pages("shmem_enabled")),
         pinnable_bytes=_locked_limit(),
-        gloo=dist.is_available() and dist.is_gloo_available(),
-        nccl=dist.is_available() and dist.is_nccl_available(),
+        gloo=gloo,
+        nccl=nccl,
         compiler=next((c for c in (os.environ.get("CXX"), "g++", "clang++") if c and shutil.which(c)), None),
         triton=importlib.util.find_spec("triton") is not None,
         libraries={name: _version(name) for name in LIBRARIES},
@@ -103,7 +114,34 @@ def look() -> Machine:
     )
 
 
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None, "this package needs it"
+    return Path(spec.origin).parent
+
+
+def _binds_gloo(folder: Path) -> bool:
+    """Whether torch's library has the type of gloo's process group in it; False also where that cannot be seen."""
+    try:
+        with (
+            (folder / "lib" / "libtorch_python.so").open("rb") as file,
+            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as library,
+        ):
+            return library.find(b"N4c10d16ProcessGroupGlooE") >= 0
+    except OSError:  # another name on another system
+        return False
+
+
+def _backends() -> tuple[bool, bool]:
+    """Whether torch has gloo and NCCL."""
+    import torch.distributed as dist
+
+    return dist.is_available() and dist.is_gloo_available(), dist.is_available() and dist.is_nccl_available()
+
+
 def _gpus() -> list[Gpu]:
+    import torch
+
     links = {row[0].upper(): row for row in _nvidia(_QUERY)}
     found = []
     for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):

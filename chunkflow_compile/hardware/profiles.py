@@ -6,11 +6,13 @@ import functools
 import os
 import warnings
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+
+if TYPE_CHECKING:
+    import torch
 
 # Names the profile that chunkflow calibrate has written.
 MEASURED = "measured"
@@ -77,6 +79,8 @@ def default_profile(device: torch.device) -> str:
     """The name of the default profile of a device.  Warns if no profile fits the card."""
     if device.type != "cuda":
         return CPU
+    import torch
+
     name = torch.cuda.get_device_name(device)
     if (measured := _measured()) is not None and name in str(_read(measured).sources):
         return MEASURED

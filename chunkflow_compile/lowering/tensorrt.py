@@ -9,16 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any
-
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx import GraphModule
+from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.passes.graph.sizes import symbols_of
 
-from .inductor import Region
+if TYPE_CHECKING:
+    import torch
+    from torch.fx import GraphModule
+
+    from .inductor import Region
 
 # The whole region, or an error that says why not; engines are kept in memory only, because Inductor's cache has no place
 # for them.  By default torch-tensorrt takes every mask of an attention for a causal one, and leaves it out.
@@ -35,6 +34,8 @@ def why_not_tensorrt(device: torch.device | None = None) -> str | None:
     """Why no engine can be built here, None if one can.  ``device``: to run on, None for this machine's GPU."""
     if find_spec("torch_tensorrt") is None:
         return "torch-tensorrt is not installed: pip install 'chunkflow-compile[tensorrt]', the release of your torch"
+    import torch  # chunkflow doctor asks, and answers at once
+
     if (device is not None and device.type != "cuda") or not torch.cuda.is_available():
         return "TensorRT needs a GPU"
     try:
@@ -52,6 +53,11 @@ def check_tensorrt(device: torch.device) -> None:
 
 def through_tensorrt(module: GraphModule) -> Region:
     """The region as an engine.  Raises whatever torch-tensorrt raises for an op, type or size that it does not support."""
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from chunkflow_compile.passes.graph.sizes import symbols_of
+
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     (outputs,) = module.graph.output_node().args
     wanted = [n.meta["val"] for n in outputs]  # type: ignore[union-attr]
@@ -73,6 +79,7 @@ def through_tensorrt(module: GraphModule) -> Region:
 
 def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> Region:
     """An engine's outputs are contiguous; the regions after it were lowered for the strides of the trace."""
+    import torch
 
     def call(*args: torch.Tensor) -> Sequence[torch.Tensor]:
         found = engine(*(a.contiguous() for a in args))
@@ -84,4 +91,6 @@ def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -
 
 def _like(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """A new tensor of the same shape with this stride, fake inside a fake mode."""
+    import torch
+
     return torch.empty_strided(value.shape, stride, dtype=value.dtype, device=value.device)

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 
 from .weightless import default_dtype
 

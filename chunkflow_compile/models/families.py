@@ -9,18 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Config = Mapping[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of one call of a transformer: the latent, before it is cut into patches, and the text tokens."""
-
-    batch: int = 1
-    frames: int = 1
-    height: int
-    width: int
-    text: int
+from .sizes import Config, Shape
 
 
 @dataclass(frozen=True)

@@ -1,25 +1,26 @@
 """Well-known diffusion transformers at their published sizes, traced without weights, for any Ulysses degree.
 
 The configurations are from the models' repositories (``transformer/config.json``) and the defaults of the diffusers
-classes, which are the published sizes of FLUX.1, HunyuanVideo and Qwen-Image.
+classes, which are the published sizes of FLUX.1, HunyuanVideo and Qwen-Image.  Imports torch when a model is made, because
+``--help`` shows the names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
-
-from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 
-from .families import FAMILIES, Config, Shape
-from .quantised import Quantisation, quantised
-from .weightless import default_dtype, trace_without_weights
+from .sizes import Config, Quantisation, Shape
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from chunkflow_compile.passes.graph.traced import Traced
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +73,11 @@ class Preset:
 
     def build(self, sizes: Sizes | None, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
         """The model in bfloat16 with random weights on ``device``, and the inputs of one call."""
+        import torch
+
+        from .families import FAMILIES
+        from .weightless import default_dtype
+
         family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
         with default_dtype(torch.bfloat16), device:
             model = family.build(self.config).eval()
@@ -92,6 +98,12 @@ class Preset:
         other branch of classifier-free guidance, and the two exchange what they predict.
         Raises ChunkflowError if there is a process group already, or if the degree does not divide the heads.
         """
+        import torch
+
+        from .families import FAMILIES
+        from .quantised import quantised
+        from .weightless import trace_without_weights
+
         family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
         heads = self.config["num_attention_heads"]
         if degree < 1 or heads % degree:
@@ -110,6 +122,8 @@ class Preset:
 
 
 def _as_bfloat16(value: Any) -> Any:
+    import torch
+
     return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
@@ -221,5 +235,7 @@ def preset(name: str) -> Preset:
 
 def weight_bytes(name: str, min_bytes: int = DEFAULT_MIN_BYTES) -> int:
     """Bytes of the weights of a preset that stream, in bfloat16.  Raises ChunkflowError if there is no such preset."""
+    import torch
+
     model, _ = preset(name).build(None, torch.device("meta"))
     return sum(p.nbytes for p in model.parameters() if p.nbytes >= min_bytes)

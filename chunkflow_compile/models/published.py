@@ -1,20 +1,21 @@
 """Whole pipelines at their published sizes, without weights: encoders, transformers, VAE, and how often each is called.
 
-Configurations are from the models' repositories (``text_encoder/config.json``, ``vae/config.json``).
+Configurations are from the models' repositories (``text_encoder/config.json``, ``vae/config.json``).  Imports torch when a
+model is made, as ``presets`` does.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
-
-import torch
-from torch import nn
+from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .presets import PRESETS, Preset, Sizes
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +29,8 @@ class Encoder:
 
     def inputs(self) -> dict[str, Any]:
         """The arguments of a call."""
+        import torch
+
         return {"input_ids": torch.zeros(1, self.tokens, dtype=torch.long), "return_dict": False}
 
 
@@ -55,6 +58,8 @@ class Published:
         still = (sizes.batch, self.channels, sizes.height // self.scale, sizes.width // self.scale)
 
         def build() -> tuple[nn.Module, Callable[[nn.Module], Any]]:
+            import torch
+
             vae = self.vae()
             video = "3d" in type(getattr(vae, "decoder", vae)).__name__.lower()
             latents = torch.randn((*still[:2], frames, *still[2:]) if video else still)

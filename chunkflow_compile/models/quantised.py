@@ -8,14 +8,13 @@ model.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Literal
 
 import torch
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-Quantisation = Literal["int8", "fp8", "nf4"]
+from .sizes import Quantisation
 
 # Elements of a weight that share a scale in nf4; the default of bitsandbytes.
 _NF4_GROUP = 64

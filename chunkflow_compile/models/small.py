@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from .families import FAMILIES, Config, Shape
+from .families import FAMILIES
+from .sizes import Config, Shape, Size
 
 TEXT_WIDTH = 32
-
-
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a small model.  ``layers``: blocks of the first kind; ``singles``: of the second, if the class has two.
-    Width is ``heads * head_dim``.  ``frames``, ``height`` and ``width`` are latent sizes; ``text``: text tokens; ``batch``:
-    samples in a call."""
-
-    layers: int = 2
-    singles: int = 2
-    heads: int = 4
-    head_dim: int = 16
-    frames: int = 2
-    height: int = 8
-    width: int = 8
-    text: int = 8
-    batch: int = 1
-
-    @property
-    def rope(self) -> tuple[int, int, int]:
-        """Dimensions of a head by axis: half for time, a quarter each for height and width, all even."""
-        quarter = self.head_dim // 4 // 2 * 2
-        return self.head_dim - 2 * quarter, quarter, quarter
 
 
 def _wan(size: Size) -> Config:

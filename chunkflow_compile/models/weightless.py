@@ -14,9 +14,9 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from chunkflow_compile.options import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.tracing import trace
 
 from .branches import exchange_branches

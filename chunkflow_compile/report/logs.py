@@ -13,7 +13,8 @@ from collections.abc import Callable, Iterable, Iterator
 from torch._logging import _internal
 
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import STAGES, Stage
+from chunkflow_compile.passes.names import STAGES
+from chunkflow_compile.passes.pipeline import Stage
 
 from .lines import stage_lines
 from .listings import render

@@ -17,7 +17,8 @@ from tabulate import tabulate
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.pipeline import STAGES, Stage, StageName
+from chunkflow_compile.passes.names import STAGES, StageName
+from chunkflow_compile.passes.pipeline import Stage
 
 from .annotate import Annotator, FlopNotes
 from .lines import op_counts, stage_lines

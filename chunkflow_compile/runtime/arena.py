@@ -187,7 +187,8 @@ class Arena:
     def reader(self) -> ReadAhead:
         """Reads what the holder's copies need from the drive."""
         if self._reader is None:
-            self._reader = ReadAhead(self.streams.pin, 0.0 if self._kind.link is None else self._kind.link.drive)
+            rate = 0.0 if self._kind.link is None else self._kind.link.drive
+            self._reader = ReadAhead(self.streams.pin, rate, self.streams.clock)
         return self._reader
 
     def alone(self) -> None:

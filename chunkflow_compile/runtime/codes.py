@@ -12,9 +12,8 @@ from typing import Any
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.sizes import estimated, hints, symbol_nodes
 from chunkflow_compile.passes.graph.traced import Traced
+from chunkflow_compile.passes.names import Policy, Yield
 from chunkflow_compile.passes.pipeline import Settings, Stage
-from chunkflow_compile.passes.placement.place import Policy
-from chunkflow_compile.passes.placement.search import Yield
 from chunkflow_compile.passes.program.rewrite import Program
 
 from .device import DeviceKind

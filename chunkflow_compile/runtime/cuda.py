@@ -19,6 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.source import Source
 
 from .cuda_time import Clock, Frame
+from .host_clock import MONOTONIC
 from .read_ahead import Reading
 from .staged import StagedCopies
 from .streams import Over, Waited, Watch
@@ -122,6 +123,7 @@ class CudaDevice:
     """
 
     name = "cuda"
+    clock = MONOTONIC
 
     def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda

@@ -7,7 +7,6 @@ the copy engine.  ``threads`` has a thread for every stream, compute included, s
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from chunkflow_compile.weights.reader import HostReader
 from chunkflow_compile.weights.source import Source, take
 
 from .cuda import CudaDevice, TorchCuda
+from .host_clock import MONOTONIC, HostClock
 from .link import Port
 from .read_ahead import Reading
 from .streams import CallingStream, Choose, Engine, HostEvent, Over, ThreadStream, Watch, end_with
@@ -51,11 +51,13 @@ class Device(HostReader, Protocol):
     """A device: the memory of the arena, and the streams.
 
     ``collective``: the stream that collectives run on; the same object as ``compute`` if they run in its order.
+    ``clock``: of its host threads.
     """
 
     compute: Any
     copy: Any
     collective: Any
+    clock: HostClock
 
     def event(self) -> Any:
         """A new event, with no mark."""
@@ -104,6 +106,7 @@ class _HostDevice:
 
     def __init__(self, engine: Engine, port: Port | None) -> None:
         self.engine = engine
+        self.clock = engine.clock
         self.closed = False
         self.copy = ThreadStream(engine, "copy")
         self.port = port
@@ -145,10 +148,10 @@ class _HostDevice:
         return lambda: None
 
     def start(self, step: int) -> float:
-        return time.perf_counter()
+        return self.clock.now()
 
     def finish(self, begun: float, over: Over) -> None:
-        self.compute.run(lambda: over(begun, time.perf_counter(), True))
+        self.compute.run(lambda: over(begun, self.clock.now(), True))
 
     def collect(self, wait: bool = False) -> None:
         """Nothing to collect: threads report times at once."""
@@ -166,9 +169,9 @@ class CpuDevice(_HostDevice):
 
     name = "cpu"
 
-    def __init__(self, port: Port | None = None) -> None:
-        super().__init__(Engine(("copy",)), port)
-        self.compute = self.collective = CallingStream()
+    def __init__(self, port: Port | None = None, clock: HostClock = MONOTONIC) -> None:
+        super().__init__(Engine(("copy",), clock=clock), port)
+        self.compute = self.collective = CallingStream(clock)
 
     def deliver(self) -> None:
         return None
@@ -187,8 +190,9 @@ class ThreadsDevice(_HostDevice):
         choose: Choose | None = None,
         before: Callable[[str], None] | None = None,
         port: Port | None = None,
+        clock: HostClock = MONOTONIC,
     ) -> None:
-        super().__init__(Engine(("compute", "collective", "copy"), choose, before), port)
+        super().__init__(Engine(("compute", "collective", "copy"), choose, before, clock), port)
         self.compute = ThreadStream(self.engine, "compute")
         self.collective = ThreadStream(self.engine, "collective")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
@@ -17,6 +16,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import Ring
 from chunkflow_compile.weights.source import DriveBytes
 
+from .host_clock import MONOTONIC, HostClock
 from .ring_memory import RingMemory
 
 _log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Ready:
-    """The bytes of a read, uint8, in the ring, and when they came, ``time.monotonic`` seconds."""
+    """The bytes of a read, uint8, in the ring, and when they came, by the clock."""
 
     key: Key
     values: torch.Tensor
@@ -146,6 +146,7 @@ class OwnRun(Run):
         rate: float = 0.0,
         beside: bool = False,
         others: Others | None = None,
+        clock: HostClock = MONOTONIC,
     ) -> None:
         """``wanted``: bytes of the ring, those of the proof.  ``spare``: makes another ring.  ``rate``: bytes/s of a drive to
         emulate, 0 for the machine's own.  ``beside``: whether to leave the page cache as it is."""
@@ -156,6 +157,7 @@ class OwnRun(Run):
         self._rate = rate
         self._beside = beside
         self._others = others
+        self._clock = clock
         self._slots = Ring(wanted)
         self._copied = 0  # of the reads in these slots
         self._issued = 0  # reads so far
@@ -198,7 +200,8 @@ class OwnRun(Run):
             self.ready.put(ChunkflowError(f"Reading ahead of the copies failed: {type(error).__name__}: {error}"))
 
     def _read(self) -> None:
-        through = ended = time.monotonic()
+        now = self._clock.now
+        through = ended = now()
         while (number := self._next()) is not None:
             key, source = self.order.at(number)
             slot = self._room(source.numel())
@@ -206,7 +209,7 @@ class OwnRun(Run):
                 return
             if self._others is not None:
                 self._others.begins(number)
-            start = time.monotonic()
+            start = now()
             values = slot[: source.numel()]
             if self._beside:
                 values = source.read_beside(slot)
@@ -214,8 +217,8 @@ class OwnRun(Run):
                 source.read(values)
             if self._rate:
                 through = start - min(max(0.0, ended - through), _LATE_S) + source.numel() / self._rate
-                time.sleep(max(0.0, through - time.monotonic()))
-            ended = time.monotonic()
+                self._clock.sleep(max(0.0, through - now()))
+            ended = now()
             self.seconds += ended - start
             self.nbytes += source.numel()
             self.name = source.file.name

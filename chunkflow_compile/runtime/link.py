@@ -15,13 +15,14 @@ import fcntl
 import mmap
 import struct
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from chunkflow_compile.passes.hardware import LinkEmulation
+
+from .host_clock import MONOTONIC, HostClock
 
 LaneName = Literal["copy", "collective"]
 LANES: tuple[LaneName, ...] = ("copy", "collective")
@@ -111,11 +112,14 @@ class Wire:
 
 @dataclass
 class Port:
-    """The receive port of a rank.  ``file``: holds the state if ranks share a port.  ``rank``: this one among them."""
+    """The receive port of a rank.  ``file``: holds the state if ranks share a port.  ``rank``: this one among them.
+
+    ``clock``: by which senders sleep."""
 
     emulation: LinkEmulation
     file: Path | None = None
     rank: int = 0
+    clock: HostClock = MONOTONIC
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
@@ -127,26 +131,26 @@ class Port:
             self._memory = mmap.mmap(self._shared.fileno(), self._format.size)
 
     def send(self, lane: LaneName, nbytes: int, since: float | None = None) -> float:
-        """Block until ``nbytes`` are through; return the time of their last byte, ``time.monotonic`` seconds.
+        """Block until ``nbytes`` are through; return the time of their last byte, by the clock.
 
         ``since``: when the transfer could have begun.  A thread may wake up late, where a copy engine starts at once.
         """
         mine = LANES.index(lane) + (0 if self._shared is None else self.rank * len(LANES))
         with self._wire() as wire:
-            now = time.monotonic()
+            now = self.clock.now()
             wire.advance(now)
             wire.add(mine, nbytes, 0.0 if since is None else max(0.0, now - since))
         while True:
             with self._wire() as wire:
-                now = time.monotonic()
+                now = self.clock.now()
                 wire.advance(now)
                 if wire.lanes[mine].left <= 0:
                     over = wire.lanes[mine].over + self.emulation.latency_s
                     break
                 ahead = replace(wire, lanes=[_Lane(x.left, x.arrived, x.over) for x in wire.lanes])
             ahead.advance(float("inf"), mine)  # other transfers may still arrive, which only delays it
-            time.sleep(max(0.0, ahead.now - time.monotonic()))
-        time.sleep(max(0.0, over - time.monotonic()))
+            self.clock.sleep(max(0.0, ahead.now - self.clock.now()))
+        self.clock.sleep(max(0.0, over - self.clock.now()))
         return over
 
     @contextlib.contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 import weakref
 from collections import deque
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from chunkflow_compile.weights.source import DriveBytes
 from .drive_messages import Number
 from .drive_runs import BroughtRun, Key, Order, Over, OwnRun, Run
 from .follower import Follower
+from .host_clock import MONOTONIC, HostClock
 from .leader import Leader
 from .ring_memory import Pin, RingMemory
 from .together import Together, together
@@ -51,7 +51,7 @@ class Reading:
         return self.source.numel()
 
     def take(self) -> tuple[torch.Tensor, float]:
-        """Wait for the bytes; return them, uint8, and when they came, ``time.monotonic`` seconds.
+        """Wait for the bytes; return them, uint8, and when they came, by the clock.
 
         Raises ChunkflowError if the drive fails.
         """
@@ -106,10 +106,11 @@ class ReadAhead:
     """The reader of an arena.  :meth:`restart`, :meth:`goes_on`, :meth:`take` and :meth:`free` are work of the copy stream,
     in its order."""
 
-    def __init__(self, pin: Pin, rate: float = 0.0) -> None:
+    def __init__(self, pin: Pin, rate: float = 0.0, clock: HostClock = MONOTONIC) -> None:
         """``pin``: pins host memory for the device.  ``rate``: bytes/s of a drive to emulate; 0 for the machine's own."""
         self._pin = pin
         self._rate = rate
+        self._clock = clock
         self._ring: RingMemory | None = None  # of this rank alone
         self._wanted = 0
         self._beside = False
@@ -170,7 +171,7 @@ class ReadAhead:
             self._taken.append(self._live.run.freed)
             return found.values, found.at
         self._taken.append(None)
-        return reading.source.read_all(), time.monotonic()  # out of order
+        return reading.source.read_all(), self._clock.now()  # out of order
 
     def free(self, event: Any) -> None:
         freed = self._taken.popleft()
@@ -258,7 +259,17 @@ class ReadAhead:
 
     def _own(self, order: Order, number: int, memory: RingMemory, others: Leader | None = None) -> OwnRun:
         spare = partial(RingMemory.own, self._wanted, self._pin)  # the run does not keep the reader
-        return OwnRun(order, number, memory, self._wanted, spare, rate=self._rate, beside=self._beside, others=others)
+        return OwnRun(
+            order,
+            number,
+            memory,
+            self._wanted,
+            spare,
+            rate=self._rate,
+            beside=self._beside,
+            others=others,
+            clock=self._clock,
+        )
 
     def _own_ring(self) -> RingMemory:
         if self._ring is None or self._ring.bytes.numel() < self._wanted:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,6 +20,8 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+
+from .host_clock import MONOTONIC, HostClock
 
 # How long an exiting process waits for work that hangs, such as a collective whose peer is gone.
 EXIT_SECONDS = 5.0
@@ -53,9 +54,11 @@ class Bell:
     """Lets threads wait for a change.
 
     Made of plain locks, because Ctrl-C between the lines of a threading.Condition could leave it locked for ever.
+    ``now``: of the clock that tells when an event is reached.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: HostClock = MONOTONIC) -> None:
+        self.now = clock.now
         self.lock = threading.RLock()
         self._waiting: dict[threading.Lock, Callable[[], object]] = {}
 
@@ -89,7 +92,7 @@ class HostEvent:
     def __init__(self, bell: Bell) -> None:
         self.made = 0
         self.reached = 0
-        self.reached_at = 0.0  # time.monotonic seconds
+        self.reached_at = 0.0  # seconds of the device's clock
         self.error: BaseException | None = None
         self._bell = bell
 
@@ -100,7 +103,7 @@ class HostEvent:
 
     def reach(self, mark: int, error: BaseException | None = None) -> None:
         with self._bell.lock:
-            self.reached, self.error, self.reached_at = max(self.reached, mark), error, time.monotonic()
+            self.reached, self.error, self.reached_at = max(self.reached, mark), error, self._bell.now()
             self._bell.ring()
 
     def block(self, mark: int) -> None:
@@ -118,7 +121,7 @@ class _Item:
     """An entry of a queue: work to run, a mark to reach (``record``) or to wait for, or a lock to release (``over``).
 
     A failed stream runs no work; it still reaches marks and releases locks.  ``waited`` is called with the
-    seconds that a wait stalled.  ``made``: when the host enqueued the entry, ``time.monotonic`` seconds.
+    seconds that a wait stalled.  ``made``: when the host enqueued the entry, seconds of the device's clock.
     """
 
     work: Callable[[], None] | None = None
@@ -127,7 +130,7 @@ class _Item:
     record: bool = False
     over: threading.Lock | None = None
     waited: Waited | None = None
-    made: float = field(default_factory=time.monotonic)
+    made: float = 0.0
 
     def ready(self) -> bool:
         return self.event is None or self.record or self.event.reached >= self.mark
@@ -155,9 +158,14 @@ class Engine:
     """
 
     def __init__(
-        self, names: Sequence[str], choose: Choose | None = None, before: Callable[[str], None] | None = None
+        self,
+        names: Sequence[str],
+        choose: Choose | None = None,
+        before: Callable[[str], None] | None = None,
+        clock: HostClock = MONOTONIC,
     ) -> None:
-        self.bell = Bell()
+        self.clock = clock
+        self.bell = Bell(clock)
         self._process = os.getpid()
         self._queues = {name: _Queue() for name in names}
         self._choose: Choose = choose or (lambda able: able[0])
@@ -185,6 +193,7 @@ class Engine:
 
     def put(self, name: str, item: _Item) -> None:
         self._check_process()
+        item.made = self.clock.now()
         with self.bell.lock:
             if self._closed:
                 raise ChunkflowError(
@@ -256,7 +265,7 @@ class Engine:
                 self._before(name)
             queue.since, queue.ended = max(queue.since, item.made), None
             item.work()
-            queue.since = queue.ended or time.monotonic()
+            queue.since = queue.ended or self.clock.now()
         elif item.event is not None and not item.record:
             stood = max(0.0, item.event.reached_at - max(queue.since, item.made))
             queue.since = max(queue.since, item.event.reached_at)
@@ -284,17 +293,20 @@ class Engine:
 class CallingStream:
     """The calling thread as a stream: work has finished when ``run`` returns."""
 
+    def __init__(self, clock: HostClock = MONOTONIC) -> None:
+        self._now = clock.now
+
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        _watched(work, watch)()
+        _watched(work, watch, self._now)()
 
     def record(self, event: HostEvent) -> None:
         event.reach(event.mark())
 
     def wait(self, event: HostEvent, waited: Waited | None = None) -> None:
-        start = time.perf_counter()
+        start = self._now()
         event.block(event.made)
         if waited is not None:
-            waited(time.perf_counter() - start)
+            waited(self._now() - start)
 
     def synchronize(self) -> None:
         return None
@@ -309,15 +321,15 @@ class ThreadStream:
 
     @property
     def since(self) -> float:
-        """When the running work could have begun, ``time.monotonic`` seconds; its thread may have woken up later."""
+        """When the running work could have begun, by the clock; its thread may have woken up later."""
         return self._engine.of(self._name).since
 
     def ended(self, at: float) -> None:
-        """Set the time when the running work ended, ``time.monotonic`` seconds, if that is not when it returns."""
+        """Set the time when the running work ended, by the clock, if that is not when it returns."""
         self._engine.of(self._name).ended = at
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        self._engine.put(self._name, _Item(work=_as_here(_watched(work, watch))))
+        self._engine.put(self._name, _Item(work=_as_here(_watched(work, watch, self._engine.clock.now))))
 
     def record(self, event: HostEvent) -> None:
         self._engine.put(self._name, _Item(event=event, mark=event.mark(), record=True))
@@ -334,16 +346,16 @@ class ThreadStream:
             raise ChunkflowError(str(error)) from error
 
 
-def _watched(work: Callable[[], None], watch: Watch | None) -> Callable[[], None]:
+def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], float]) -> Callable[[], None]:
     if watch is None:
         return work
 
     def run() -> None:
-        watch.begins(time.perf_counter())
+        watch.begins(now())
         try:
             work()
         finally:
-            watch.ends(time.perf_counter())
+            watch.ends(now())
 
     return run
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.placement.place import BUDGETED, Policy, place
-from chunkflow_compile.passes.placement.search import Yield
+from chunkflow_compile.passes.names import Policy, Yield
+from chunkflow_compile.passes.placement.place import BUDGETED, place
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem

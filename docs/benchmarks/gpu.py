@@ -31,9 +31,9 @@ from chunkflow_compile.hardware.calibrate import calibrate
 from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.small import Size
-from chunkflow_compile.options import DEFAULT_CHUNK_BYTES
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
 from chunkflow_compile.runtime.device import check_device
 
 OURS = (RESIDENT, "layerwise", "chunkflow")

@@ -16,8 +16,9 @@ from tqdm import tqdm
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.presets import Sizes, preset
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.placement.place import Policy, place
+from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.schedule import schedule, transfers
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan, Prediction

@@ -27,6 +27,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from chunkflow_compile.passes.cost.count import region_cost
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
 from chunkflow_compile.passes.problem import Collective, Cost, Problem, Region, Weight
 
 from .discover import (
@@ -42,10 +43,6 @@ from .discover import (
 from .keys import structural_key
 from .sizes import concrete, is_size, symbol_nodes, symbols_of
 from .traced import Traced
-
-# A cut lets copies start and slots free up at a finer grain.  It costs a host call (about 0.2 ms on a slow CPU core)
-# and the fusion across it.  At 30 GB/s, 64 MiB of weights take 2 ms: a cut every 64 MiB costs a tenth of their copy.
-DEFAULT_GROUP_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)

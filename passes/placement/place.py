@@ -10,12 +10,12 @@ Contract
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Literal
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.labels import region_labels
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import Policy, Yield
 from chunkflow_compile.passes.plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, align, runs
 from chunkflow_compile.passes.problem import Problem, Weight
 
@@ -23,20 +23,11 @@ from .policies import blocks_of, layerwise, next_block_barriers
 from .reasons import reason
 from .refine import MOST_CHUNKS, Improve, refine, unrefined
 from .schedule import schedule, transfers
-from .search import ROUNDING, Candidate, Planner, Yield, barriers
+from .search import ROUNDING, Candidate, Planner, barriers
 from .slots import Lifetime, Piece, assign_slots
 from .timeline import Simulator, Timeline
 from .windows import as_windows, latest
 
-Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "layerwise-prefix", "host-yield", "resident"]
-POLICIES: tuple[Policy, ...] = (
-    "resident",
-    "layerwise",
-    "layerwise-barrier",
-    "layerwise-prefix",
-    "host-yield",
-    "chunkflow",
-)
 # Policies whose plan depends on the byte budget.
 BUDGETED: tuple[Policy, ...] = ("layerwise-prefix", "chunkflow")
 DEFAULT_SLOWDOWN = 1.02

@@ -11,8 +11,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
 
+from chunkflow_compile.passes.names import Yield
 from chunkflow_compile.passes.plan import Barrier
 from chunkflow_compile.passes.problem import Problem
 
@@ -22,10 +22,6 @@ from .schedule import Transfers, schedule, transfers
 from .timeline import Simulator, Timeline
 from .windows import Chunk, Link, as_windows, chunks_of, fit, latest, link_of, live_bytes
 
-# How copies avoid collectives.  "soft": a window holds only the chunks that the model expects to finish before the next
-# collective; "hard": compute also waits, before a collective, for the copies issued earlier, so none runs beside it;
-# "auto": the better one on the timeline.
-Yield = Literal["auto", "soft", "hard"]
 # Steps closer than this share of the resident step are equal: strain decides, then memory.
 SAME_STEP = 1e-3
 # Predictions are off by some percent.  Of equal steps, the one that is shortest with copies STRAIN times as slow wins;

@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import HERE
+from clocks import OwnClock
+from conftest import HERE, WITHIN
 from helpers import WIDE, UlyssesStack
 from problems import CHUNK, MACHINE, blocks_problem
 
-from chunkflow_compile import ChunkflowError, programs
+from chunkflow_compile import Arena, ChunkflowError, programs
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_error import link_error
@@ -35,6 +36,7 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import blocks_of
+from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.host_flag import HostFlag
 
 OWN = """
@@ -184,21 +186,23 @@ def test_a_paced_region_has_its_duration(one_rank: None, no_grad: None) -> None:
     torch.manual_seed(0)
     model, twin = UlyssesStack(2, width=64).eval(), UlyssesStack(2, width=64).eval()
     twin.load_state_dict(model.state_dict())
-    options = {"chunk_bytes": 4096, "min_bytes": 4096, "lowering": "eager"}
+    options: dict[str, Any] = {"chunk_bytes": 4096, "min_bytes": 4096, "lowering": "eager"}
+    clock = OwnClock()
+    options["arena"] = Arena(make=lambda *_: CpuDevice(clock=clock.host))
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     run(torch.randn(16, 64))
     (session,) = programs(model)
     regions = len(session.program.problem.regions)
     assert regions > 3
     slow, delays = session.code.regions, iter([0.015] + [0.0] * 10 * regions)
-    late = {name: lambda *args, r=region: (time.sleep(next(delays)), r(*args))[1] for name, region in slow.items()}
-    session.choice.code = paced(replace(session.code, regions=late), [0.005] * regions, 2)
+    late = {name: lambda *args, r=region: (clock.sleep(next(delays)), r(*args))[1] for name, region in slow.items()}
+    session.choice.code = paced(replace(session.code, regions=late), [0.005] * regions, 2, clock.host)
     for _ in range(3):
         x = torch.randn(16, 64)
         assert torch.equal(run(x), twin(x))
     for step in programs(model)[0].measurements[-3:]:
-        assert sum(step.windows.compute_s) == pytest.approx(0.01 * regions, rel=0.1)
-    assert programs(model)[0].measurements[-3].windows.compute_s[0] > 0.015
+        assert sum(step.windows.compute_s) == pytest.approx(0.01 * regions)
+    assert programs(model)[0].measurements[-3].windows.compute_s[:2].tolist() == pytest.approx([0.015, 0.005])
 
 
 def test_a_pace_makes_the_compute_that_a_load_counts() -> None:
@@ -209,9 +213,9 @@ def test_a_pace_makes_the_compute_that_a_load_counts() -> None:
 
 
 def test_the_link_keeps_to_its_figures() -> None:
-    tries = (link_error(LinkEmulation(bandwidth=5e7)) for _ in range(3))  # a busy machine misses a deadline
-    found = min(tries, key=lambda error: abs(error.alone - 5e7) + abs(error.shared - 5e7))
-    assert found.alone == pytest.approx(5e7, rel=0.03) and found.shared == pytest.approx(5e7, rel=0.03)
+    """Exactly, by a clock that a test owns (tests/runtime/test_link.py); a busy machine may be late, and never early."""
+    found = link_error(LinkEmulation(bandwidth=5e7))
+    assert 0 < found.alone <= 5e7 * (1 + 1e-9) and found.shared > 0
     assert "a link of 50.0 MB/s is emulated" in str(found)
 
 
@@ -228,7 +232,7 @@ def test_the_flag_holds_copies_while_it_is_set() -> None:
     thread.start()
     assert not passed.wait(0.05)
     flag.clear()
-    thread.join(timeout=20)
+    thread.join(WITHIN)
     assert passed.is_set()
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import OPTIONS, WITHIN
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -40,6 +40,7 @@ def willing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Workers start at once, however small the regions, in caches that are empty."""
     monkeypatch.setattr(beside, "_CACHED_S", 0.0)
     monkeypatch.setattr(beside, "_START_S", 0.0)
+    monkeypatch.setattr(beside, "_PATIENCE_S", WITHIN)  # however slowly a worker starts
     with torch.no_grad(), fresh_cache(), config.patch(compile_threads=2):
         yield
 

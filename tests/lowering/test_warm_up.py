@@ -40,6 +40,7 @@ def test_a_probe_that_ran_into_its_limit_is_repeated(
 
 def test_a_probe_that_fails_at_once_is_not_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     probe = Probe(9)
+    monkeypatch.setattr(warming, "_PROBE_S", float("inf"))
     monkeypatch.setattr(warming, "_of_this_cpu", lambda: [probe])
     warming.find_vector_instructions()
     assert probe.failures == 8
@@ -49,6 +50,7 @@ def test_a_probe_that_fails_at_once_is_not_repeated(monkeypatch: pytest.MonkeyPa
 def test_weaker_instructions_are_probed_only_where_they_are_needed(
     works: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(warming, "_PROBE_S", float("inf"))
     strong, weak, listed = Probe(0 if works else 9), Probe(9), list[bool | None]()
     monkeypatch.setattr(warming, "_of_this_cpu", lambda: [strong, weak])
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", lambda: listed.append(config.cpp.vec_isa_ok))

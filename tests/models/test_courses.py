@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import OPTIONS, WITHIN
 from helpers import Stack
 from torch import nn
 
@@ -320,7 +320,7 @@ def test_two_threads_on_one_arena() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(WITHIN)
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 

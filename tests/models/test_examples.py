@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HERE
+from conftest import HERE, WITHIN
 
 NAMES = ("flux", "wan", "qwen_image_edit", "quantised_lora")
 SAVED = {
@@ -41,7 +41,7 @@ def test_an_example_runs(name: str, tmp_path: Path) -> None:
         env={**os.environ, "PYTHONPATH": path, "CHUNKFLOW_PROGRESS": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=2 * WITHIN,
     )
     assert done.returncode == 0, done.stderr[-2000:]
     assert "budget: " in done.stdout and "transformer" in done.stdout

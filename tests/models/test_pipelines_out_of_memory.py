@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -110,7 +109,7 @@ def settle(pipe: Any, phase: Phase, allocator: Pressed, want: torch.Tensor, held
         assert torch.equal(WAN.generate(pipe), want)
         if allocator.held > held:
             return
-        time.sleep(0.05)
+        phase.arena.courses.settle()
     raise AssertionError(f"{phase.name} holds {allocator.held}, with the goal {phase.goal}")
 
 
@@ -151,7 +150,7 @@ def test_a_failure_that_stays_does_not_come_back_in_every_call(pressed: tuple[An
     for _ in range(12):
         allocator.activations += 1000
         assert torch.equal(WAN.generate(pipe), want)
-        time.sleep(0.1)  # for the plan of the course
+        phase.arena.courses.settle()
     assert 1 <= phase.retries <= 4, "rarer and rarer"
 
 

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
-from conftest import HERE, OPTIONS
+from conftest import HERE, OPTIONS, WITHIN
 from helpers import Stack, cut_of
 from torch import nn
 from torch._dynamo.utils import counters
@@ -327,6 +327,6 @@ def test_two_processes_fill_one_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", FILLS, str(HERE), str(HERE.parent)]
     started = [subprocess.Popen(command, env=environment) for _ in range(2)]
-    assert [process.wait(400) for process in started] == [0, 0]
-    third = subprocess.run(command, env=environment, check=True, timeout=400, stdout=subprocess.PIPE, text=True)
+    assert [process.wait(2 * WITHIN) for process in started] == [0, 0]
+    third = subprocess.run(command, env=environment, check=True, timeout=2 * WITHIN, stdout=subprocess.PIPE, text=True)
     assert third.stdout.split()[-2:] == ["3", "0"], "every region is found in the cache"

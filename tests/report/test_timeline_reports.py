@@ -17,7 +17,8 @@ from problems import CHUNK, MACHINE, blocks_problem, machines, problem, small_pr
 
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.placement.place import POLICIES, place
+from chunkflow_compile.passes.names import POLICIES
+from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.lanes import Lanes, around, lanes_of

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import OPTIONS
+from clocks import OwnClock
+from conftest import OPTIONS, WITHIN
 from fake_cuda import FakeCuda, FakeStream
 from helpers import Stack, UlyssesStack
 from hypothesis import given
@@ -95,16 +96,17 @@ def test_a_step_allocates_nothing_and_waits_for_nothing(no_grad: None) -> None:
 
 
 def test_time_is_measured_by_the_device(no_grad: None) -> None:
-    cuda = FakeCuda(copy_s=0.004)
+    cuda = FakeCuda(0.004, OwnClock(tick=1e-7).host, late=True)
     model, _, run = compiled(cuda)
     for _ in range(8):
         run(torch.randn(4, 8))
     session = programs(model)[0]
-    step = min(session.measurements[1:], key=lambda m: m.step_s)  # the step that the rest of the machine delayed least
-    copies = len(list(prefetches(session.program)))
-    assert step.copy_s >= 0.004 * copies > 0 and step.alone_s == step.copy_s and step.alone_bytes == step.moved_bytes
-    assert 0.004 <= step.exposed_h2d_s < step.step_s < 1.0
-    assert all(s > 0 for s in step.windows.compute_s)
+    copies = 0.004 * len(list(prefetches(session.program)))
+    for step in session.measurements[1:]:
+        assert step.copy_s == pytest.approx(copies, rel=0.02) and copies > 0
+        assert step.alone_s == step.copy_s and step.alone_bytes == step.moved_bytes
+        assert 0.004 <= step.exposed_h2d_s < step.step_s < 2 * copies
+        assert all(s > 0 for s in step.windows.compute_s)
     regions = {w for w in cuda.names if w.startswith("region_")}
     assert len(regions) == len(session.plan.regions) and any("blocks.3" in w for w in regions)
     assert f"prefetch {session.plan.streamed[0].name}" in " ".join(cuda.names)
@@ -303,7 +305,7 @@ def test_dropping_a_model_unpins_its_pages(no_grad: None) -> None:
     assert cuda.pinned
     del model, run
     torch._dynamo.reset()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + WITHIN
     while cuda.pinned and time.monotonic() < deadline:  # the thread that closes the program holds it until then
         gc.collect()
         time.sleep(0.02)

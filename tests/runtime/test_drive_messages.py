@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from drive_ranks import CONTENT, EIGHT, WITHIN, cycle_of, eventually, unpinned
+from conftest import WITHIN
+from drive_ranks import CONTENT, EIGHT, cycle_of, eventually, unpinned
 
 from chunkflow_compile.passes.ring import ring_bytes
 from chunkflow_compile.runtime.drive_messages import AT, FREED, LEFT, OFFER, OVER, READY, TAKES, Message, send

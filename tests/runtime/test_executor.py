@@ -5,33 +5,38 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from clocks import OwnClock
+from conftest import OPTIONS, WITHIN
 from helpers import Coalesced, Stack
+from schedules import ranked
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, programs, restore
+from chunkflow_compile import Arena, ChunkflowError, programs, restore
+from chunkflow_compile.passes.program.course import prefetches
+from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream
 
 
-def streaming(layers: int = 6) -> tuple[Stack, Stack, torch.nn.Module, Session]:
+def streaming(layers: int = 6, **more: Any) -> tuple[Stack, Stack, torch.nn.Module, Session]:
     torch.manual_seed(0)
     model = Stack(layers).eval()
     twin = Stack(layers).eval()
     twin.load_state_dict(model.state_dict())
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager"})
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, "lowering": "eager", **more})
     run(torch.randn(4, 8))
     return model, twin, run, programs(model)[0]
 
 
-def slow_copies(runner: Session, seconds: float) -> None:
+def slow_copies(runner: Session, seconds: float, sleep: Callable[[float], None] = time.sleep) -> None:
     copy = runner.executor.device.copy_bytes
 
     def slow(target: torch.Tensor, source: torch.Tensor) -> None:
-        time.sleep(seconds)
+        sleep(seconds)
         copy(target, source)
 
     runner.executor.device.copy_bytes = slow
@@ -45,14 +50,21 @@ def test_slots_are_aligned_and_inside_one_arena(no_grad: None) -> None:
 
 
 def test_compute_waits_for_slow_copies(no_grad: None) -> None:
-    _, twin, run, runner = streaming()
-    slow_copies(runner, 0.01)
+    """On a device where compute comes first and takes no time, copies come while it waits for them, and the others last."""
+    clock = OwnClock()
+    device = ThreadsDevice(ranked("compute", "collective", "copy"), clock=clock.host)
+    _, twin, run, runner = streaming(arena=Arena(make=lambda *_: device))
+    slow_copies(runner, 0.01, clock.sleep)
+    device.copy.synchronize()
     for _ in range(4):
         x = torch.randn(4, 8)
+        device.engine.pause()  # until the host has enqueued the step
         assert torch.equal(run(x), twin(x))
-    measured = runner.measurements[-1]
-    assert measured.exposed_h2d_s > 0.01, "at least one chunk; on a busy machine, compute may hide the others"
-    assert measured.exposed_h2d_s < measured.step_s
+        device.copy.synchronize()
+    copies = sum(not op.next_step for _, op in prefetches(runner.program))
+    for measured in runner.measurements[1:]:
+        assert measured.exposed_h2d_s == pytest.approx(measured.step_s)
+        assert 0 < measured.exposed_h2d_s == pytest.approx(0.01 * copies)
 
 
 def test_without_its_waits_the_program_computes_something_else(no_grad: None) -> None:
@@ -197,7 +209,7 @@ def test_restore_waits_for_a_step_of_another_thread(no_grad: None) -> None:
     thread.start()
     time.sleep(0.05)
     restore(model)
-    thread.join(timeout=20)
+    thread.join(timeout=WITHIN)
     assert not thread.is_alive() and torch.equal(results[0], twin(x))
     with pytest.raises(ChunkflowError, match="has ended"):
         runner.executor.intact_slots()
@@ -205,17 +217,18 @@ def test_restore_waits_for_a_step_of_another_thread(no_grad: None) -> None:
 
 def test_an_event_waits_for_the_mark_that_was_newest_when_wait_was_called() -> None:
     log: list[str] = []
-    gate = threading.Event()
-    engine = Engine(("test",))
-    copy, event, compute = ThreadStream(engine, "test"), HostEvent(engine.bell), CallingStream()
+    gate, clock = threading.Event(), OwnClock()
+    engine = Engine(("test",), clock=clock.host)
+    copy, event, compute = ThreadStream(engine, "test"), HostEvent(engine.bell), CallingStream(clock.host)
     compute.wait(event)  # never recorded: nothing to wait for, as on CUDA
     copy.run(lambda: gate.wait() and None)
     copy.run(lambda: log.append("copied"))
     copy.record(event)
-    threading.Timer(0.02, gate.set).start()
     waited: list[float] = []
+    block = event.block
+    event.block = lambda mark: (clock.sleep(0.02), gate.set(), block(mark))[2]  # type: ignore[method-assign]
     compute.wait(event, waited.append)
-    assert waited[0] > 0.01
+    assert waited == [0.02]
     log.append("read")
     assert log == ["copied", "read"]
     compute.record(event)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS, RESIDENT
+from conftest import OPTIONS, RESIDENT, WITHIN
 from helpers import Stack
 from torch import nn
 from torch.torch_version import TorchVersion
@@ -184,7 +184,7 @@ def test_an_arena_whose_models_are_dropped_is_emptied(no_grad: None) -> None:
     gc.collect()
     for thread in threading.enumerate():
         if thread.name == "chunkflow-close":
-            thread.join(timeout=5)
+            thread.join(WITHIN)
     assert arena.nbytes == 0 and not arena.tenants
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     assert torch.equal(compiled(model, arena=arena, debug="threads")(x), twin(x)), "on other streams than before"
@@ -224,7 +224,7 @@ def in_threads(*works: Callable[[], None]) -> None:
 
     def go(work: Callable[[], None]) -> None:
         try:
-            barrier.wait(timeout=20)
+            barrier.wait(WITHIN)
             with torch.no_grad():
                 work()
         except BaseException as error:  # noqa: BLE001  (raised below, where pytest sees it)
@@ -234,7 +234,7 @@ def in_threads(*works: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=120)
+        thread.join(WITHIN)
         assert not thread.is_alive(), "a thread hangs"
     if errors:
         raise errors[0]

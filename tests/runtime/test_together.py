@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from drive_ranks import EIGHT, WITHIN, Event, Rank, eventually, in_step, meet, ranks_of, unpinned
+from conftest import WITHIN
+from drive_ranks import EIGHT, Event, Rank, eventually, in_step, meet, ranks_of, unpinned
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import WITHIN
 from helpers import Stack
 from test_host_weight import MIN_BYTES, NAMES, compiled, pair, stack
 from torch import nn
@@ -95,7 +96,7 @@ def test_writes_of_two_models_at_once_end() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(WITHIN)
         assert not thread.is_alive(), "they wait for each other"
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import WITHIN
 from test_killed_ranks import run_all
 
 from chunkflow_compile import ChunkflowError, offload, restore, writing
@@ -195,7 +196,7 @@ def one_fails_to_write(rank: int) -> None:
             raise ValueError("no such file")
         for m in (model, twin):
             m.get_parameter(name).mul_(2)
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < WITHIN, "not the half hour of the process group"
     assert (home_of(model.get_parameter(name)).cell.shared is None) == (rank == 0)  # type: ignore[union-attr]
     assert torch.equal(model.get_parameter(name), twin.get_parameter(name))
     with writing(model):  # the next time is no worse for it
@@ -216,7 +217,7 @@ def one_fails_early(rank: int) -> None:
     said = "24 gigs' is not a size"
     with pytest.raises(ChunkflowError, match=f"not placed, because rank 1 failed: .*{said}" if rank == 0 else said):
         offload(model, min_bytes=LEAST, share=True, host_memory="24 gigs" if rank else "24GiB")
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < WITHIN, "not the half hour of the process group"
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     offload(model, min_bytes=LEAST, share=True)  # the next time is no worse for it
     assert home_of(model.get_parameter("proj_out.weight")).cell.shared is not None  # type: ignore[union-attr]

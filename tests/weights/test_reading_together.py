@@ -25,7 +25,6 @@ from chunkflow_compile.runtime.leader import Leader
 SIZE = Size(layers=2)
 LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
-WITHIN = 60.0
 
 
 @pytest.fixture

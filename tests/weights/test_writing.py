@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import WITHIN
 from test_shared_memory import LEAST, SIZE, large, shared
 from torch import nn
 
@@ -144,14 +145,14 @@ def state_beside_writing(rank: int) -> None:
     def late(*args: Any, **options: Any) -> Any:
         if threading.current_thread() is reader and not begun.is_set():
             begun.set()
-            shared_again.wait(60)
+            shared_again.wait(WITHIN)
         return map_file(*args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("chunkflow_compile.weights.sharing.map_file", late)
         if rank == 1:
             reader.start()
-            begun.wait(60)
+            begun.wait(WITHIN)
         with writing(model):
             weight.fill_(2)
         dist.barrier()  # the leader gives back what nobody sees

@@ -1,0 +1,44 @@
+"""What a model is made by: its sizes, its configuration, and how its layers are quantised.  Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+Quantisation = Literal["int8", "fp8", "nf4"]
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shape:
+    """Sizes of one call of a transformer: the latent, before it is cut into patches, and the text tokens."""
+
+    batch: int = 1
+    frames: int = 1
+    height: int
+    width: int
+    text: int
+
+
+@dataclass(frozen=True)
+class Size:
+    """Sizes of a small model.  ``layers``: blocks of the first kind; ``singles``: of the second, if the class has two.
+    Width is ``heads * head_dim``.  ``frames``, ``height`` and ``width`` are latent sizes; ``text``: text tokens; ``batch``:
+    samples in a call."""
+
+    layers: int = 2
+    singles: int = 2
+    heads: int = 4
+    head_dim: int = 16
+    frames: int = 2
+    height: int = 8
+    width: int = 8
+    text: int = 8
+    batch: int = 1
+
+    @property
+    def rope(self) -> tuple[int, int, int]:
+        """Dimensions of a head by axis: half for time, a quarter each for height and width, all even."""
+        quarter = self.head_dim // 4 // 2 * 2
+        return self.head_dim - 2 * quarter, quarter, quarter

@@ -1,0 +1,42 @@
+"""What users choose by name, and the defaults of sizes.  Imports nothing, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal, get_args
+
+Policy = Literal["chunkflow", "layerwise", "layerwise-barrier", "layerwise-prefix", "host-yield", "resident"]
+POLICIES: tuple[Policy, ...] = (
+    "resident",
+    "layerwise",
+    "layerwise-barrier",
+    "layerwise-prefix",
+    "host-yield",
+    "chunkflow",
+)
+
+# How copies avoid collectives.  "soft": a window holds only the chunks that the model expects to finish before the next
+# collective; "hard": compute also waits, before a collective, for the copies issued earlier, so none runs beside it;
+# "auto": the better one on the timeline.
+Yield = Literal["auto", "soft", "hard"]
+
+StageName = Literal["traced", "regions", "planned", "rewritten", "verified"]
+STAGES: tuple[StageName, ...] = get_args(StageName)
+
+# Passes that can be left out, to see whether one of them causes a fault.  Later passes need all others.
+OPTIONAL_PASSES: Mapping[str, str] = {
+    "views": "pieces that hold only views are moved into the regions around them",
+    "sharing": "equal regions are lowered once",
+    "refine": "short programs are improved chunk by chunk",
+    "course": "programs that run in turns are planned as one",
+    "verify": "the program is proved safe before it runs",
+}
+
+# Starting a copy takes 5 to 10 us and moving 1 MiB 35 us at 30 GB/s, so smaller copies waste much of the link.  Smaller
+# parameters (biases, norms, modulation tables) make up less than 1 % of a DiT.
+DEFAULT_MIN_BYTES = 1 << 20
+# The best of 4, 16, 64 and 256 MiB in the paper: a collective waits for one chunk at most, which is 0.6 ms on PCIe 5.
+DEFAULT_CHUNK_BYTES = 16 << 20
+# A cut lets copies start and slots free up at a finer grain.  It costs a host call (about 0.2 ms on a slow CPU core)
+# and the fusion across it.  At 30 GB/s, 64 MiB of weights take 2 ms: a cut every 64 MiB costs a tenth of their copy.
+DEFAULT_GROUP_BYTES = 64 << 20
