@@ -28,7 +28,8 @@ def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, tensor
         return
     for attribute in tensor.__tensor_flatten__()[0]:
-        yield from leaves(getattr(tensor, attribute), f"{name}.{attribute}")
+        if isinstance(part := getattr(tensor, attribute), torch.Tensor):  # a DTensor names its DeviceMesh too
+            yield from leaves(part, f"{name}.{attribute}")
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
@@ -36,7 +37,8 @@ def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         return change(tensor)
     attributes, context = tensor.__tensor_flatten__()
-    inner = {name: with_leaves(getattr(tensor, name), change) for name in attributes}
+    parts = {name: getattr(tensor, name) for name in attributes}
+    inner = {n: with_leaves(part, change) if isinstance(part, torch.Tensor) else part for n, part in parts.items()}
     return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
 
@@ -44,7 +46,7 @@ def align(root: nn.Module) -> None:
     """Give the tensor subclasses of a model the device that the tensors inside them have now."""
     for _, tensor in tensors_of(root):
         inside = [leaf for _, leaf in leaves(tensor)]
-        if inside[0] is not tensor and all(leaf.device != tensor.device for leaf in inside):
+        if inside and inside[0] is not tensor and all(leaf.device != tensor.device for leaf in inside):
             with torch.inference_mode(False), torch.no_grad():
                 made = with_leaves(tensor, lambda leaf: leaf)
                 if isinstance(tensor, nn.Parameter):  # nn.Parameter(made) would detach, which copies the leaves
