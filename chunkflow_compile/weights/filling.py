@@ -171,7 +171,9 @@ class Filling:
         # what is shared again leaves its memory at the end, all at once
         frees = values.nbytes if values.device.type == "cpu" and part is None and not self._again else 0
         shard = self._shards.get(name)
-        return Wanted(name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard)
+        return Wanted(
+            name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard
+        )
 
     def _fills(self, weight: Wanted) -> bool:
         """Whether this rank writes a weight to the memory of all, beside the memory that it has."""

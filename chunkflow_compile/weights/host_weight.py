@@ -339,7 +339,9 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
     read = {id(x) for x in pytree.tree_leaves(others)} if outs else set()
 
     def fetch(weight: HostWeight) -> torch.Tensor:
-        if id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor:  # the op may resize it
+        if (
+            id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor
+        ):  # the op may resize it
             made = torch.empty_like(weight.host, device=weight.device)
             values[id(weight)] = made.copy_(weight.fetch()) if id(weight) in read else made
         if id(weight) not in values:
