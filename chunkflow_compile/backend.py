@@ -75,6 +75,7 @@ from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
 from chunkflow_compile.weights.modules import ModelIndex, blocks_around
+from chunkflow_compile.weights.streamable import refuse_fully_sharded
 
 _log = logging.getLogger(__name__)
 
@@ -107,6 +108,8 @@ def chunkflow(
     if index.root is not None:
         refuse_accelerate(index.root)
     refuse_decisions_of_a_rank(index.root, graph)
+    if index.root is not None:
+        refuse_fully_sharded(index.root)
     fix_sizes(example_inputs, found.values())
     device = check_device(device_of(found, example_inputs, graph))
     chosen = chosen.on(device)

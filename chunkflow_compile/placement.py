@@ -26,7 +26,7 @@ from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, leaves_of
+from chunkflow_compile.weights.leaves import align, leaves_of, shards_of
 from chunkflow_compile.weights.peers import Peers
 from chunkflow_compile.weights.progress import CompileProgress, moving
 
@@ -131,7 +131,8 @@ class Placement:
             filling: Filling | None = None
             pages = device.type == "cuda" or bool(on_drive)
             try:
-                filling = Filling(device, plain, dtype_of, pages=pages, peers=peers, on_drive=on_drive)
+                shards = {} if peers is None else shards_of(self.root)
+                filling = Filling(device, plain, dtype_of, pages=pages, peers=peers, on_drive=on_drive, shards=shards)
                 work, expected = sum(filling.work(names[0]) for names, _ in todo), ReadTime.here(filling.reads).told
                 with moving(f"moving {type(self.root).__name__} to the host", work, expected) as moved:
                     for names, tensor in todo:

@@ -16,17 +16,17 @@ from chunkflow_compile.placement import PLACEMENT, Placement, bytes_of, placemen
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.drive import for_the_drive
-from chunkflow_compile.weights.filling import as_they_are, cast_to
+from chunkflow_compile.weights.filling import DtypeOf, as_they_are, cast_to
 from chunkflow_compile.weights.guards import detach_guards
 from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import align, leaves, leaves_of, named_leaves, tensors_of
+from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
 from chunkflow_compile.weights.peers import peers_of, stay_away
 from chunkflow_compile.weights.sharing_again import name_replaced, share_again
 from chunkflow_compile.weights.staging import GpuStagings
-from chunkflow_compile.weights.streamable import why_not
+from chunkflow_compile.weights.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 
 if TYPE_CHECKING:
     from chunkflow_compile.runtime.route import Route
@@ -65,9 +65,12 @@ def offload(
     root = unwrap(model)
     parameters = [*leaves_of(root)]
     try:
+        refuse_fully_sharded(root)
+        refuse_unknown_parts(root)
         target = _target(root, device, parameters)
         index = ModelIndex.of(root)
         dtype_of = as_they_are if dtype is None else cast_to(_checked(dtype), root)
+        _refuse_to_cast_shards(root, dtype_of)
         weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
         bound, on_drive = None, frozenset[str]()
         if host_memory is not None:
@@ -215,6 +218,16 @@ def _checked(dtype: torch.dtype) -> torch.dtype:
             f"offload casts to float32, float16 or bfloat16, not to {dtype}: quantise the model instead."
         )
     return dtype
+
+
+def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
+    """Raise ChunkflowError for a DTensor that would be cast: the dtype of the whole would not follow that of its shard."""
+    for name, tensor in tensors_of(root):
+        if is_distributed(tensor) and (wanted := dtype_of(name, tensor)) != tensor.dtype:
+            raise ChunkflowError(
+                f"{name} is a DTensor of {tensor.dtype}, which offload does not cast: call model.to({wanted}) before it, and "
+                "leave out dtype."
+            )
 
 
 def _device(device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -22,6 +23,7 @@ from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
 _CHECKED = 256 << 20
+_WHOLE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 # The dtype that a weight of this name gets.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
@@ -59,12 +61,14 @@ class Filling:
         peers: Peers | None = None,
         on_drive: Collection[str] = (),
         again: bool = False,
+        shards: Mapping[str, tuple[int, ...]] = _WHOLE,
     ) -> None:
         """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
         own.  ``peers``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
         those that go to the drive instead.  ``again``: whether ``peers`` shared them before; one that is not shared again
-        stays where it is."""
+        stays where it is.  ``shards``: by name, which part of a weight this rank has; ranks share equal parts only."""
         self._device = device
+        self._shards = shards
         self._again = again
         self._nbytes = sum(w.nbytes for _, w in weights)
         self._pages = pages or peers is not None
@@ -166,7 +170,10 @@ class Filling:
         stays = stays or (same and drive and part is not None and not values.is_inference())
         # what is shared again leaves its memory at the end, all at once
         frees = values.nbytes if values.device.type == "cpu" and part is None and not self._again else 0
-        return Wanted(name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees)
+        shard = self._shards.get(name)
+        return Wanted(
+            name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard
+        )
 
     def _fills(self, weight: Wanted) -> bool:
         """Whether this rank writes a weight to the memory of all, beside the memory that it has."""

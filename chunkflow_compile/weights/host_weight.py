@@ -344,10 +344,15 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
     values: dict[int, torch.Tensor] = {}
 
     outs = {id(x) for name, value in kwargs.items() if name.startswith("out") for x in pytree.tree_leaves(value)}
+    others = (args, [value for name, value in kwargs.items() if not name.startswith("out")])
+    read = {id(x) for x in pytree.tree_leaves(others)} if outs else set()
 
     def fetch(weight: HostWeight) -> torch.Tensor:
-        if id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor:
-            values[id(weight)] = torch.empty_like(weight.host, device=weight.device)  # the op may resize it
+        if (
+            id(weight) in outs and id(weight) not in values and type(weight.host) is torch.Tensor
+        ):  # the op may resize it
+            made = torch.empty_like(weight.host, device=weight.device)
+            values[id(weight)] = made.copy_(weight.fetch()) if id(weight) in read else made
         if id(weight) not in values:
             fills = func in _FILLS and type(weight.host) is torch.Tensor
             values[id(weight)] = weight.host if fills else weight.fetch()

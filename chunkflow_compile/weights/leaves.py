@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from typing import Any
@@ -28,7 +29,44 @@ def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, tensor
         return
     for attribute in tensor.__tensor_flatten__()[0]:
-        yield from leaves(getattr(tensor, attribute), f"{name}.{attribute}")
+        if isinstance(part := getattr(tensor, attribute), torch.Tensor):  # the DeviceMesh of a DTensor is a part too
+            yield from leaves(part, f"{name}.{attribute}")
+
+
+def unknown_part(tensor: Any, name: str = "") -> tuple[str, Any] | None:
+    """A part of a tensor subclass that torch.compile does not take: neither a tensor nor an opaque object of torch's."""
+    if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
+        return None
+    opaque = getattr(getattr(torch, "_opaque_base", None), "OpaqueBase", ())  # torch 2.11 has none
+    for attribute in tensor.__tensor_flatten__()[0]:
+        part, path = getattr(tensor, attribute), f"{name}.{attribute}"
+        if not isinstance(part, torch.Tensor):
+            if not isinstance(part, opaque):
+                return path, part
+        elif (found := unknown_part(part, path)) is not None:
+            return found
+    return None
+
+
+def is_distributed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a DTensor.  Imports nothing: where there is one, its module has been imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def shards_of(root: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Which part of its DTensor this rank has, for each tensor with bytes that is a part, by name.
+
+    A part is the rank's coordinates in those dimensions of the mesh that split the tensor.
+    """
+    found: dict[str, tuple[int, ...]] = {}
+    for name, tensor in tensors_of(root):
+        if is_distributed(tensor):
+            whole: Any = tensor
+            placed = zip(whole.device_mesh.get_coordinate() or (), whole.placements, strict=False)
+            if part := tuple(place for place, placement in placed if not placement.is_replicate()):
+                found.update((path, part) for path, _ in leaves(tensor, name))
+    return found
 
 
 def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
@@ -36,7 +74,8 @@ def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         return change(tensor)
     attributes, context = tensor.__tensor_flatten__()
-    inner = {name: with_leaves(getattr(tensor, name), change) for name in attributes}
+    parts = {name: getattr(tensor, name) for name in attributes}
+    inner = {n: with_leaves(part, change) if isinstance(part, torch.Tensor) else part for n, part in parts.items()}
     return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
 
 
@@ -44,7 +83,7 @@ def align(root: nn.Module) -> None:
     """Give the tensor subclasses of a model the device that the tensors inside them have now."""
     for _, tensor in tensors_of(root):
         inside = [leaf for _, leaf in leaves(tensor)]
-        if inside[0] is not tensor and all(leaf.device != tensor.device for leaf in inside):
+        if inside and inside[0] is not tensor and all(leaf.device != tensor.device for leaf in inside):
             with torch.inference_mode(False), torch.no_grad():
                 made = with_leaves(tensor, lambda leaf: leaf)
                 if isinstance(tensor, nn.Parameter):  # nn.Parameter(made) would detach, which copies the leaves
@@ -90,7 +129,8 @@ def overlapping(tensors: Iterable[torch.Tensor]) -> frozenset[int]:
     """The ids of the tensors that have bytes of memory in common with another one."""
     spans: dict[int, list[tuple[int, int, int]]] = {}
     for tensor in {id(t): t for t in tensors}.values():
-        if isinstance(tensor, HostWeight) or tensor.layout != torch.strided or not tensor.numel():
+        strided = tensor.layout == torch.strided and not tensor.is_nested
+        if isinstance(tensor, HostWeight) or not strided or not tensor.numel():
             continue
         begin = int(tensor.storage_offset()) * tensor.element_size()
         reach: int = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1

@@ -55,7 +55,7 @@ class Wanted:
     """A weight to place: its name, shape, strides and dtype, and the part of a file that it is, if it is one.
 
     ``drive``: whether it goes to the drive.  ``stays``: whether it keeps its memory, or its place in a file on the drive.
-    ``frees``: bytes that its present memory gives back.
+    ``frees``: bytes that its present memory gives back.  ``shard``: which part of a weight it is, None for a whole one.
     """
 
     name: str
@@ -67,6 +67,7 @@ class Wanted:
     drive: bool
     stays: bool
     frees: int = 0
+    shard: tuple[int, ...] | None = None
 
     @property
     def takes(self) -> int:
@@ -87,7 +88,8 @@ class Wanted:
     def told(self) -> dict[str, Any]:
         """As JSON holds it."""
         part = None if self.part is None else asdict(self.part)
-        kind = [self.name, [*self.shape], [*self.stride], str(self.dtype), self.drive]
+        shard = None if self.shard is None else [*self.shard]
+        kind = [self.name, [*self.shape], [*self.stride], str(self.dtype), self.drive, shard]
         return {"as": kind, "from": [part, str(self.read_as)]}
 
     def view(self, data: torch.Tensor) -> torch.Tensor:
@@ -184,10 +186,10 @@ class SharedPages:
             _log.warning(
                 "rank %s has written %s, and not every rank has: it keeps its own copy", peers.rank, _some_of(own)
             )
-        elif not again and 2 * len(common) < max(map(len, told)):
+        elif not again and 2 * len([w for w in common if w.shard is None]) < max(map(_whole, told)):
             _log.warning(
-                "rank %s shares %s of its %s weights: another rank places another model, or other shards. Ranks that "
-                "share place the same models in the same order; pass share=False for a model that only some have",
+                "rank %s shares %s of its %s weights: another rank places another model. Ranks that share place the same "
+                "models in the same order; pass share=False for a model that only some have",
                 peers.rank,
                 len(common),
                 len(wanted),
@@ -322,6 +324,11 @@ class SharedPages:
                     self._peers.ranks[0],
                     _some_of(names),
                 )
+
+
+def _whole(manifest: Sequence[Any]) -> int:
+    """The number of weights that are not parts, which ranks are expected to have in common."""
+    return sum(told["as"][-1] is None for told in manifest)
 
 
 def _some_of(names: Sequence[str]) -> str:

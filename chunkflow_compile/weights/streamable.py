@@ -6,9 +6,11 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from chunkflow_compile.passes.errors import ChunkflowError
+
 from .bytes import is_dense
 from .host_weight import HostWeight
-from .leaves import stream_inside
+from .leaves import stream_inside, tensors_of, unknown_part
 from .modules import ModelIndex
 
 # A FakeTensor is a weight of a model that is planned without its values.
@@ -30,6 +32,29 @@ def class_of(tensor: torch.Tensor) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def refuse_fully_sharded(root: nn.Module) -> None:
+    """Raise ChunkflowError for a model under FSDP, which gathers the weights before each use and drops them after it."""
+    for name, module in root.named_modules():
+        # the mark that Dynamo reads, of FSDP1 and FSDP2; and the class that FSDP2 gives to a module
+        if "_is_fsdp_managed_module" in module.__dict__ or hasattr(type(module), "_get_fsdp_state"):
+            raise ChunkflowError(
+                f"FSDP itself moves the weights of {name or type(module).__name__} between the ranks, in every step: to "
+                "stream them from host memory instead, leave out fully_shard (or FullyShardedDataParallel). The shards of "
+                "tensor parallelism (parallelize_module) stream."
+            )
+
+
+def refuse_unknown_parts(root: nn.Module) -> None:
+    """Raise ChunkflowError for a weight with a part that torch.compile does not take."""
+    for name, tensor in tensors_of(root):
+        if (found := unknown_part(tensor, name)) is not None:
+            path, part = found
+            raise ChunkflowError(
+                f"{path} is of type {type(part).__name__}, but __tensor_flatten__ names it as one of the tensors inside "
+                f"{name} ({type(tensor).__name__}), and torch.compile takes only tensors there: return it in the context."
+            )
+
+
 def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str | None:
     """Why a weight of a model cannot be streamed, None if it can.  ``inside``: where it is in a tensor subclass."""
     if isinstance(parameter, HostWeight):
@@ -40,7 +65,7 @@ def why_not(parameter: torch.Tensor, index: ModelIndex, inside: str = "") -> str
     if type(parameter) not in PLAIN and name not in _WITH_ATTRIBUTES:
         reason = _NOT_STREAMED.get(name)
         return f"a tensor subclass ({type(parameter).__name__})" + (f": {reason}" if reason else "")
-    if parameter.layout != torch.strided or not is_dense(parameter):
+    if parameter.layout != torch.strided or parameter.is_nested or not is_dense(parameter):
         return "its elements do not fill one range of memory"
     if id(parameter) in index.shared:
         return "it shares memory with another tensor"

@@ -6,14 +6,20 @@ import copy
 
 import pytest
 import torch
+import torch.distributed as dist
+from helpers import Stack
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.placement import placement_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import stream_inside
 
-from .test_findings import MIB, OPTIONS, placed, steps
+from .test_findings import MIB, OPTIONS, compiled, placed, steps
 
 
 def weights(model: nn.Module) -> list[HostWeight]:
@@ -113,3 +119,34 @@ def test_quantised_weights_stream_to_the_card() -> None:
     restore(model)
     assert {p.device.type for p in model.parameters()} == {"cpu"}
     assert torch.equal(model.to("cuda")(x), twin(x))
+
+
+@pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
+def test_the_shards_of_a_rank_stream_to_the_card() -> None:
+    """One rank of two: collectives of the fake group return at once, with what the tensors had."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        mesh, plan = init_device_mesh("cuda", (2,)), {"up": ColwiseParallel(), "down": RowwiseParallel()}
+        torch.manual_seed(0)
+        model = Stack(4, width=256).eval().requires_grad_(False).to("cuda")
+        twin = copy.deepcopy(model)
+        for block in (*model.blocks, *twin.blocks):
+            parallelize_module(block, mesh, plan, src_data_rank=None)
+        offload(model, min_bytes=4096)
+        shards = [p._local_tensor for p in model.blocks.parameters()]
+        assert all(isinstance(shard, HostWeight) and shard.host.device.type == "cpu" for shard in shards)
+        assert {t.device.type for t in (*shards, *model.parameters())} == {"cuda"}
+        run = compiled(model)
+        steps(run, twin)
+        for m in (model, twin):
+            m.blocks[0].up.weight.mul_(2)
+        steps(run, twin)
+        (program,) = programs(model)
+        assert {m.moved_bytes for m in program.measurements} == {program.plan.moved_bytes}
+        assert program.plan.moved_bytes >= sum(shard.nbytes for shard in shards)
+        restore(model)
+        for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+            assert type(p) is type(q) and p.device == q.device
+            assert torch.equal(*(t._local_tensor if isinstance(t, DTensor) else t for t in (p, q)))
+    finally:
+        dist.destroy_process_group()

@@ -107,6 +107,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
     "a chunk": lambda w: w.chunk(2)[1].neg_(),
     "a view of a detached view": lambda w: w.detach()[2:].view(-1).mul_(3),
     "out": lambda w: torch.mul(w.detach(), 2, out=w.data),
+    "out of itself": lambda w: torch.add(w, 1, out=w),
     "foreach": lambda w: torch._foreach_mul_([w], 0.5),
     "lerp_": lambda w: w.lerp_(torch.ones_like(w), 0.1),
     "index_fill_": lambda w: w.index_fill_(0, torch.tensor([1, 2]), 0.1),
