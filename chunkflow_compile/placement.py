@@ -142,6 +142,7 @@ class Placement:
                     if peers is not None:
                         self.store.agree(peers)
                 self.store.moved()
+                align(self.root)
                 self.guards.add()
             except BaseException as error:
                 if filling is not None:

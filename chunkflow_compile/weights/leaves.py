@@ -80,12 +80,20 @@ def with_leaves(tensor: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def align(root: nn.Module) -> None:
-    """Give the tensor subclasses of a model the device that the tensors inside them have now."""
+    """Give the tensor subclasses of a model the device and the storage offset that they would have if made anew.
+
+    A DTensor has the offset of its shard.  If the shard moves and the DTensor keeps its own, torch cannot trace it.
+    """
     for _, tensor in tensors_of(root):
         inside = [leaf for _, leaf in leaves(tensor)]
-        if inside and inside[0] is not tensor and all(leaf.device != tensor.device for leaf in inside):
+        if not inside or inside[0] is tensor:
+            continue
+        moved = all(leaf.device != tensor.device for leaf in inside)
+        if moved or inside[0].storage_offset() != tensor.storage_offset():
             with torch.inference_mode(False), torch.no_grad():
                 made = with_leaves(tensor, lambda leaf: leaf)
+                if not moved and made.storage_offset() == tensor.storage_offset():
+                    continue
                 if isinstance(tensor, nn.Parameter):  # nn.Parameter(made) would detach, which copies the leaves
                     made.requires_grad_(tensor.requires_grad)._is_param = True
                 become(tensor, made)

@@ -270,6 +270,44 @@ def test_a_model_under_fsdp_is_refused(on_ranks: Callable[..., None]) -> None:
     on_ranks(under_fsdp)
 
 
+def views(rank: int) -> None:
+    """Shards that are views of a whole, as where no rank sends them: on rank 1, they begin in the middle."""
+    mesh = init_device_mesh("cpu", (2,))
+    whole, x = torch.randn(2, 256, 64, generator=torch.Generator().manual_seed(0)), torch.ones(4, 64)
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            for name, values in zip("ab", whole.clone(), strict=True):
+                shard = DTensor.from_local(values.chunk(2)[rank], mesh, [Shard(0)], run_check=False)
+                self.register_parameter(name, nn.Parameter(shard, requires_grad=False))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = torch.nn.functional.linear(x, self.a.to_local())
+            return torch.nn.functional.linear(torch.tanh(x) @ self.a.to_local(), self.b.to_local())
+
+    for place in (True, False, None):  # with one copy for all ranks, with one each, and at the first call
+        torch._dynamo.reset()
+        model, twin = Views(), Views()
+        assert model.a.storage_offset() == 128 * 64 * rank
+        if place is not None:
+            offload(model, min_bytes=4096, share=place, host_memory=None if place else 4096)
+        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
+        for _ in range(3):
+            assert torch.equal(run(x), twin(x))
+        torch._dynamo.reset()  # traced again, where they are now
+        assert torch.equal(run(x), twin(x))
+        assert all(isinstance(t, HostWeight) for t in leaves_of(model))
+        restore(model)
+        same(model, twin)
+        assert torch.equal(run(x), twin(x))
+
+
+@needs_inside
+def test_shards_that_are_views(on_ranks: Callable[..., None]) -> None:
+    on_ranks(views)
+
+
 @needs_inside
 def test_a_dtensor_stands_on_the_device_of_its_shard(one_rank: None) -> None:
     model = stack(init_device_mesh("cpu", (1,)))
