@@ -17,11 +17,14 @@ from conftest import OPTIONS as SLOW
 from drive_ranks import eventually
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.leaves import stream_inside
 
 SIZES = {"wan": Size(layers=3), "flux": Size(layers=3, singles=1)}
 LEAST = 1024
@@ -218,3 +221,33 @@ def ring(rank: int) -> None:
 @pytest.mark.long
 def test_ring_and_ulysses(on_ranks: Callable[..., None]) -> None:
     on_ranks(ring, world=4)
+
+
+def with_tensor_parallelism(rank: int) -> None:
+    """Ulysses groups of ranks with the same shards, which they share."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "tensor"))
+    model, twin = small_model("wan", SIZES["wan"]), small_model("wan", SIZES["wan"])
+    for m in (model, twin):
+        for block in m.blocks:  # type: ignore[union-attr]
+            parallelize_module(
+                block,  # type: ignore[arg-type]
+                mesh["tensor"],
+                {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()},
+            )
+        enable_ulysses(m, group=mesh["ulysses"])
+    offload(model, min_bytes=LEAST, share=mesh["ulysses"].get_group())
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for step in range(STEPS):
+        inputs = small_inputs("wan", SIZES["wan"], step)
+        assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+    (program,) = programs(model)
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
+    assert {n.target for n in program.program.module.graph.nodes if "all_reduce" in str(n.target)}
+    groups = group_names(program.program.module.graph)
+    assert groups == {mesh[name].get_group().group_name for name in ("ulysses", "tensor")}
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
+def test_tensor_parallel_and_ulysses(on_ranks: Callable[..., None]) -> None:
+    on_ranks(with_tensor_parallelism, world=4)
