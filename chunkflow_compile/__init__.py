@@ -9,6 +9,8 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
+from chunkflow_compile.source_tree import show_backend
+
 if TYPE_CHECKING:
     from chunkflow_compile.compiling import compile
     from chunkflow_compile.explaining import explain
@@ -54,6 +56,8 @@ _HOMES = {
     "save": "chunkflow_compile.saving",
     "writing": "chunkflow_compile.placing",
 }
+
+show_backend()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,12 +1,17 @@
-"""The wheel, in an environment of its own: the backend needs no import, passes are importable."""
+"""The wheel, in an environment of its own: the backend needs no import, passes are importable.  A source tree in one."""
 
 from __future__ import annotations
 
+import configparser
 import os
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+
+import pytest
+
+from chunkflow_compile.source_tree import ENTRY_POINTS
 
 ROOT = Path(__file__).parent.parent
 
@@ -54,6 +59,50 @@ def test_the_wheel_brings_the_backend_and_the_passes(tmp_path: Path) -> None:
     done = subprocess.run([python, "-c", code], cwd=ROOT, env=clean, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert Path(done.stdout.strip()).resolve() == ROOT / "passes" / "plan.py"
+
+
+IN_A_SOURCE_TREE = """
+import sys, {first}
+import torch, chunkflow_compile
+model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(3))).eval()
+x = torch.randn(2, 64)
+with torch.no_grad():
+    expected = model(x)
+    options = {{'min_bytes': 4096, 'group_bytes': 1, 'slowdown': 1000.0, 'lowering': 'eager'}}
+    torch.testing.assert_close(torch.compile(model, backend="chunkflow", options=options)(x), expected)
+(runner,) = chunkflow_compile.programs(model)
+assert runner.measurements[0].moved_bytes == 3 * 64 * 64 * 4
+print(chunkflow_compile.__file__)
+"""
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The Python of an environment that holds all that this one does, except the package."""
+    environment = tmp_path_factory.mktemp("bare")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(environment)], check=True)
+    site = next((environment / "lib").glob("python*")) / "site-packages"
+    for path in Path(sysconfig.get_paths()["purelib"]).iterdir():
+        if "chunkflow" not in path.name and not (site / path.name).exists():
+            (site / path.name).symlink_to(path)
+    return environment / "bin" / "python"
+
+
+@pytest.mark.parametrize("first", ["chunkflow_compile", "torch._dynamo; torch._dynamo.list_backends()"])
+def test_a_source_tree_brings_the_backend(bare: Path, tmp_path: Path, first: str) -> None:
+    """Imported before torch has looked for backends, and after that."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    code = IN_A_SOURCE_TREE.format(first=first)
+    done = subprocess.run([bare, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(ROOT / "chunkflow_compile" / "__init__.py")
+
+
+def test_the_entry_point_of_a_source_tree_is_that_of_the_wheel() -> None:
+    here = configparser.ConfigParser()
+    here.read_string(ENTRY_POINTS)
+    (line,) = (line for line in (ROOT / "pyproject.toml").read_text().splitlines() if "backend:" in line)
+    assert line == 'chunkflow = "' + here["torch_dynamo_backends"]["chunkflow"] + '"'
 
 
 def test_importing_the_package_is_light() -> None:
