@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu contention course step-cache paper clean
+.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu card contention course step-cache paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -31,34 +31,54 @@ unit: $(VENV)/ready
 test-all: lint types $(VENV)/ready
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-# The next two need a GPU.  PY=python3 uses an environment that exists; without it, they make one with a build of torch for
-# the GPU: make test-gpu TORCH="torch==2.13.0".
-PY ?= $(BIN)/python
-EXISTS := $(if $(filter $(BIN)/python,$(PY)),$(VENV)/ready)
-
-# Without a GPU, every test is skipped.
-test-gpu: $(EXISTS)
-	$(PY) -m pytest -m gpu -rs tests/test_gpu.py
-
-# At most nine minutes, or SECONDS=...; all cases or CASES=1,3.  Writes docs/benchmarks/gpu.md and .json.
-SECONDS ?= 520
-bench-gpu: $(EXISTS)
-	$(PY) docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md --seconds $(SECONDS) --cases "$(CASES)"
+# A source tree, wherever it is run.
+FROM_SOURCE := PYTHONPATH=$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 
 # The CUDA path without a GPU, on a stand-in for CUDA's runtime, in an environment of its own (5 GB); needs gcc and g++.
-# TESTS=tests/stand_in_cuda/test_events.py runs a part.
+# TESTS=tests/stand_in_cuda/test_events.py runs a part.  As on a card that has only its image, the package is not installed.
 CUDA_TORCH ?= torch==2.11.0
 CUDA_VENV ?= .venv-cuda
+CUDA_PYTHON = $(abspath $(CUDA_VENV))/bin/python
+ON_STAND_IN = $(CUDA_PYTHON) tests/stand_in_cuda/build.py --out $(CUDA_VENV)/stand-in $(CUDA_PYTHON)
 TESTS ?= tests/test_gpu.py tests/stand_in_cuda
 test-stand-in: $(CUDA_VENV)/ready
-	$(CUDA_VENV)/bin/python tests/stand_in_cuda/build.py --out $(CUDA_VENV)/stand-in \
-		$(abspath $(CUDA_VENV))/bin/python -m pytest -n 2 $(TESTS)
+	$(FROM_SOURCE) $(ON_STAND_IN) -m pytest -n 2 $(TESTS)
 
+# transformers and accelerate are those of a card's image.
 $(CUDA_VENV)/ready: pyproject.toml
 	$(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/pip install --quiet $(CUDA_TORCH)
-	$(CUDA_VENV)/bin/pip install --quiet --editable '.[diffusers,dev]'
+	$(CUDA_VENV)/bin/pip install --quiet '.[diffusers,dev]' diffusers==0.42.1 transformers==5.17.0 accelerate==1.15.0
+	$(CUDA_VENV)/bin/pip uninstall --quiet --yes chunkflow-compile
 	touch $@
+
+# The next three need a GPU.  PY=python3 uses an environment that exists, in which only diffusers need be installed; without
+# it, they make one with a build of torch for the GPU: make test-gpu TORCH="torch==2.13.0".
+PY ?= $(BIN)/python
+EXISTS := $(if $(filter $(BIN)/python,$(PY)),$(VENV)/ready)
+# Without a GPU, every test is skipped.
+test-gpu: $(EXISTS)
+	$(FROM_SOURCE) $(PY) -m pytest -m gpu -rs tests/test_gpu.py
+
+# At most nine minutes, or SECONDS=...; all cases or CASES=1,3.  Writes the page and its files beside it.
+# MORE="--profile FILE --append" measures no profile, and keeps the cases that the page has.
+SECONDS ?= 520
+bench-gpu: OUT ?= docs/benchmarks/gpu.md
+bench-gpu: $(EXISTS)
+	$(FROM_SOURCE) $(PY) docs/benchmarks/gpu.py --out $(OUT) --seconds $(SECONDS) --cases "$(CASES)" $(MORE)
+
+# The first half hour on a card, in parts of at most nine minutes: its facts, the tests, its profile, Wan, loopback, FLUX.
+# Called again, it goes on with the parts that have not passed.  PARTS=facts,tests runs some; MORE="--seconds 580" ends in
+# time; DRY=1 rehearses every part on the stand-in.
+ifdef DRY
+card: OUT ?= card-rehearsal
+card: $(CUDA_VENV)/ready
+	$(FROM_SOURCE) $(ON_STAND_IN) docs/benchmarks/gpu_parts.py --dry-run --out $(OUT) --parts "$(PARTS)" $(MORE)
+else
+card: OUT ?= card
+card: $(EXISTS)
+	$(FROM_SOURCE) $(PY) docs/benchmarks/gpu_parts.py --out $(OUT) --parts "$(PARTS)" $(MORE)
+endif
 
 # The race tests on other random programs for ten minutes, or MINUTES=...
 MINUTES ?= 10

@@ -208,15 +208,24 @@ def check_device(device: torch.device) -> torch.device:
     if device.type != "cuda":
         raise ChunkflowError(f"ChunkFlow does not run on {device.type}: place the model on cuda, or on the cpu.")
     if not torch.cuda.is_available():
-        built = torch.version.cuda is not None or torch.version.hip is not None
-        build = "finds no GPU or no driver" if built else "is built for the CPU only"
         raise ChunkflowError(
-            f"There is no {device}: this torch ({torch.__version__}) {build}. Run chunkflow doctor, or stay on the cpu."
+            f"There is no {device}: this torch ({torch.__version__}) {_why_none()}. Run chunkflow doctor, or stay on the cpu."
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     if index >= torch.cuda.device_count():
         raise ChunkflowError(f"There is no cuda:{index}: this process sees {torch.cuda.device_count()} GPUs.")
     return torch.device("cuda", index)
+
+
+def _why_none() -> str:
+    """Why torch has no GPU to run on."""
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "is built for the CPU only"
+    try:
+        torch.cuda.init()
+    except (AssertionError, RuntimeError) as error:  # it names a driver that is too old, with its version
+        return f"finds no GPU or no driver ({str(error).partition('. ')[0].strip()})"
+    return "finds no GPU or no driver"
 
 
 def refuse_capture(device: torch.device) -> None:

@@ -1,8 +1,8 @@
-"""Benchmark on a GPU: calibrate the card, then run models at full size with random weights, arms in turns.
+"""Benchmark on a GPU: models at full size with random weights, arms in turns.
 
 python docs/benchmarks/gpu.py --out docs/benchmarks/gpu.md
 
-The page is written anew after each case, and every measured step goes to a log next to it at once: what was measured is
+The page is written anew after each case, and every measured turn goes to a log next to it at once: what was measured is
 not lost when the script is cut off.  A case for which no time is left is not run.
 """
 
@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
 
-import diffusers
 import torch
-from gpu_card import GIB, Card, measure
+from gpu_card import ready
+from gpu_page import beside, read, write
 
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import RESIDENT, Job, Transport
@@ -26,29 +27,16 @@ from chunkflow_compile.bench.peers import GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED,
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import PEERS, Regime
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise
-from chunkflow_compile.cli.calibrate import describe as describe_profile
 from chunkflow_compile.hardware.calibrate import calibrate
-from chunkflow_compile.hardware.machine import look
+from chunkflow_compile.hardware.machine import device_name, look
+from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
-from chunkflow_compile.runtime.device import check_device
 
 OURS = (RESIDENT, "layerwise", "chunkflow")
-
-ABOUT = """\
-# On a GPU
-
-Real models at full size, random weights in bfloat16, one card. `resident`, `layerwise` and `chunkflow` are programs of one
-compilation; `inductor` is plain `torch.compile` with all weights on the card; `diffusers-group-offload` is
-`enable_group_offload(block_level, use_stream=True)`, alone and with `compile_repeated_blocks`. The arms take turns of one
-step, in random order. *Peak* is what the allocator held for the arm, weights and activations; *host* is the time until
-the call returned; *copied at* is the rate while copies ran; *differs by* is the largest difference from the output of
-`resident`, over the largest value of that output. In the loopback case, one process acts as two ranks, and its all-to-alls
-go through pinned host memory, as NCCL's do on nodes without peer access.
-"""
 
 
 @dataclass(frozen=True)
@@ -84,55 +72,92 @@ DRY_CASES = (
     Case("wan", {}, (*OURS, INDUCTOR, GROUP_OFFLOAD, GROUP_OFFLOAD_COMPILED), 0),
     Case("wan", {}, PEERS, 0, "loopback"),
 )
-DRY_SIZE = Size(layers=2, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)
+DRY_SIZE = Size(layers=2, heads=8, head_dim=64, frames=2, height=16, width=16, text=16)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True, help="the page; its other files lie beside it")
     parser.add_argument("--seconds", type=float, default=520.0, help="time for all cases (default 520)")
     parser.add_argument("--steps", type=int, default=6, help="measured steps per arm (default 6)")
     parser.add_argument("--cases", default="", metavar="N,M", help=f"cases to run, 1 to {len(CASES)} (default: all)")
+    parser.add_argument("--profile", type=Path, help="the profile of the card (default: measure it)")
+    parser.add_argument("--append", action="store_true", help="keep the cases that the page has")
     parser.add_argument("--dry-run", action="store_true", help="small models: shows that the script runs")
     arguments = parser.parse_args()
     start = time.monotonic()
     try:
-        device = check_device(torch.device("cuda"))
+        device = ready()
+        profile = _profile(device, arguments.out, arguments.profile)
     except ChunkflowError as error:
         parser.exit(2, f"{error}\n")
-    machine = look()
-    dry = arguments.dry_run
-    card = measure(device, machine, *((GIB // 64, 256) if dry else ()))
-    print(*card.lines(), sep="\n", flush=True)
-    profile = calibrate(device, "this card", loopback=True)
-    hardware = arguments.out.with_name(f"{arguments.out.stem}_hardware.json")
-    hardware.write_text(profile.to_json())
-    log = arguments.out.with_name(f"{arguments.out.stem}_steps.jsonl")
-    log.unlink(missing_ok=True)
-    parts, records, took = [], [], dict[str, float]()
-    write = partial(_write, arguments.out, card, profile, parts, records, dry)
-    write(time.monotonic() - start)
-    cases = DRY_CASES if dry else CASES
+    cases = DRY_CASES if arguments.dry_run else CASES
     chosen = [int(n) for n in arguments.cases.split(",") if n] or range(1, len(cases) + 1)
+    if not all(1 <= n <= len(cases) for n in chosen):
+        parser.error(f"--cases {arguments.cases}: there are 1 to {len(cases)}")
+    page = Page(arguments.out, device, arguments.dry_run, arguments.append)
+    took = dict[str, float]()
     for case in (cases[n - 1] for n in chosen):
-        left = arguments.seconds - (time.monotonic() - start)
+        left, began = arguments.seconds - (time.monotonic() - start), time.monotonic()
         if left < took.get(case.model, case.seconds):
-            parts.append(f"## {_title(case)}: not measured, no time was left")
+            page.add(case, [f"Not measured: {left:.0f} s were left."])
             continue
-        began = time.monotonic()
-        with log.open("a") as file:
-            file.write(json.dumps({"case": case.model, **case.sizes, "transport": case.transport}) + "\n")
+        page.begin(case)
         try:
-            job = replace(_job(case, arguments.steps, str(hardware)), seconds=left, log=str(log))
+            job = replace(_job(case, arguments.steps, str(page.profile)), seconds=left, log=str(page.log))
             found = summarise(job, run_job(job))
-            parts += [f"## {_title(case)}", describe(job, found), f"```\n{bench_table(found)}\n```"]
-            parts += [f"* {line}" for line in _findings(found, profile)]
-            records.append(json.loads(found.to_json()))
+            findings = "\n".join(f"* {line}" for line in _findings(found, profile))
+            says = [describe(job, found), f"```\n{bench_table(found)}\n```", findings]
+            page.add(case, says, json.loads(found.to_json()))
         except Exception as error:  # noqa: BLE001  (the other cases still run)
-            parts.append(f"## {_title(case)}: failed\n\n```\n{str(error)[-3000:]}\n```")
+            page.add(case, [f"Failed:\n\n```\n{str(error)[-3000:]}\n```"], failed=True)
         took[case.model] = time.monotonic() - began
-        write(time.monotonic() - start)
-    write(time.monotonic() - start)
+    parser.exit(1 if page.failed else 0)
+
+
+def _profile(device: torch.device, page: Path, given: Path | None) -> Hardware:
+    """The profile of the card, in a file beside the page."""
+    mine = beside(page, "hardware.json")
+    profile = calibrate(device, "this card", loopback=True) if given is None else load_profile(str(given))
+    mine.write_text(profile.to_json())
+    return profile
+
+
+class Page:
+    """The page and the files that it is made from.  ``failed``: whether a case did."""
+
+    def __init__(self, out: Path, device: torch.device, dry: bool, append: bool) -> None:
+        self._out = out
+        self._file = out.with_suffix(".json")
+        self.profile = beside(out, "hardware.json")
+        self.log = beside(out, "steps.jsonl")
+        self.failed = False
+        self._cases = read(self._file).get("cases", {}) if append else {}
+        if not append:
+            self.log.unlink(missing_ok=True)
+        versions = f"torch {torch.__version__}, diffusers {version('diffusers')}, Python {platform.python_version()}"
+        machine = f"{device_name(device)}, driver {look().driver}, CUDA {torch.version.cuda}, {versions}"
+        date = time.strftime("%Y-%m-%d", time.gmtime())
+        self._body = {"date": date, "machine": machine, "ran": f"{date}, {machine}.", "dry": dry}
+        self._write()
+
+    def begin(self, case: Case) -> None:
+        """Until the case ends, the page shows what its log has."""
+        with self.log.open("a") as file:
+            file.write(json.dumps({"case": _title(case)}) + "\n")
+        self._write()
+
+    def add(self, case: Case, says: Sequence[str], record: object = None, failed: bool = False) -> None:
+        """A case that has a record is not replaced by one that has none."""
+        if record is None and self._cases.get(_title(case), {}).get("record"):
+            return
+        self.failed |= failed
+        self._cases[_title(case)] = {"says": list(says), "record": record}
+        self._write()
+
+    def _write(self) -> None:
+        self._file.write_text(json.dumps({**self._body, "cases": self._cases}, indent=1) + "\n")
+        write(self._out)
 
 
 def _job(case: Case, steps: int, hardware: str) -> Job:
@@ -183,29 +208,6 @@ def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
     off = {n: (p.step_s or 0.0) / (arms[n].step_s or 1.0) - 1 for n, p in found.predicted.items()}
     worst = max(off, key=lambda n: abs(off[n]))
     yield f"the prediction is off by at most {100 * abs(off[worst]):.1f} % ({worst})"
-
-
-def _write(
-    out: Path, card: Card, profile: Hardware, parts: Sequence[str], records: Sequence[object], dry: bool, took: float
-) -> None:
-    date = time.strftime("%Y-%m-%d", time.gmtime())
-    ran = f"{date}, {card.versions}, diffusers {diffusers.__version__}; {took:.0f} s."
-    about = [ABOUT, "**A dry run on small models: its figures mean nothing.**"] if dry else [ABOUT]
-    alone = ["## The card by itself", *(f"* {line}" for line in card.lines()[1:]), _fenced(profile)]
-    text = "\n\n".join([*about, f"```\npython docs/benchmarks/gpu.py --out {out}\n```", ran, *alone, *parts])
-    out.write_text(text.replace("\n\n* ", "\n* ") + "\n")
-    body = {
-        "date": date,
-        "machine": ran,
-        "card": card.to_dict(),
-        "profile": json.loads(profile.to_json()),
-        "cases": list(records),
-    }
-    out.with_suffix(".json").write_text(json.dumps(body, indent=1) + "\n")
-
-
-def _fenced(profile: Hardware) -> str:
-    return f"```\n{describe_profile(profile)}\n```"
 
 
 if __name__ == "__main__":

@@ -1,108 +1,423 @@
-"""The card and its link by themselves: versions, pinning, copies, and copies beside matrix products."""
+"""The first two minutes on a card: what the machine is, and the facts that ChunkFlow takes for granted.
+
+python docs/benchmarks/gpu_card.py --out card.json
+
+Each part measures one thing and leaves its lines in the file at once.  A part that fails says so, and the next one runs.
+Called again with the same file, it runs the parts that have not passed.
+"""
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import importlib.util
+import json
+import mmap
+import os
 import platform
+import statistics
+import subprocess
+import sys
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
-from chunkflow_compile.hardware.beside import MIB, median_seconds
-from chunkflow_compile.hardware.machine import Machine, device_name
+from chunkflow_compile.hardware.beside import MIB
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.record import size
 from chunkflow_compile.runtime.cuda import register
-from chunkflow_compile.weights.host_memory import empty_pages, near_cpus, running_on
+from chunkflow_compile.runtime.device import check_device
+from chunkflow_compile.weights.host_memory import empty_pages
+from chunkflow_compile.weights.limits import host_memory
 
 GIB = 1 << 30
+# More than what CUDA takes on a card for the contexts of this process and of one that watches it: about 0.5 GiB each.
+_CONTEXT = 2 * GIB
+# Bytes of host memory that are touched before the machine is asked again how much it has.
+_STEP = 256 * MIB
+# The copy engine is shared fairly if a small copy beside a large one takes at most this many times as long as alone: twice
+# for half of the link, and half as much again for the turn of a piece of the large one.
+_SHARED = 3.0
 
 
 @dataclass(frozen=True)
-class Card:
-    """Bytes, and seconds for them.  ``fill_s``: until the pages are written; then ``pin_s`` and ``unpin_s``.
+class Probe:
+    """What the parts measure with.
 
-    ``pinned_s``, ``pageable_s``: to copy ``copied`` bytes to the card.  ``product_s``: matrix products that take about as
-    long as the pinned copy; ``both_s``: these and the copy on a stream of its own, at the same time.  These four are medians.
+    ``nbytes``: host memory of each kind of page.  ``grow``: bytes of host memory to touch.  ``side``: of the matrices.
+    ``computes``: whether kernels compute, which those of Triton do not on a stand-in for CUDA's runtime.
     """
 
-    versions: str
-    pinned: int
-    fill_s: float
-    pin_s: float
-    unpin_s: float
-    copied: int
-    pinned_s: float
-    pageable_s: float
-    product_s: float
-    both_s: float
-
-    @property
-    def overlap(self) -> float:
-        """How much of the shorter of the two is hidden under the other: 1 all of it, 0 nothing."""
-        return (self.pinned_s + self.product_s - self.both_s) / min(self.pinned_s, self.product_s)
-
-    def lines(self) -> list[str]:
-        """In words, a line each."""
-        return [
-            self.versions,
-            f"{size(self.pinned)} of host memory: written in {self.fill_s:.2f} s, pinned in {self.pin_s:.2f} s "
-            f"({self.pinned / self.pin_s / 1e9:.1f} GB/s), given back in {self.unpin_s:.2f} s",
-            f"{size(self.copied)} to the card: {self.copied / self.pinned_s / 1e9:.1f} GB/s from pinned memory, "
-            f"{self.copied / self.pageable_s / 1e9:.1f} GB/s from pageable memory",
-            f"beside matrix products of {1e3 * self.product_s:.1f} ms, the copy of {1e3 * self.pinned_s:.1f} ms: both take "
-            f"{1e3 * self.both_s:.1f} ms, so {100 * self.overlap:.0f} % of the shorter one is hidden",
-        ]
-
-    def to_dict(self) -> dict[str, object]:
-        return {**asdict(self), "overlap": self.overlap}
+    device: torch.device
+    nbytes: int
+    grow: int
+    side: int
+    computes: bool
 
 
-def measure(device: torch.device, machine: Machine, nbytes: int = 8 * GIB, side: int = 8192) -> Card:
-    """Pin ``nbytes``, copy an eighth of them, and multiply square matrices of ``side`` beside the copy.
-
-    At most a quarter of the free host memory.  Raises OSError if it cannot be pinned.
-    """
-    nbytes = min(nbytes, machine.available_bytes // 4 // MIB * MIB)
-    start = time.perf_counter()
-    host = empty_pages(torch.empty(nbytes, dtype=torch.uint8), torch.uint8)
-    with running_on(near_cpus(device)):
-        ctypes.memset(host.data_ptr(), 1, nbytes)
-    fill_s = time.perf_counter() - start
-    start = time.perf_counter()
-    unpin = register(host, device)
-    pin_s = time.perf_counter() - start
+def machine(probe: Probe) -> Iterator[str]:
+    """Versions, the link, and what the host has."""
+    memory = host_memory()
+    yield f"kernel {platform.release()}, Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores"
+    yield f"torch {torch.__version__}, CUDA {torch.version.cuda}, compute capability {torch.cuda.get_device_capability()}"
+    yield f"host memory {size(memory.total)}, of which {size(memory.free)} are free"
+    for kind in ("enabled", "shmem_enabled"):
+        path = Path("/sys/kernel/mm/transparent_hugepage") / kind
+        yield f"huge pages, {kind}: {path.read_text().strip() if path.exists() else 'the kernel does not say'}"
+    query = ("name", "driver_version", "memory.total", "pcie.link.gen.current", "pcie.link.gen.max")
+    query += ("pcie.link.width.current", "pcie.link.width.max", "clocks.sm", "clocks.max.sm", "power.limit")
     try:
-        part = host[: nbytes // 8]
-        target = torch.empty_like(part, device=device)
-        copies = torch.cuda.Stream(device)
+        asked = ["nvidia-smi", f"--query-gpu={','.join(query)}", "--format=csv,noheader"]
+        said = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+        yield "; ".join(f"{name} {value.strip()}" for name, value in zip(query, said.split(","), strict=True))
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        yield f"nvidia-smi does not answer: {error}"
+    settings = sorted(k for k in os.environ if k.startswith(("CUDA_", "PYTORCH_", "NCCL_", "TORCH_", "GLOO_")))
+    yield f"settings in the environment: {', '.join(settings) or 'none'}"
 
-        def copy() -> None:
-            with torch.cuda.stream(copies):
-                target.copy_(part, non_blocking=True)
 
-        pinned_s = median_seconds(device, copy)
-        a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-        times = max(1, round(pinned_s / median_seconds(device, lambda: a @ b)))
+def grow(probe: Probe) -> Iterator[str]:
+    """Whether memory appears as it is touched, as on virtual machines that get it when they use it."""
+    before = host_memory()
+    pages, done, start = mmap.mmap(-1, max(probe.grow, _STEP)), 0, time.perf_counter()
+    while done < probe.grow and host_memory().free > 2 * before.reserve:
+        length = min(_STEP, probe.grow - done)
+        ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(pages, done)), 1, length)
+        done += length
+    seconds, least = time.perf_counter() - start, host_memory()
+    del pages
+    after = host_memory()
+    yield (
+        f"{size(done)} of host memory touched at {done / seconds / 1e9:.2f} GB/s; free {size(before.free)} before, "
+        f"{size(least.free)} with it, {size(after.free)} after; in all {size(before.total)} before, {size(after.total)} after"
+    )
+    grew = after.total - before.total > GIB or least.free + done - before.free > GIB
+    yield "host memory grows as it is touched" if grew else "host memory does not grow as it is touched"
 
-        def products() -> None:
-            for _ in range(times):
-                _ = a @ b
 
-        product_s = median_seconds(device, products)
-        both_s = median_seconds(device, lambda: (copy(), products()))
+def group(probe: Probe, backend: str) -> Iterator[str]:
+    """A process group of one rank: its functional all-to-all returns its input."""
+    if backend == "nccl" and not probe.computes:
+        yield "nccl: not run, its kernels do not compute here"
+        return
+    named = {"device_id": probe.device} if backend == "nccl" else {}
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **named)
+    try:
+        x = torch.arange(1 << 20, device=probe.device, dtype=torch.float32)
+        y = torch.ops._c10d_functional.all_to_all_single(x, [x.numel()], [x.numel()], dist.group.WORLD.group_name)
+        y = torch.ops._c10d_functional.wait_tensor(y)
+        if not torch.equal(x, y):
+            raise AssertionError(f"{backend}: an all-to-all of one rank does not return its input")
+        yield f"{backend}: a functional all-to-all of one rank returns its input"
     finally:
+        dist.destroy_process_group()
+
+
+def copies(probe: Probe) -> Iterator[str]:
+    """Host to device by kind of page and by size of copy, and what it takes to pin the pages."""
+    target = torch.empty(probe.nbytes, dtype=torch.uint8, device=probe.device)
+    stream = torch.cuda.Stream(probe.device)
+    flat = torch.empty(probe.nbytes, dtype=torch.uint8)
+    kinds: dict[str, Callable[[], torch.Tensor]] = {
+        "the runtime's own pages": lambda: empty_pages(flat, torch.uint8),
+        "pages of 4 KiB": lambda: _pages(probe.nbytes, getattr(mmap, "MADV_NOHUGEPAGE", 15)),
+        "a memfd": lambda: _memfd(probe.nbytes),
+        "cudaHostAlloc": lambda: torch.empty(probe.nbytes, dtype=torch.uint8, pin_memory=True),
+    }
+    for kind, make in kinds.items():
         start = time.perf_counter()
-        unpin()
-        unpin_s = time.perf_counter() - start
-    pageable_s = median_seconds(device, lambda: target.copy_(part))
-    return Card(
-        _versions(device, machine), nbytes, fill_s, pin_s, unpin_s, part.nbytes, pinned_s, pageable_s, product_s, both_s
+        host = make()
+        ctypes.memset(host.data_ptr(), 1, probe.nbytes)
+        filled = time.perf_counter() - start
+        start = time.perf_counter()
+        unpin = None if host.is_pinned() else register(host, probe.device)
+        pinned = time.perf_counter() - start
+        sizes = [s for s in (MIB, 4 * MIB, 16 * MIB, 64 * MIB, 256 * MIB) if s <= probe.nbytes] or [probe.nbytes]
+        rates = [f"{size(s)} {_rate(host, target, s, stream):.2f} GB/s" for s in sizes]
+        start = time.perf_counter()
+        if unpin is not None:
+            unpin()
+        unpinned = time.perf_counter() - start
+        yield (
+            f"copies to the card from {kind}, by size: {', '.join(rates)}; {size(probe.nbytes)} written in {filled:.2f} s, "
+            f"pinned in {pinned:.2f} s, unpinned in {unpinned:.2f} s"
+        )
+    yield f"copies to the card from pageable memory: {_rate(torch.ones_like(flat), target, probe.nbytes, stream):.2f} GB/s"
+
+
+def queueing(probe: Probe) -> Iterator[str]:
+    """Whether a small copy, as of a collective through host memory, waits until a large one of another stream ends."""
+    big = torch.ones(min(512 * MIB, probe.nbytes), dtype=torch.uint8, pin_memory=True)
+    small = torch.ones(4 * MIB, dtype=torch.uint8, pin_memory=True)
+    into, there = torch.empty_like(big, device=probe.device), torch.empty_like(small, device=probe.device)
+    weights, collective = torch.cuda.Stream(priority=-3), torch.cuda.Stream()
+
+    def small_alone() -> float:
+        with torch.cuda.stream(collective):
+            begin = _event()
+            there.copy_(small, non_blocking=True)
+            end = _event()
+            end.synchronize()
+        return begin.elapsed_time(end)
+
+    for _ in range(3):
+        small_alone()
+    alone = statistics.median(small_alone() for _ in range(9))
+    beside: dict[int, float] = {}
+    for pieces in (1, 8, 32):
+        found = []
+        for _ in range(5):
+            with torch.cuda.stream(weights):
+                first = _event()
+                for a, b in zip(into.chunk(pieces), big.chunk(pieces), strict=True):
+                    a.copy_(b, non_blocking=True)
+                last = _event()
+            waited = small_alone()
+            last.synchronize()
+            found.append((waited, first.elapsed_time(last)))
+            torch.cuda.synchronize()
+        beside[pieces], large = (statistics.median(column) for column in zip(*found, strict=True))
+        yield (
+            f"4 MiB to the card take {alone:.3f} ms alone, and {beside[pieces]:.3f} ms beside {size(big.nbytes)} in "
+            f"{pieces} {'copy' if pieces == 1 else 'copies'}, which take {large:.3f} ms"
+        )
+    if beside[1] <= _SHARED * alone:
+        yield "copies of one direction share the link: a copy needs no cap"
+    elif beside[32] < beside[1] / 2:
+        yield f"copies of one direction queue: cap a copy at {size(big.nbytes // 32)}"
+    else:
+        yield "copies of one direction queue, whatever their size: a cap would not help"
+
+
+def overlap(probe: Probe) -> Iterator[str]:
+    """Copies beside matrix products, on streams of torch's pools."""
+    host = torch.ones(min(256 * MIB, probe.nbytes), dtype=torch.uint8, pin_memory=True)
+    into = torch.empty_like(host, device=probe.device)
+    shape = (probe.side, probe.side)
+    a, b = (torch.randn(shape, device=probe.device, dtype=torch.bfloat16) for _ in range(2))
+    side = torch.cuda.Stream(priority=-3)
+
+    def timed(products: int, copy: bool) -> float:
+        torch.cuda.synchronize()
+        begin = _event()
+        if copy:
+            side.wait_event(begin)
+            with torch.cuda.stream(side):
+                for _ in range(8):
+                    into.copy_(host, non_blocking=True)
+        for _ in range(products):
+            a @ b
+        if copy:
+            torch.cuda.current_stream().wait_stream(side)
+        end = _event()
+        end.synchronize()
+        return begin.elapsed_time(end)
+
+    timed(20, True)
+    n = max(1, round(20 * timed(0, True) / timed(20, False)))
+    alone, products, both = (
+        statistics.median(timed(m, c) for _ in range(5)) for m, c in ((0, True), (n, False), (n, True))
+    )
+    hidden = (alone + products - both) / min(alone, products)
+    yield (
+        f"beside matrix products of {products:.2f} ms, copies of {alone:.2f} ms: both take {both:.2f} ms, so "
+        f"{100 * hidden:.0f} % of the shorter one is hidden"
     )
 
 
-def _versions(device: torch.device, machine: Machine) -> str:
-    return (
-        f"{device_name(device)}, driver {machine.driver}, CUDA {torch.version.cuda}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}, {machine.cpus} cores"
+def marks(probe: Probe) -> Iterator[str]:
+    """What the calls of the executor cost the host, and a timed event the device."""
+    stream, x = torch.cuda.Stream(), torch.zeros(1, device=probe.device)
+    plain, timed = torch.cuda.Event(), torch.cuda.Event(enable_timing=True)
+    small = torch.ones(4096, dtype=torch.uint8, pin_memory=True)
+    there = torch.empty_like(small, device=probe.device)
+    calls: dict[str, Callable[[], object]] = {
+        "record an event": lambda: plain.record(),
+        "record a timed event": lambda: timed.record(),
+        "wait for an event": lambda: stream.wait_event(plain),
+        "copy 4 KiB": lambda: there.copy_(small, non_blocking=True),
+        "launch a kernel": lambda: x.add_(1),
+    }
+    costs = []
+    for name, call in calls.items():
+        for _ in range(50):
+            call()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(500):
+            call()
+        costs.append(f"{name} {(time.perf_counter() - start) / 500 * 1e6:.2f} us")
+        torch.cuda.synchronize()
+    yield f"time of the host: {', '.join(costs)}"
+    found = []
+    for marked in (False, True):
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(400)]
+        for _ in range(2):  # the first fills caches
+            torch.cuda._sleep(20_000_000)  # type: ignore[no-untyped-call]  # the queue fills meanwhile
+            begin = _event()
+            for each in events:
+                x.add_(1)
+                if marked:
+                    each.record()
+            end = _event()
+            end.synchronize()
+        found.append(begin.elapsed_time(end) / 400 * 1e3)
+    yield f"time of the card: a small kernel {found[0]:.2f} us, with a timed event after it {found[1]:.2f} us"
+
+
+def by_kernels(probe: Probe) -> Iterator[str]:
+    """An exchange as NCCL's without peer access: kernels write to pinned host memory, and read it.  Beside a copy."""
+    from gpu_kernels import carry
+
+    words = min(64 * MIB, probe.nbytes) // 8
+    host = torch.zeros(words, dtype=torch.int64, pin_memory=True)
+    here = torch.arange(words, dtype=torch.int64, device=probe.device)
+    back = torch.zeros_like(here)
+    big = torch.ones(min(512 * MIB, probe.nbytes), dtype=torch.uint8, pin_memory=True)
+    into = torch.empty_like(big, device=probe.device)
+    side = torch.cuda.Stream(priority=-3)
+
+    def timed(blocks: int, copy: bool) -> tuple[float, float]:
+        torch.cuda.synchronize()
+        begin = _event()
+        with torch.cuda.stream(side):
+            side.wait_event(begin)
+            first = _event()
+            if copy:
+                into.copy_(big, non_blocking=True)
+            last = _event()
+        carry(host, here, blocks)
+        carry(back, host, blocks)
+        end = _event()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end), first.elapsed_time(last)
+
+    for blocks in (4, 16, 64):
+        timed(blocks, True)
+        if probe.computes and not torch.equal(here, back):
+            raise AssertionError("what kernels carried through host memory differs")
+        alone = statistics.median(timed(blocks, False)[0] for _ in range(5))
+        beside = [timed(blocks, True) for _ in range(5)]
+        exchange, copy = (statistics.median(column) for column in zip(*beside, strict=True))
+        yield (
+            f"{size(8 * words)} out and in by kernels of {blocks} blocks take {alone:.2f} ms alone, and {exchange:.2f} ms "
+            f"beside a copy of {size(big.nbytes)}, which takes {copy:.2f} ms"
+        )
+
+
+PARTS: dict[str, Callable[[Probe], Iterator[str]]] = {
+    "machine": machine,
+    "host memory that grows": grow,
+    "gloo": partial(group, backend="gloo"),
+    "nccl": partial(group, backend="nccl"),
+    "copies": copies,
+    "copies that queue": queueing,
+    "overlap": overlap,
+    "marks": marks,
+    "exchange by kernels": by_kernels,
+}
+
+
+def _event() -> torch.cuda.Event:
+    made = torch.cuda.Event(enable_timing=True)
+    made.record()
+    return made
+
+
+def _pages(nbytes: int, advice: int) -> torch.Tensor:
+    made = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    made.madvise(advice)
+    return torch.frombuffer(made, dtype=torch.uint8)
+
+
+def _memfd(nbytes: int) -> torch.Tensor:
+    number = os.memfd_create("probe")
+    try:
+        os.ftruncate(number, nbytes)
+        return torch.frombuffer(mmap.mmap(number, nbytes), dtype=torch.uint8)
+    finally:
+        os.close(number)
+
+
+def _rate(host: torch.Tensor, target: torch.Tensor, piece: int, stream: torch.cuda.Stream) -> float:
+    """GB/s of copies of ``piece`` bytes, one after another, of all of ``host`` twice; the second of two runs."""
+    parts = list(zip(target.split(piece), host.split(piece), strict=True))
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            begin = _event()
+            for into, part in (*parts, *parts):
+                into.copy_(part, non_blocking=True)
+            end = _event()
+            end.synchronize()
+    return 2 * host.nbytes / begin.elapsed_time(end) / 1e6
+
+
+def ready() -> torch.device:
+    """The first card, which no other process uses.  Raises ChunkflowError if there is none that can be measured."""
+    device = check_device(torch.device("cuda", 0))
+    if importlib.util.find_spec("diffusers") is None:
+        raise ChunkflowError(
+            "diffusers is missing here. Where there is a registry: pip download --no-deps -d wheels diffusers==0.42.1. "
+            "Here: python3 -m pip install --no-index --no-deps wheels/*.whl."
+        )
+    free, total = torch.cuda.mem_get_info(device)
+    if (held := total - free - torch.cuda.memory_reserved(device)) > _CONTEXT:
+        raise ChunkflowError(
+            f"{size(held)} of the {size(total)} of {device} are held by another process, so nothing here could be compared. "
+            "nvidia-smi names it: end it, or wait until it ends."
+        )
+    return device
+
+
+def measure(probe: Probe, out: Path) -> list[str]:
+    """Run the parts that have not passed, and leave what they say in ``out`` after each; the names of those that failed."""
+    found = json.loads(out.read_text()) if out.exists() else {}
+    for name, part in PARTS.items():
+        if found.get(name, {}).get("passed"):
+            continue
+        start, lines, fault = time.perf_counter(), list[str](), ""
+        try:
+            for line in part(probe):
+                lines.append(line)
+                print(line, flush=True)
+        except Exception as error:  # noqa: BLE001  (the other parts still run)
+            fault = f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
+            print(f"{name} {fault}", flush=True)
+        seconds = round(time.perf_counter() - start, 1)
+        found[name] = {"passed": not fault, "seconds": seconds, "says": lines + [fault] * bool(fault)}
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        torch.cuda.empty_cache()
+    return [name for name in PARTS if not found[name]["passed"]]
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="JSON; parts that have passed there are not run again")
+    parser.add_argument("--gib", type=float, default=2.0, help="host memory of each kind of page (default 2)")
+    parser.add_argument("--grow", type=float, default=60.0, help="GiB of host memory to touch (default 60)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="little memory, on a stand-in: shows that each part runs"
     )
+    arguments = parser.parse_args(given)
+    dry = arguments.dry_run
+    try:
+        device = ready()
+    except ChunkflowError as error:
+        parser.exit(2, f"{error}\n")
+    probe = Probe(
+        device=device,
+        nbytes=8 * MIB if dry else int(arguments.gib * GIB),
+        grow=_STEP if dry else int(arguments.grow * GIB),
+        side=256 if dry else 8192,
+        computes=not dry,
+    )
+    return 1 if measure(probe, arguments.out) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -112,7 +112,12 @@ EXPORTED long stand_in_contexts() { return contexts; }
 EXPORTED void stand_in_break(int on) { stuck = on; }
 EXPORTED void stand_in_failed(const char* why) { break_device(why); }
 
-EXPORTED cudaError_t cudaGetDeviceCount(int* n) { COUNTED; *n = settings().devices; return cudaSuccess; }
+EXPORTED cudaError_t cudaGetDeviceCount(int* n) {
+  COUNTED;
+  bool old = settings().driver < CUDART_VERSION / 1000 * 1000;  // a driver serves all runtimes of its major version
+  *n = old ? 0 : static_cast<int>(settings().devices);
+  return old ? fail(cudaErrorInsufficientDriver) : cudaSuccess;
+}
 EXPORTED cudaError_t cudaGetDevice(int* d) { COUNTED; *d = device_of_thread; return cudaSuccess; }
 EXPORTED cudaError_t cudaSetDevice(int d) {
   ENTER;

@@ -2,44 +2,114 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
+from conftest import WITHIN
+
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 
 ROOT = Path(__file__).parent.parent.parent
-CHUNKFLOW = str(Path(sys.executable).parent / "chunkflow")
+CHUNKFLOW = (sys.executable, "-m", "chunkflow_compile.cli.main")
 
 
-def ran(*command: str, seconds: float = 900) -> str:
-    env = {**os.environ, "STAND_IN_COMPUTE": "0", "STAND_IN_DEVICES": "1"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=seconds, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
+def run(*command: str, **env: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, "STAND_IN_COMPUTE": "0", "STAND_IN_DEVICES": "1", **env}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=WITHIN * 3, cwd=ROOT)
+
+
+def ran(*command: str) -> str:
+    done = run(*command)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
 
 
 def test_calibration(tmp_path: Path) -> None:
     out = tmp_path / "card.json"
-    ran(CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out))
+    ran(*CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out))
     found = Hardware.from_json(out.read_text())
     assert found.h2d_bandwidth > 0 and found.peak_flops and "measured on NVIDIA H200" in found.sources["peak_flops"]
 
 
 def test_the_doctor_sees_the_card() -> None:
-    assert "NVIDIA H200" in ran(CHUNKFLOW, "doctor")
+    assert "NVIDIA H200" in ran(*CHUNKFLOW, "doctor")
 
 
-def test_the_benchmark_of_a_card_runs_to_its_last_line(tmp_path: Path) -> None:
-    page = tmp_path / "gpu.md"
-    ran(sys.executable, "docs/benchmarks/gpu.py", "--dry-run", "--steps", "3", "--seconds", "800", "--out", str(page))
-    text, record = page.read_text(), json.loads(page.with_suffix(".json").read_text())
-    assert "A dry run" in text and "The card by itself" in text and "failed" not in text, text
-    assert record["card"]["pin_s"] > 0 and record["card"]["copied"] * 8 == record["card"]["pinned"]
-    arms = [set(case["steps_s"]) for case in record["cases"]]
-    assert len(arms) == 2 and {"resident", "layerwise", "chunkflow", "inductor"} <= arms[0]
-    assert any("diffusers" in arm for arm in arms[0])
-    lines = [json.loads(line) for line in (tmp_path / "gpu_steps.jsonl").read_text().splitlines()]
-    assert sum("case" in line for line in lines) == 2 and sum("seconds" in line for line in lines) >= 3 * len(arms[0])
+def card(folder: Path, *more: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """What make card DRY=1 runs; its tests are beside this file."""
+    script = str(ROOT / "docs" / "benchmarks" / "gpu_parts.py")
+    return run(sys.executable, script, "--dry-run", "--out", str(folder), *more, **env)
+
+
+@pytest.fixture
+def scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "benchmarks"))
+
+
+def json_of(folder: Path, name: str) -> Any:
+    return json.loads((folder / name).read_text())
+
+
+def test_the_first_half_hour_on_a_card(tmp_path: Path) -> None:
+    """Its parts leave their figures and the page as they go, and what has passed is not run again."""
+    begun = card(tmp_path, "--parts", "facts,profile", "--seconds", "200")
+    assert begun.returncode == 0, begun.stdout[-3000:]
+    facts = json_of(tmp_path, "gpu_card.json")
+    assert len(facts) == 9 and all(part["passed"] for part in facts.values())
+    assert "copies of one direction" in (tmp_path / "gpu.md").read_text()
+    moved = tmp_path / "on another machine"
+    done = card(moved, "--parts", "facts,profile,wan,loopback,flux", "--resume", str(tmp_path))
+    assert done.returncode == 0 and done.stdout.endswith("5 of 6 parts ran and passed\n"), done.stdout[-3000:]
+    assert "--- facts" not in done.stdout and "--- wan" in done.stdout
+    text, cases = (moved / "gpu.md").read_text(), json_of(moved, "gpu.json")["cases"]
+    assert "A rehearsal" in text and "What one card cannot show" in text and "Failed" not in text, text
+    assert len(cases) == 2, "wan stands for flux too, whose case takes its place"
+    steps = cases["wan"]["record"]["steps_s"]
+    assert {"resident", "layerwise", "chunkflow", "inductor"} <= steps.keys() and any("diffusers" in a for a in steps)
+    assert cases["wan"]["record"]["arms"]["layerwise"]["moved_bytes_per_step"] > 0
+    lines = [json.loads(line) for line in (moved / "gpu_steps.jsonl").read_text().splitlines()]
+    assert sum("case" in line for line in lines) == 3 and sum("seconds" in line for line in lines) >= 6 * len(steps)
+
+
+def test_a_part_that_is_cut_off_loses_nothing(tmp_path: Path, scripts: None) -> None:
+    """The page of a run that ended after some turns of a case, and of one for which no time was left."""
+    from gpu_page import write
+
+    card(tmp_path, "--parts", "profile")
+    turns = [{"case": "wan"}, {"arm": "chunkflow", "step": 0, "seconds": 0.25, "host": 0.1}]
+    (tmp_path / "gpu_steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in turns))
+    done = card(tmp_path, "--parts", "wan,flux", "--seconds", "60")
+    assert done.returncode == 3 and "no time was left for wan, flux" in done.stdout, done.stdout
+    write(tmp_path / "gpu.md")
+    text = (tmp_path / "gpu.md").read_text()
+    assert "Cut off after 1 measured turns" in text and "* chunkflow: a step takes 250.0 ms" in text
+
+
+@pytest.mark.parametrize(
+    ("env", "says"),
+    [
+        ({"STAND_IN_DRIVER": "12040"}, r"The NVIDIA driver on your system is too old \(found version 12040\)"),
+        ({"STAND_IN_TAKEN": "4e9"}, r"3814.7 MiB of the 8192.0 MiB of cuda:0 are held by another process"),
+        ({"STAND_IN_DEVICES": "0"}, r"There is no cuda:0: .* finds no GPU or no driver"),
+    ],
+)
+def test_a_card_that_cannot_be_measured(tmp_path: Path, env: dict[str, str], says: str) -> None:
+    done = card(tmp_path, **env)
+    assert done.returncode == 2 and re.search(says, done.stderr) and "Traceback" not in done.stderr, done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wheel_that_is_missing(monkeypatch: pytest.MonkeyPatch, scripts: None) -> None:
+    from gpu_card import ready
+
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    with pytest.raises(ChunkflowError, match=r"diffusers is missing here\. .*pip download .* diffusers=="):
+        ready()
