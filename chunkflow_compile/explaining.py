@@ -13,7 +13,7 @@ from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.report.calls import calls_of
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.phases import PipelineFigures
-from chunkflow_compile.runtime.measurement import measured
+from chunkflow_compile.runtime.measurement import measured, under
 
 
 def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
@@ -39,5 +39,10 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
         explanation = explain_plan(plan, measured(plan, route.measurements))
         notes = dict.fromkeys(note for session in found for note in session.code.notes)
         return replace(explanation, calls=tuple(calls_of(route.course)), jumps=route.jumps, notes=tuple(notes))
-    newest = found[-1]
+    alone = [p for p in found if under(p.plan, p.measurements)]
+    if not alone:
+        raise ChunkflowError(
+            "The programs of this model run as a course of which no pass was measured yet: call the model again."
+        )
+    newest = alone[-1]
     return replace(explain_plan(newest.plan, measured(newest.plan, newest.measurements)), notes=newest.code.notes)

@@ -207,7 +207,7 @@ class Plan:
         body = {"schema": SCHEMA, **asdict(self)}
         return json.dumps({**body, "digest": _digest(body)}, indent=1, sort_keys=True) + "\n"
 
-    @property
+    @cached_property
     def digest(self) -> str:
         return _digest({"schema": SCHEMA, **asdict(self)})
 

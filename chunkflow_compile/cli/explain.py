@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _program(folder: Path) -> Path:
-    """The folder itself if it holds a plan, else its newest measured program of the lowest rank."""
+    """The folder itself if it holds a plan, else the newest measured course in it of the lowest rank, or program."""
     if not folder.is_dir():
         raise ChunkflowError(f"There is no folder {folder}: use the one that options={{'dump': DIR}} names.")
     if (folder / PLAN_FILE).exists():
@@ -44,6 +44,8 @@ def _program(folder: Path) -> Path:
     return min(found, key=_order)
 
 
-def _order(folder: Path) -> tuple[int, int]:
-    rank, _, number = folder.name.removeprefix("rank").partition("_")
-    return (int(rank), -int(number)) if rank.isdigit() and number.isdigit() else (1 << 30, 0)
+def _order(folder: Path) -> tuple[int, bool, float]:
+    """By rank; courses first, by when they were measured; then programs by number.  The newest comes first."""
+    rank, _, name = folder.name.removeprefix("rank").partition("_")
+    newest = float(name) if name.isdigit() else (folder / MEASURED_FILE).stat().st_mtime
+    return int(rank) if rank.isdigit() else 1 << 30, not name.startswith("course"), -newest

@@ -52,9 +52,9 @@ _MOST_COURSES = 8
 class _Job:
     """A course that is being planned on another thread.
 
-    ``settings``: without measured times.  ``folder``: of the dump, if there is one.  ``instead``: the course that runs on
-    these calls now, if it is planned again.  ``course``, ``marks``: the result.  ``error``: why there is none.
-    ``hurried``: whether another thread waits for it.
+    ``settings``: without measured times.  ``folder``: of the dump of one of its calls, if there is one.  ``instead``: the
+    course that runs on these calls now, if it is planned again.  ``course``, ``marks``: the result.  ``error``: why there is
+    none.  ``hurried``: whether another thread waits for it.
     """
 
     keys: tuple[Key, ...]
@@ -341,15 +341,16 @@ class Courses:
 
 
 def _write(route: Route, dump: Path) -> None:
-    """Write the plan and the calls of a course into a folder of its own."""
-    plan = route.course.plan
-    folder = dump / f"course_of_{len(route.keys)}_{plan.digest}"
+    """Write the plan and the calls of a course into a folder of its own, beside ``dump``, that of one of its calls."""
+    plan, rank = route.course.plan, dump.name.partition("_")[0]
+    folder = dump.parent / f"{rank}_course_of_{len(route.keys)}_{plan.digest}"
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(plan.to_json())
     calls = (
         f"# call {number}: {plan.regions[call.start].block}\n{call}" for number, call in enumerate(route.course.calls)
     )
     (folder / "calls.txt").write_text("\n\n".join(calls))
+    route.folder = folder
 
 
 def _once(keys: tuple[Key, ...]) -> tuple[Key, ...]:
@@ -372,5 +373,5 @@ def _sessions(keys: Sequence[Key]) -> list[Session] | None:
 
 
 def _folder(sessions: Sequence[Session]) -> Path | None:
-    """The folder of the dumps of these calls, if there is one."""
-    return next((s.code.folder.parent for s in sessions if s.code.folder is not None), None)
+    """The folder of the dump of one of these calls, if there is one."""
+    return next((s.code.folder for s in sessions if s.code.folder is not None), None)

@@ -86,11 +86,20 @@ class Device(HostReader, Protocol):
         The contents of the tensors among them may still be in flight, as on a GPU.
         """
 
-    def start(self, step: int) -> Any:
-        """Begin a step of a program, counted from 0; return what :meth:`finish` needs as ``begun``."""
+    def measure(self, passes: int | None) -> None:
+        """Measure the next ``passes`` passes, and none after them, where that takes time; None to choose them."""
 
-    def finish(self, begun: Any, over: Over) -> None:
-        """End a step.  ``over`` is called once its times are known, or never if the step is not measured."""
+    def start(self, step: int, follows: bool) -> Any:
+        """Begin a call of a program; return what :meth:`finish` needs as ``begun``.
+
+        ``step``: of the program, counted from 0.  ``follows``: whether the call goes on with the pass of the one before it.
+        """
+
+    def finish(self, begun: Any, over: Over, last: bool) -> None:
+        """End a call.  ``last``: whether the pass ends too.
+
+        ``over`` is called once its times are known, or never if the pass is not measured.
+        """
 
     def collect(self, wait: bool = False) -> None:
         """Report the times known by now of the steps issued; with ``wait``, wait for those of all steps."""
@@ -147,10 +156,13 @@ class _HostDevice:
         """Nothing to pin: threads read any host memory."""
         return lambda: None
 
-    def start(self, step: int) -> float:
+    def measure(self, passes: int | None) -> None:
+        """Nothing to choose: to read a clock of the host takes no time."""
+
+    def start(self, step: int, follows: bool) -> float:
         return self.clock.now()
 
-    def finish(self, begun: float, over: Over) -> None:
+    def finish(self, begun: float, over: Over, last: bool) -> None:
         self.compute.run(lambda: over(begun, self.clock.now(), True))
 
     def collect(self, wait: bool = False) -> None:

@@ -21,7 +21,6 @@ instructions.py makes the function that issues a node; this file runs them, and 
 from __future__ import annotations
 
 import contextlib
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -74,18 +73,19 @@ class Executor:
         binding: Binding,
         poison: bool = False,
         course: Course | None = None,
-        measurements: Sequence[deque[StepMeasurement]] = (),
+        file: Sequence[Callable[[StepMeasurement], None]] = (),
     ) -> None:
         """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
 
-        ``course``: that of which the program is a call.  ``measurements``: where to write those of the steps.
+        ``course``: that of which the program is a call.  ``file``: functions that take the measurement of each step.
         """
         self.program = program
         self.course = course or Course.of(program)
         self.call = next(i for i, call in enumerate(self.course.calls) if call is program)
         self.device = device = binding.arena.streams
         self.binding = binding
-        self._measurements = measurements
+        self._file = file
+        self._plan = self.course.plan.digest
         self._steps = 0
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
@@ -125,9 +125,9 @@ class Executor:
         for position, value in self._values:
             env[position] = value
         step = self._step(env)
-        begun = self.device.start(self._steps)
-        self._steps += 1
         ready = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
+        begun = self.device.start(self._steps, ready and self.call > 0)
+        self._steps += 1
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
         if ready and self._in_step and self._issuer.on_drive:
@@ -137,7 +137,8 @@ class Executor:
             issue(step)
         self.occupancy.next = (self.call + 1) % len(self.course.calls)
         # not the step: its values would live too long
-        self.device.finish(begun, partial(self._finish, step.cost, self.occupancy.turns))
+        over = partial(self._finish, step.cost, self.occupancy.turns)
+        self.device.finish(begun, over, self.occupancy.next == 0)
         self.occupancy.turns += 1
         return step
 
@@ -164,9 +165,10 @@ class Executor:
             read_s=read_s,
             read_bytes=read_bytes,
             idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
+            plan=self._plan,
         )
-        for measurements in self._measurements:
-            measurements.append(found)
+        for file in self._file:
+            file(found)
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import MutableSequence, Sequence
+from collections import deque
+from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -61,7 +63,7 @@ class StepMeasurement(NamedTuple):
     bytes of those with no collective beside them.  ``moved_bytes``: bytes of the copies issued in the step;
     ``primed_bytes``: further bytes issued before a cold step.  ``read_s``, ``read_bytes``: of the drive, ahead of copies,
     since the step before.  ``idle_s``: seconds between the end of the call before it in
-    its course and its start; 0 if that is not known.
+    its course and its start; 0 if that is not known.  ``plan``: digest of the plan that it ran under, its own or a course's.
     """
 
     step_s: float
@@ -77,15 +79,36 @@ class StepMeasurement(NamedTuple):
     read_s: float = 0.0
     read_bytes: int = 0
     idle_s: float = 0.0
+    plan: str = ""
+
+
+class Passes:
+    """The measured passes over the calls of a course.  A pass that a jump has ended, or of which a call was not measured, is
+    none.  ``most``: how many are kept.
+    """
+
+    def __init__(self, calls: int, most: int) -> None:
+        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=most)
+        self._calls = calls
+        self._newest: list[StepMeasurement] = []
+
+    def file(self, call: int, found: StepMeasurement) -> None:
+        """Add the measurement of a call, by its place in the course."""
+        if call != len(self._newest):
+            self._newest = []
+        if call == len(self._newest):
+            self._newest.append(found)
+        if len(self._newest) == self._calls:
+            self.whole.append(tuple(self._newest))
+            self._newest = []
 
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
     """The calls of a course as one step, without the time between them."""
     columns = ([s for c in calls for s in c.windows[i]] for i in range(len(WindowSeconds._fields)))
-    sums: dict[str, Any] = {
-        name: sum(getattr(call, name) for call in calls) for name in StepMeasurement._fields if name != "windows"
-    }
-    return StepMeasurement(**sums, windows=WindowSeconds(*columns))
+    names = [name for name in StepMeasurement._fields if name not in ("windows", "plan")]
+    sums: dict[str, Any] = {name: sum(getattr(call, name) for call in calls) for name in names}
+    return StepMeasurement(**sums, windows=WindowSeconds(*columns), plan=calls[0].plan)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,6 +180,20 @@ def _ratio(whole: float, parts: Sequence[float]) -> float:
     return whole / total if (total := sum(parts)) else 1.0
 
 
+def save(folder: Path, found: Measured) -> None:
+    """Write a measurement beside its plan.  Raises OSError."""
+    path = folder / MEASURED_FILE
+    part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
+    part.write_text(found.to_json())
+    part.replace(path)
+
+
+def under(plan: Plan, steps: Iterable[StepMeasurement]) -> list[StepMeasurement]:
+    """The steps that ran under this plan."""
+    digest = plan.digest
+    return [step for step in steps if step.plan == digest]
+
+
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
     """The share, 0 to 1, of compute and collective time with a copy beside it.
 
@@ -167,7 +204,11 @@ def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:
 
 
 def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
-    """The medians of ``steps``, without the cold ones unless all are.  Raises ChunkflowError if there are no steps."""
+    """The medians of the ``steps`` that ran under ``plan``, without the cold ones unless all are.
+
+    Raises ChunkflowError if there are none.
+    """
+    steps = under(plan, steps)
     if not steps:
         raise ChunkflowError("No step was measured yet: call the compiled model first.")
     warm = [s for s in steps if not s.primed_bytes] or list(steps)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
@@ -14,6 +16,7 @@ import torch
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
+from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
 from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
@@ -28,7 +31,7 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 from .arena import Arena, Occupancy
 from .binding import Binding
 from .executor import KEPT_MEASUREMENTS, Executor
-from .measurement import StepMeasurement, as_one, measured
+from .measurement import Passes, StepMeasurement, as_one, measured, save
 
 if TYPE_CHECKING:
     from .session import Session
@@ -59,6 +62,7 @@ class Route:
 
     ``position``: the call that is expected next.  ``jumps``: those so far.  ``replan_after``: the number of warm passes
     after which to plan it again from their times; 0 for never.  ``settings``: that it was planned with, but for those times.
+    ``folder``: where measurements are written, None for nowhere.
     """
 
     def __init__(
@@ -77,13 +81,15 @@ class Route:
         self.position = 0
         self.jumps = 0
         self.replan_after = 0
+        self.folder: Path | None = None
         self.calls = calls
         self.homes = homes
         self.settings = settings
         self._versions: dict[str, int] = {}
         self._places = [{id(self.homes[n]()): n for n in call.names.values() if n in self.homes} for call in self.calls]
         self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the session of a call has them
-        self._measured = [deque[StepMeasurement](maxlen=KEPT_MEASUREMENTS) for _ in self.keys]
+        self._passes = Passes(len(self.keys), KEPT_MEASUREMENTS)
+        self._begun = 0  # passes
         self._marks = marks
         self._occupancy: Occupancy | None = None
         self._streamed = frozenset(w.name for w in course.plan.streamed)
@@ -109,11 +115,11 @@ class Route:
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The newest passes over the calls, oldest first, each as one step; waits for those in flight."""
-        return tuple(as_one(calls) for calls in self._passes(wait=True))
+        return tuple(as_one(calls) for calls in self._measured(wait=True))
 
     def timings(self, passes: int) -> Timings | None:
         """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
-        warm = [calls for calls in self._passes() if not any(call.primed_bytes for call in calls)]
+        warm = [calls for calls in self._measured() if not any(call.primed_bytes for call in calls)]
         if len(warm) < passes:
             return None
         found = measured(self.course.plan, [as_one(calls) for calls in warm]).timings()
@@ -122,13 +128,11 @@ class Route:
             idle[start - 1] += median(call.idle_s for call in calls)
         return replace(found, idle_s=tuple(idle))
 
-    def _passes(self, wait: bool = False) -> list[tuple[StepMeasurement, ...]]:
+    def _measured(self, wait: bool = False) -> list[tuple[StepMeasurement, ...]]:
         """The newest passes, each the measurements of its calls."""
         if self._occupancy is not None:
             self.arena.streams.collect(wait)
-        count = min(map(len, self._measured))
-        newest = [list(found)[len(found) - count :] for found in self._measured]
-        return list(zip(*newest, strict=True))
+        return list(self._passes.whole)
 
     def find(self, key: Key) -> int | None:
         """The place of a call, the expected one first; None if it is not in the course."""
@@ -143,10 +147,22 @@ class Route:
         if found is None:
             found = self._executors[call][session] = self._make(session, call)
         self.position = (call + 1) % len(self.keys)
+        self._begun += call == 0
+        if call == 0 and not self._begun & (self._begun - 1):  # as the steps of a program alone
+            self.save()
         return found
+
+    def save(self, wait: bool = False) -> None:
+        """Write the measurements to the dump folder, if there is one.  A full disk or a failed device is no error."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError, ChunkflowError):
+            if passes := self._measured(wait):
+                save(self.folder, measured(self.course.plan, [as_one(calls) for calls in passes]))
 
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory."""
+        self.save(wait=True)
         for executors in self._executors:
             for executor in list(executors.values()):
                 executor.vacate()
@@ -218,8 +234,8 @@ class Route:
         links = links_of(self._home(name) for name in self._slots)
         binding = Binding(self.arena, values, self._slots, self._hosts, self._occupancy, marks, links)
         program = course.calls[call]
-        measured = session.measured, self._measured[call]
-        return Executor(program, session.code.regions, binding, session.code.poison, course, measured)
+        file = session.measured.append, partial(self._passes.file, call)
+        return Executor(program, session.code.regions, binding, session.code.poison, course, file)
 
     def _take_memory(self, pin_bytes: int | None) -> None:
         """Bind the course to the arena's memory.  Raises ChunkflowError if the device has no room."""

@@ -37,7 +37,7 @@ from .codes import Choice
 from .courses import Courses
 from .device import check_kind, refuse_capture
 from .executor import KEPT_MEASUREMENTS, Executor
-from .measurement import MEASURED_FILE, StepMeasurement, measured
+from .measurement import StepMeasurement, measured, save, under
 from .route import Key
 from .taking import taking
 
@@ -195,7 +195,8 @@ class Session:
 
     def _replan(self) -> None:
         """After ``replan_after`` warm steps, plan from their times; a new placement runs from the next step on."""
-        warm = [m for m in self._measurements()[1:] if not m.primed_bytes]  # step 0 pays for first touches
+        # step 0 pays for first touches
+        warm = [m for m in under(self.plan, self._measurements()[1:]) if not m.primed_bytes]
         if len(warm) < self._replan_after:
             return
         self._replan_after = 0
@@ -283,11 +284,8 @@ class Session:
         if self._folder is None:
             return
         with contextlib.suppress(OSError, ChunkflowError):
-            if steps := self._measurements(wait):
-                path = self._folder / MEASURED_FILE
-                part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
-                part.write_text(measured(self.plan, steps).to_json())
-                part.replace(path)
+            if steps := under(self.plan, self._measurements(wait)):
+                save(self._folder, measured(self.plan, steps))
 
     def _bound(self) -> Executor:
         """The executor of the program outside courses, on the arena's memory."""
@@ -312,7 +310,7 @@ class Session:
         )
         links = links_of(self.homes[name] for name in slots)
         binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks, links)
-        return Executor(self.program, self.code.regions, binding, self.code.poison, measurements=(self.measured,))
+        return Executor(self.program, self.code.regions, binding, self.code.poison, file=(self.measured.append,))
 
     def _name(self) -> str:
         """The name of its calls, the same on every rank, whose shards may differ in size."""

@@ -16,10 +16,12 @@ from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import Arena, courses, explain, offload, programs, restore
+from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
 from chunkflow_compile.runtime.route import Route
 
 SIZE = Size(layers=4, singles=2)
@@ -324,7 +326,7 @@ def test_two_threads_on_one_arena() -> None:
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
-def test_a_course_is_explained_call_by_call(tmp_path: Path) -> None:
+def test_a_course_is_explained_call_by_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = taken(3, dump=str(tmp_path))
     for i in range(6):
         model(torch.randn(4, 32), [0, 1, 2])
@@ -335,7 +337,7 @@ def test_a_course_is_explained_call_by_call(tmp_path: Path) -> None:
     plan = route.course.plan
     assert explained.plan == plan.digest and explained.jumps == 0
     assert [c.block for c in explained.calls] == ["blocks.0", "blocks.1", "blocks.2"]
-    (folder,) = tmp_path.glob("course_of_3_*")
+    (folder,) = tmp_path.glob("rank0_course_of_3_*")
     assert Plan.from_json((folder / "plan.json").read_text()) == plan
     assert re.findall(r"# call (\d): (.*)", (folder / "calls.txt").read_text()) == [
         (str(i), f"blocks.{i}") for i in range(3)
@@ -343,6 +345,14 @@ def test_a_course_is_explained_call_by_call(tmp_path: Path) -> None:
     assert sum(c.own_bytes + c.ahead_bytes for c in explained.calls) == plan.moved_bytes
     assert "a course of 3 calls, 0 jumps so far" in str(explained)
     assert [len(m.windows.compute_s) for m in route.measurements] == [len(plan.regions)] * len(route.measurements)
+    filed = Measured.from_json((folder / MEASURED_FILE).read_text())
+    assert filed.plan == plan.digest and filed.steps + filed.cold >= 2, (
+        "passes are filed under the plan that they ran under"
+    )
+    own = [Measured.from_json(path.read_text()) for path in tmp_path.glob(f"rank0_[0-9]*/{MEASURED_FILE}")]
+    assert {m.plan for m in own} == {p.plan.digest for p in programs(model)} != {plan.digest}
+    assert {m.steps + m.cold for m in own} == {2}, "the steps before there was a course"
+    assert main(["explain", str(tmp_path)]) == 0 and folder.name in capsys.readouterr().out
     model(torch.randn(4, 32), [0])
     model(torch.randn(4, 32), [0, 1, 2])
     assert explain(model).jumps == 1

@@ -217,28 +217,80 @@ def test_the_clock_never_waits() -> None:
     engine = Engine(("copy",))
     cuda = FakeCuda()
     cuda.engine = engine
-    clock, caller = Clock(lambda: cuda.event(True)), cuda.current()
+    clock, caller = Clock(lambda: cuda.event(True), most=0), cuda.current()
     copy = FakeStream(cuda, ThreadStream(engine, "copy"))
     told: list[tuple[float, float]] = []
     engine.pause()
-    frames = [clock.frame(0, caller) for _ in range(1)]
+    frames = [clock.frame(0, False, caller) for _ in range(1)]
     for _ in range(FRAMES - 1):
         found = frames[-1]
         assert found is not None
-        clock.close(found, caller, copy, lambda a, b, whole: told.append((a, b)))
-        frames.append(clock.frame(0, caller))
+        clock.close(found, caller, copy, lambda a, b, whole: told.append((a, b)), True)
+        frames.append(clock.frame(0, False, caller))
     assert frames[-1] is not None
-    clock.close(frames[-1], caller, copy, lambda a, b, whole: told.append((a, b)))
-    assert clock.frame(0, caller) is None, "all frames are in use: the step is not measured"
+    clock.close(frames[-1], caller, copy, lambda a, b, whole: told.append((a, b)), True)
+    assert clock.frame(0, False, caller) is None, "all frames are in use: the pass is not measured"
     clock.collect()
     assert not told
     engine.resume()
     clock.collect(wait=True)
     assert len(told) == FRAMES and told == sorted(told) and all(a <= b for a, b in told)
-    later = {step: clock.frame(step, caller) for step in range(FIRST_STEPS + 1, FIRST_STEPS + 2 * EVERY + 2)}
+    later = {step: clock.frame(step, False, caller) for step in range(FIRST_STEPS + 1, FIRST_STEPS + 2 * EVERY + 2)}
     pair = FIRST_STEPS + EVERY - 1
     assert {s for s, f in later.items() if f} == {pair, pair + 1, pair + EVERY, pair + EVERY + 1}
-    assert clock.frame(pair, caller).whole is False and clock.frame(pair + 1, caller).whole is True
+    assert clock.frame(pair, False, caller).whole is False and clock.frame(pair + 1, False, caller).whole is True
+    engine.close()
+
+
+def test_a_frame_is_a_pass_over_the_calls() -> None:
+    """However far the device is late: each call of each pass counts.  A jump ends a pass, and none of its calls counts."""
+    engine = Engine(("copy",))
+    cuda = FakeCuda()
+    cuda.engine = engine
+    clock, caller, calls = Clock(lambda: cuda.event(True)), cuda.current(), 60
+    copy = FakeStream(cuda, ThreadStream(engine, "copy"))
+    told: list[tuple[int, int, bool]] = []
+
+    def call(number: int, of: int, follows: bool = True) -> None:
+        frame = clock.frame(number, follows and of > 0, caller)
+        assert frame is not None
+        clock.close(frame, caller, copy, lambda a, b, whole: told.append((number, of, whole)), of == calls - 1)
+        clock.collect()
+
+    engine.pause()
+    for number in range(2):
+        for of in range(calls):
+            call(number, of)
+    assert not told
+    engine.resume()
+    clock.collect(wait=True)
+    assert told == [(number, of, True) for number in range(2) for of in range(calls)]
+    told.clear()
+    for of in (0, 1, 2):
+        call(2, of)
+    assert clock.frame(2, False, caller) is not None, "a jump: another pass begins"
+    clock.collect(wait=True)
+    assert told == [(2, of, False) for of in (0, 1, 2)]
+    engine.close()
+
+
+def test_only_the_passes_that_were_asked_for_are_marked() -> None:
+    engine = Engine(("copy",))
+    cuda = FakeCuda()
+    cuda.engine = engine
+    clock, caller = Clock(lambda: cuda.event(True)), cuda.current()
+    copy = FakeStream(cuda, ThreadStream(engine, "copy"))
+
+    def marked(step: int) -> bool:
+        if (frame := clock.frame(step, False, caller)) is not None:
+            clock.close(frame, caller, copy, lambda *_: None, True)
+        clock.collect(wait=True)
+        return frame is not None
+
+    clock.only(2)
+    assert [marked(step) for step in range(5)] == [True, True, False, False, False]
+    clock.only(None)
+    assert [marked(step) for step in range(5)] == [True] * 5
     engine.close()
 
 
@@ -364,7 +416,7 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     device = CudaDevice(FakeCuda(copy_s=0.05))
     cycle = [((str(i), 0, 1), DriveBytes(file, 64 * i, 64)) for i in range(16)]
     device.stage()
-    device.start(0)
+    device.start(0, False)
     reader, slots = ReadAhead(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
 
     def restart_and_copy(begin: int, count: int) -> None:

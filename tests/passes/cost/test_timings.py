@@ -133,7 +133,9 @@ def step(
 def test_transfers_that_shared_the_link_do_not_count_for_its_speed() -> None:
     plan = place(PROBLEM, MACHINE, chunk_bytes=CHUNK)
     steps = [step([0.2, 0.9], [0.0, 0.9], alone=(2.0, 100)), step([0.5, 0.7], [0.5, 0.7], alone=(3.0, 200))]
-    took = measured(plan, steps)
+    took = measured(plan, [s._replace(plan=plan.digest) for s in steps])
+    with pytest.raises(ChunkflowError, match="No step was measured yet"):
+        measured(plan, steps)  # they ran under another plan
     assert took.alone_s == [0.2, None] and took.copy_rate == pytest.approx(300 / 5.0)
     assert Measured.from_json(took.to_json()) == took
     found = took.timings()
@@ -147,7 +149,8 @@ def test_transfers_that_shared_the_link_do_not_count_for_its_speed() -> None:
 def test_timings_add_up_to_the_step_even_with_outliers() -> None:
     plan = place(PROBLEM, MACHINE, chunk_bytes=CHUNK)
     bursts = [((2.0, 2.0), [0.2, 0.5]), ((1.0, 3.0), [0.4, 0.3]), ((1.0, 2.0), [0.2, 0.3])]
-    took = measured(plan, [step(collective, [0.0, 0.0], compute=compute) for compute, collective in bursts])
+    steps = [step(collective, [0.0, 0.0], compute=compute)._replace(plan=plan.digest) for compute, collective in bursts]
+    took = measured(plan, steps)
     assert (list(took.windows.compute_s), list(took.windows.collective_s)) == ([1.0, 2.0], [0.2, 0.3]), (
         "medians, without the bursts"
     )
