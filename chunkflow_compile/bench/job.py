@@ -67,12 +67,17 @@ class Job:
 
     @property
     def turn(self) -> int:
-        """Measured steps in one turn of an arm, which starts with a warm-up step.
+        """Measured steps in one turn of an arm, in a row.
 
         On the CPU one: other processes slow its cores for seconds at a time, and would slow all steps of a longer turn.
-        On a GPU three: no other process uses it, and with one step, warm-up would take half of the time.
+        On a GPU three: no other process uses it, and a pause comes only after three steps.
         """
         return 3 if self.device == "cuda" else 1
+
+    @property
+    def marks_apart(self) -> bool:
+        """Whether the parts of a step are measured in a step of their own, because the marks between them take time."""
+        return self.device == "cuda"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,12 +22,31 @@ def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], di
     Weights and inputs are the same in every run and on every rank.
     """
     torch.manual_seed(0)
+    model, inputs = _made(job, device)
+    return _split(job, model.to(device)), lambda step: _on(device, inputs(step))
+
+
+def build_on_host(job: Job, weights: Mapping[str, torch.Tensor]) -> nn.Module:
+    """The model in host memory with copies of these weights, by their names.  Nothing of it is ever on a device.
+
+    To draw billions of weights at random on the host would take minutes.
+    """
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        model, _ = _made(job, torch.device("cpu"))
+    model.load_state_dict({name: value.clone() for name, value in weights.items()}, assign=True)
+    return _split(job, model.eval())
+
+
+def _made(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     if job.model is None:
         regime = job.regime
-        model = small_model(regime.family, regime.size).to(device)
-        return _split(job, model), lambda step: _on(device, small_inputs(regime.family, regime.size, step + REHEARSAL))
+        return small_model(regime.family, regime.size), lambda step: small_inputs(
+            regime.family, regime.size, step + REHEARSAL
+        )
     made, given = preset(job.model).build(job.sizes, device) if job.model in PRESETS else load_build(job.model)()
-    return _split(job, made.to(device)), lambda step: _changed(_on(device, given), step)
+    return made, lambda step: _changed(given, step)
 
 
 def first(output: Any) -> torch.Tensor:

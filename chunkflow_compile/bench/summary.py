@@ -19,8 +19,8 @@ from .link_load import LinkLoad
 class BenchRecord:
     """The result of a measurement; figures by arm.
 
-    ``predicted``: the simulated figures in the form of ``record``.  ``steps_s``: seconds of each step, of the rank that
-    was slowest in it.  ``inflation``: how much longer collectives took than with all weights resident, 0.05 for 5 %,
+    ``predicted``: the simulated figures in the form of ``record``.  ``steps_s``: seconds of a step in each turn, of the rank
+    that was slowest in it.  ``inflation``: how much longer collectives took than with all weights resident, 0.05 for 5 %,
     without the time that one rank waited for another; None without a resident arm, or without collectives.
     ``host_s``: seconds until a call returned.  ``copy_rate``: bytes/s while a copy ran.  ``peak_bytes``: peak of the
     device's allocator, None on the CPU.  ``difference``: largest difference from the outputs of the resident arm, over
@@ -41,7 +41,7 @@ class BenchRecord:
 
     @property
     def steps(self) -> int:
-        """The number of measured steps of each arm."""
+        """The number of measured turns of each arm."""
         return len(next(iter(self.steps_s.values())))
 
     @property
@@ -134,7 +134,7 @@ def describe(job: Job, found: BenchRecord) -> str:
     machine = f" ({found.machine})" if job.device == "cuda" else ""
     text = (
         f"{found.record.model}; {job.ranks} rank{'s' * (job.ranks > 1)}{stood}, device {job.device}{machine}, "
-        f"medians of {found.steps} steps, slowest rank"
+        f"medians of {found.steps} {f'turns of {job.turn} steps in a row' if job.turn > 1 else 'steps'}, slowest rank"
     )
     return "\n".join([text, *(str(line) for line in (found.link, found.load) if line is not None)])
 

@@ -1,7 +1,7 @@
 """One rank's part of a measurement: a model is compiled once, and every arm is a plan on the same lowered regions.
 
-The arms take turns in random order.  The plan is switched between two calls.  A turn runs one warm-up step, because the
-first step of a plan starts cold, and then the measured steps.
+The arms take turns in random order.  The plan is switched between two calls.  A turn runs a warm-up step, because the
+first step of a plan starts cold, and then the measured steps, in a row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from chunkflow_compile.hardware.beside import compute_slowdown
 from chunkflow_compile.hardware.emulated import on_emulated_link
@@ -26,7 +27,7 @@ from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profi
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.placing import offload, programs, restore
+from chunkflow_compile.placing import offload, programs
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, StepMeasurement, copying_share, measured
@@ -38,8 +39,9 @@ from .job import REHEARSAL, RESIDENT, ArmRun, Job, RankRun, Run
 from .link_error import LinkError, link_error
 from .link_load import LinkLoad
 from .pace import paced
-from .peers import make_peer
-from .subject import build, first
+from .peers import OFFLOADED, make_peer, peer_of
+from .stopwatch import Stopwatch
+from .subject import build, build_on_host, first
 
 T = TypeVar("T")
 # Resident steps whose median compute sets the bandwidth of the link.
@@ -112,13 +114,12 @@ class Turns:
         total = self._session.program.problem.total_bytes
         found = RankRun(
             arms=self._results(codes, timings),
-            peers={name: Run(**self._run(name)) for name in self.peers},
+            peers={arm.name: Run(**self._run(arm.name)) for arm in job.arms if arm.policy is None},
             total_bytes=total,
             link=link,
             load=load,
             machine=device_name(self.device),
         )
-        restore(self.model, "cpu")
         return found
 
     def _out_of_time(self, round_s: float) -> bool:
@@ -181,14 +182,18 @@ class Turns:
 
     def _make_peers(self) -> None:
         for arm in self.job.arms:
-            if arm.policy is None:
-                self.progress.set_description(f"{arm.name}: compile")
+            peer = peer_of(arm.name)
+            if arm.policy is None and peer not in self.peers:
+                self.progress.set_description(f"{peer}: compile")
                 before = self._allocated()
-                peer = make_peer(arm.name, build(self.job, self.device)[0], self.device)
-                peer(**self.inputs(0))
-                self.peers[arm.name] = peer
-                self.held[arm.name] = self._allocated() - before
-                self.progress.update()
+                model = self._on_host() if peer in OFFLOADED else build(self.job, self.device)[0]
+                self.peers[peer] = make_peer(peer, model, self.device)
+                self.peers[peer](**self.inputs(0))
+                self.held[peer] = self._allocated() - before
+            self.progress.update(arm.policy is None)
+
+    def _on_host(self) -> nn.Module:
+        return build_on_host(self.job, self.model.state_dict())
 
     def _calibrate(self) -> Timings:
         for step in range(CALIBRATION):
@@ -245,35 +250,37 @@ class Turns:
         return codes
 
     def _turn(self, name: str, codes: dict[str, Code], steps: Sequence[int]) -> None:
-        """Run a turn of one arm: a warm-up step, then ``steps``.  Steps below 0 are not measured."""
-        call = self.peers.get(name, self.compiled)
+        """Run a turn of one arm: a warm-up step, then ``steps`` in a row.  Steps below 0 are not measured.
+
+        Where marks take time, none of ``steps`` is marked: one before them is measured in their place.
+        """
+        call, counts = self.peers.get(peer_of(name), self.compiled), steps[0] >= 0
         if name in codes:
             self._session.choice.code = codes[name]
-        call(**self.inputs(steps[0]))
-        self._finish()
+        self.progress.set_description(f"{name}: step {max(steps[0], 0) + 1} of {self.job.steps}")
+        before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
+        call(**before)
+        if self.job.marks_apart and counts:
+            self._session.arena.streams.measure(1)
+            call(**before)
         dist.barrier()
         foreign = self._foreign(name)
-        for step in steps:
-            self.progress.set_description(f"{name}: step {max(step, 0) + 1} of {self.job.steps}")
-            inputs = self.inputs(step)
-            self._finish()
-            start = time.perf_counter()
-            output = call(**inputs)
-            host = time.perf_counter() - start
-            self._finish()
-            if step >= 0:
-                self.times[name].append(time.perf_counter() - start)
-                self.host[name].append(host)
-                self._tell(arm=name, step=step, seconds=self.times[name][-1], host=host)
-            self.outputs[name][step] = first(output).cpu()
-            self.progress.update()
+        watch = Stopwatch(self.device)
+        outputs = [call(**given) for given in inputs]
+        seconds, host = (s / len(steps) for s in watch.stop())
+        if counts:
+            self.times[name].append(seconds)
+            self.host[name].append(host)
+            self._tell(arm=name, step=steps[0], steps=len(steps), seconds=seconds, host=host)
+        self.outputs[name] |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
+        self.progress.update(len(steps))
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - foreign
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
         if name in codes:
             session = self._session
-            if steps[0] >= 0:
-                self.measurements[name] += session.measurements[-len(steps) :]
+            if counts:
+                self.measurements[name] += session.measurements[-(1 if self.job.marks_apart else len(steps)) :]
             codes[name] = session.choice.code
 
     def _tell(self, **figures: Any) -> None:
@@ -299,10 +306,9 @@ class Turns:
         if self.device.type != "cuda":
             return 0
         torch.cuda.reset_peak_memory_stats(self.device)
-        peers = sum(self.held.values())
-        if name not in self.held:
-            return peers
-        return torch.cuda.memory_allocated(self.device) - self.held[name]
+        if (peer := peer_of(name)) not in self.held:
+            return sum(self.held.values())
+        return torch.cuda.memory_allocated(self.device) - self.held[peer]
 
     def _run(self, name: str) -> dict[str, Any]:
         """The fields of the :class:`Run` of an arm."""

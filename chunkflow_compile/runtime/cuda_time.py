@@ -125,7 +125,7 @@ class Clock:
         self._lock = threading.RLock()
 
     def only(self, passes: int | None) -> None:
-        """Mark the next ``passes`` passes, and none after them; None to choose them as at first."""
+        """Mark the next ``passes`` passes, and none after them, in which no mark is read either; None to choose them."""
         with self._lock:
             self._left = passes
 
@@ -186,7 +186,7 @@ class Clock:
     def collect(self, wait: bool = False) -> None:
         """Read the frames that the GPU has passed; with ``wait``, wait for all of them."""
         with self._lock:
-            while self._pending:
+            while self._pending and (wait or self._left != 0):
                 if wait:
                     self._pending[0].wait()
                 elif not self._pending[0].passed():

@@ -87,7 +87,10 @@ class Device(HostReader, Protocol):
         """
 
     def measure(self, passes: int | None) -> None:
-        """Measure the next ``passes`` passes, and none after them, where that takes time; None to choose them."""
+        """Where it takes time, measure the next ``passes`` passes, and none after them; None to choose them.
+
+        What was measured is known when :meth:`collect` waits for it.
+        """
 
     def start(self, step: int, follows: bool) -> Any:
         """Begin a call of a program; return what :meth:`finish` needs as ``begun``.

@@ -21,12 +21,20 @@ ABOUT = """\
 # On a GPU
 
 Real models at full size, random weights in bfloat16, one card. `resident`, `layerwise` and `chunkflow` are programs of one
-compilation; `inductor` is plain `torch.compile` with all weights on the card; `diffusers-group-offload` is
-`enable_group_offload(block_level, use_stream=True)`, alone and with `compile_repeated_blocks`. The arms take turns of one
-step, in random order. *Peak* is what the allocator held for the arm, weights and activations; *host* is the time until
-the call returned; *copied at* is the rate while copies ran; *differs by* is the largest difference from the output of
-`resident`, over the largest value of that output. In the loopback case, one process acts as two ranks, and its all-to-alls
-go through pinned host memory, as NCCL's do on nodes without peer access.
+compilation; `inductor` is plain `torch.compile` with all weights on the card, measured twice: how far `inductor-again`
+differs from it is the noise. `diffusers-group-offload` is diffusers' own offload as its documentation recommends it, also
+compiled; its settings stand below each table.
+
+The arms take turns, in random order in each round. A turn is a warm-up step, a step with marks between its parts, from
+which *waited*, *collectives* and *copied at* are, and then three steps in a row without marks. The time of a step is a third
+of what passes between an event before these three and one after them: copies for the next step run inside it, as in a
+sampler that calls the model again and again. *Peak* is what the allocator held for the arm, weights and activations; *host*
+is the time until a call returned; *differs by* is the largest difference from the output of `resident`, over the largest
+value of that output. Of two arms, a ratio is the median over the rounds, with the least and the largest.
+
+In the loopback case, one process acts as two ranks, and its all-to-alls go through pinned host memory by the copy engines.
+NCCL without peer access moves the same bytes by kernels, which may share the link in another way: see the exchange by
+kernels below.
 """
 
 DRY = """\

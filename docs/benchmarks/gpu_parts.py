@@ -55,7 +55,7 @@ def parts_of(page: Path, dry: bool) -> dict[str, Part]:
     rehearsal = ("--dry-run",) if dry else ()
     profile = beside(page, "hardware.json")
     bench = (str(HERE / "gpu.py"), "--out", str(page), "--profile", str(profile), "--append", *rehearsal)
-    bench += ("--seconds", str(MOST - 20), *(("--steps", "3") if dry else ()))
+    bench += ("--seconds", str(MOST - 20), *(("--steps", "6") if dry else ()))
     wan, loopback, flux = (1, 2, 1) if dry else (1, 4, 3)
     tests = ("-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", *_workers(), "tests/test_gpu.py")
     calibrate = (
