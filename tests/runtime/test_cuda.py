@@ -242,6 +242,17 @@ def test_the_clock_never_waits() -> None:
     engine.close()
 
 
+def test_a_long_copy_is_cut_where_copies_queue() -> None:
+    cuda = FakeCuda()
+    device = CudaDevice(cuda, most_copy=1000)
+    target, source = torch.zeros(4096, dtype=torch.uint8), torch.randint(256, (4096,), dtype=torch.uint8)
+    before = cuda.calls["copy"]
+    device.copy.run(lambda: device.copy_bytes(target, source))
+    device.copy.synchronize()
+    assert cuda.calls["copy"] - before == 5 and torch.equal(target, source)
+    device.close()
+
+
 def test_a_frame_is_a_pass_over_the_calls() -> None:
     """However far the device is late: each call of each pass counts.  A jump ends a pass, and none of its calls counts."""
     engine = Engine(("copy",))
