@@ -279,9 +279,9 @@ class TorchCuda:
 
 
 # torch hands out the 32 streams of a pool in turn.  A new one for each session would in time be the caller's own, or
-# NCCL's, and copies would queue before compute without a word.  Streams of another priority come from another pool, of
-# which nothing else takes; a priority has no effect on copies.
-_PRIORITY = -3
+# NCCL's, and copies would queue before compute without a word.  Each priority has a pool of its own.  torch takes streams
+# from those of 0 and -3 (high priority, which NCCL may be given), users from that of -1; a priority has no effect on copies.
+_PRIORITY = -2
 
 
 @cache
@@ -299,6 +299,8 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
     The runtime that torch itself has loaded does it: bindings of another package may be newer than the driver.
     """
+    if host.is_pinned():  # by torch's allocator, say: CUDA refuses to pin it twice
+        return lambda: None
     address, nbytes = host.data_ptr(), host.numel() * host.element_size()
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):  # a thread that has used no GPU yet would start GPU 0

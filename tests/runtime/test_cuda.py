@@ -253,6 +253,18 @@ def test_a_long_copy_is_cut_where_copies_queue() -> None:
     device.close()
 
 
+def test_an_event_that_is_gone_leaves_no_record() -> None:
+    """Another event may have its id."""
+    device = CudaDevice(FakeCuda())
+    device.stage()
+    for _ in range(3):
+        device.copy.record(device.event())
+    device.start(0, False)
+    device.finish(None, lambda *_: None, True)
+    assert not device.copy._records  # type: ignore[union-attr]
+    device.close()
+
+
 def test_a_frame_is_a_pass_over_the_calls() -> None:
     """However far the device is late: each call of each pass counts.  A jump ends a pass, and none of its calls counts."""
     engine = Engine(("copy",))
