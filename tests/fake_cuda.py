@@ -123,6 +123,8 @@ class FakeCuda:
         return torch.empty(nbytes, dtype=torch.uint8)
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        self.calls["copy"] += 1
+
         def work() -> None:
             assert not self.late or self._waiting.wait(WITHIN)
             self.clock.sleep(self.copy_s)

@@ -71,6 +71,4 @@ def test_every_command_is_described() -> None:
 def test_a_benchmark_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it imports is there; to run it takes minutes."""
     monkeypatch.syspath_prepend(str(script.parent))
-    if "import triton" in script.read_text():
-        pytest.importorskip("triton", reason="a build of torch for the CPU has no Triton")
     assert runpy.run_path(str(script))

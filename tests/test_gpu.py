@@ -208,8 +208,8 @@ def test_missing_cards() -> None:
         compiled(model, debug="threads")(torch.randn(4, 8, device="cuda"))
 
 
-def test_collectives_through_host_memory() -> None:
-    join_loopback(2)
+def check_collectives() -> None:
+    """With the default process group as it is."""
     try:
         model, twin = twins(lambda: UlyssesStack(4, width=256))
         offload(model, "cuda", min_bytes=4096)
@@ -217,9 +217,26 @@ def test_collectives_through_host_memory() -> None:
         for _ in range(4):
             x = torch.randn(64, 256, device="cuda")
             assert torch.equal(run(x), right(x))
+        check_moved(model, 4)
         assert programs(model)[0].measurements[-1].collective_s > 0
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("by_kernels", [False, True])
+def test_collectives_through_host_memory(by_kernels: bool) -> None:
+    if by_kernels and STAND_IN:
+        pytest.skip("a stand-in of CUDA executes no kernel of Triton")
+    join_loopback(2, by_kernels)
+    check_collectives()
+
+
+@pytest.mark.skipif(STAND_IN or not dist.is_nccl_available(), reason="there is no NCCL")
+def test_collectives_of_nccl() -> None:
+    """A group of one rank: its kernels run, and each collective returns its input."""
+    more = {"device_id": torch.device("cuda", 0)}
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, **more)
+    check_collectives()
 
 
 @pytest.mark.parametrize("slow", ["compute", "copy"])

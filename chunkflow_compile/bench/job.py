@@ -24,8 +24,8 @@ RESIDENT = "resident"
 # Steps of ``replanned`` before the measured ones: those that it plans from, and the first with the new plan.
 REHEARSAL = REPLAN_AFTER + 1
 # "processes": one process per rank, gloo between them.  "loopback": one process for all ranks, which exchanges data
-# with host memory instead of other ranks.
-Transport = Literal["processes", "loopback"]
+# with host memory instead of other ranks, by the copy engines; "loopback-kernels": by kernels, as NCCL does.
+Transport = Literal["processes", "loopback", "loopback-kernels"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Job:
 
     @property
     def processes(self) -> int:
-        return 1 if self.transport == "loopback" else self.ranks
+        return self.ranks if self.transport == "processes" else 1
 
     @property
     def turn(self) -> int:

@@ -45,8 +45,8 @@ def _rank(rank: int, job: Job) -> None:
         _settle(rank, job.processes)
     diffusers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
-    if job.transport == "loopback":
-        join_loopback(job.ranks)
+    if job.transport != "processes":
+        join_loopback(job.ranks, by_kernels=job.transport == "loopback-kernels")
     else:
         meet = f"file://{job.folder}/meet"
         dist.init_process_group("gloo", init_method=meet, rank=rank, world_size=job.ranks, timeout=TIMEOUT)

@@ -1,8 +1,9 @@
 """Collectives on one device: a process group for benchmarks that sends its bytes to host memory and back.
 
-NCCL does the same on nodes without peer access between GPUs: what a rank receives crosses its own PCIe link, beside the
-copies of weights.  One process is rank 0 of several, and receives from each peer what it sent to that peer.  A model's
-outputs are therefore not those of several ranks, but they are reproducible.
+As with NCCL on nodes without peer access between GPUs, what a rank receives crosses its own PCIe link, beside the copies of
+weights.  NCCL moves it by kernels; this group by the copy engines, or by kernels too.  One process is rank 0 of several, and
+receives from each peer what it sent to that peer.  A model's outputs are therefore not those of several ranks, but they are
+reproducible.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +21,11 @@ NAME = "loopback"
 
 
 class Loopback(dist.ProcessGroup):
-    """Rank 0 of ``size`` ranks."""
+    """Rank 0 of ``size`` ranks.  ``by_kernels``: whether kernels move the bytes on a GPU, in place of its copy engines."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, by_kernels: bool) -> None:
         super().__init__(0, size)  # type: ignore[call-arg]
+        self._by_kernels = by_kernels
         self._size = size
         self._staging: dict[torch.device, torch.Tensor] = {}
         self._streams: dict[torch.device, Any] = {}
@@ -82,8 +85,17 @@ class Loopback(dist.ProcessGroup):
                 target.copy_(source)
                 continue
             staged = self._stage(source)
-            staged.copy_(source, non_blocking=True)
-            target.copy_(staged.reshape(target.shape), non_blocking=True)
+            self._copy(staged, source)
+            self._copy(target, staged.reshape(target.shape))
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        on_gpu = target.is_cuda or source.is_cuda
+        if self._by_kernels and on_gpu and target.is_contiguous() and source.is_contiguous():
+            from .carry import carry
+
+            carry(target, source)
+        else:
+            target.copy_(source, non_blocking=True)
 
     def _stage(self, like: torch.Tensor) -> torch.Tensor:
         """Pinned host memory for one part.  All parts use it in turn, ordered by the stream."""
@@ -95,13 +107,18 @@ class Loopback(dist.ProcessGroup):
         return held[:nbytes].view(like.dtype).view(like.shape)
 
 
-def join_loopback(size: int) -> None:
-    """Initialise the process's default group as a loopback group of ``size`` ranks."""
-    if NAME.upper() not in dist.Backend.__dict__:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+def join_loopback(size: int, by_kernels: bool = False) -> None:
+    """Initialise the process's default group as a loopback group of ``size`` ranks.
+
+    ``by_kernels``: whether kernels of Triton move the bytes on a GPU.
+    """
+    name = f"{NAME}_kernels" if by_kernels else NAME
+    if name.upper() not in dist.Backend.__dict__:
+        create = partial(_create, by_kernels)
+        dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])
     store: Any = dist.__dict__["HashStore"]()
-    dist.init_process_group(NAME, rank=0, world_size=size, store=store, timeout=timedelta(minutes=1))
+    dist.init_process_group(name, rank=0, world_size=size, store=store, timeout=timedelta(minutes=1))
 
 
-def _create(common: Any, _: Any) -> Loopback:
-    return Loopback(common.group_size)
+def _create(by_kernels: bool, common: Any, _: Any) -> Loopback:
+    return Loopback(common.group_size, by_kernels)

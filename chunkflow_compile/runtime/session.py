@@ -64,7 +64,8 @@ class Session:
         self.started = time.monotonic()
         self.closed = False
         self.homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
-        self.model = next((id(home.store.root) for home in self.homes.values()), 0)
+        # not the root module: it may be gone, and its id another's
+        self.model = next((id(home.store) for home in self.homes.values()), 0)
         self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
         # bytes of its weights that never leave the device
         self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.homes)

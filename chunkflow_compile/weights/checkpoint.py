@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
@@ -60,6 +61,7 @@ class Mappings:
     def __init__(self) -> None:
         self._found = sorted(_mapped(), key=lambda m: m.begin)
         self._begins = [m.begin for m in self._found]
+        self._numbers: dict[str, tuple[int, int] | None] = {}
 
     def part(self, tensor: torch.Tensor) -> FilePart | None:
         """The part of a file that a dense host tensor is; None if it is none, was written, or the file was replaced.
@@ -77,14 +79,24 @@ class Mappings:
             told = os.stat(found.path)
         except OSError:
             return None  # deleted, or not to be seen from this name space: the mapping still has the bytes
-        if (told.st_dev, told.st_ino) != found.inode:
+        if (told.st_dev, told.st_ino) != found.inode and self._as_mapped(found.path) != found.inode:
             return None
         if told.st_size < offset + nbytes:
             raise ChunkflowError(
                 f"The checkpoint {found.path} was cut to {told.st_size} bytes after it was loaded; a weight reaches to byte "
                 f"{offset + nbytes}. Restore the file and load the model again."
             )
-        return FilePart(found.path, found.inode, told.st_mtime_ns, offset, nbytes)
+        return FilePart(found.path, (told.st_dev, told.st_ino), told.st_mtime_ns, offset, nbytes)
+
+    def _as_mapped(self, path: str) -> tuple[int, int] | None:
+        """The numbers of a file as mappings have them: those of stat are others on btrfs, and on overlayfs of old kernels."""
+        if path not in self._numbers:
+            self._numbers[path] = None
+            with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:  # an empty file cannot be mapped
+                with mmap.mmap(file.fileno(), 1, mmap.MAP_PRIVATE) as page:
+                    at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+                    self._numbers[path] = next((m.inode for m in _mapped() if m.begin <= at < m.end), None)
+        return self._numbers[path]
 
 
 def unread(tensors: Iterable[torch.Tensor]) -> int:

@@ -48,7 +48,7 @@ THEIRS = (INDUCTOR, INDUCTOR_AGAIN, GROUP_OFFLOAD_COMPILED)
 
 @dataclass(frozen=True)
 class Case:
-    """A model at one size.  ``transport``: "loopback" for two ranks on one card.
+    """A model at one size.  ``transport``: of two ranks on one card, by copy engines or by kernels; "processes" for one rank.
 
     ``seconds``: an estimate of compilation with empty caches and the first round: with less time left, it is not started.
     """
@@ -61,7 +61,7 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        return 2 if self.transport == "loopback" else 1
+        return 1 if self.transport == "processes" else 2
 
 
 # The most important first.  On a card of 500 TFLOP/s with a link of 50 GB/s, a forward of 5 or 12 billion weights takes
@@ -73,11 +73,13 @@ CASES = (
     Case("wan2.2-ti2v-5b", {"frames": 81}, PEERS, 200, "loopback"),
     Case("flux.1-dev", {"height": 1024, "width": 1024}, (*OURS, *THEIRS), 300),
     Case("wan2.2-ti2v-5b", {"frames": 17}, (*OURS, *THEIRS, GROUP_OFFLOAD), 250),
+    Case("wan2.2-ti2v-5b", {"frames": 81}, PEERS, 200, "loopback-kernels"),
 )
 # The same steps of the script on models of two blocks: they prove that it runs, and their figures mean nothing.
 DRY_CASES = (
     Case("wan", {}, (*OURS, *THEIRS, GROUP_OFFLOAD), 0),
     Case("wan", {}, PEERS, 0, "loopback"),
+    Case("wan", {}, PEERS, 0, "loopback-kernels"),
 )
 DRY_SIZE = Size(layers=2, heads=8, head_dim=64, frames=2, height=16, width=16, text=16)
 
@@ -193,7 +195,7 @@ def _job(case: Case, steps: int, hardware: str) -> Job:
 
 def _title(case: Case) -> str:
     sizes = [f"{k} {v}" for k, v in case.sizes.items()]
-    return ", ".join([case.model, *sizes, *(["loopback"] if case.ranks > 1 else [])])
+    return ", ".join([case.model, *sizes, *([case.transport] if case.ranks > 1 else [])])
 
 
 def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:

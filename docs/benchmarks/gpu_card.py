@@ -272,7 +272,7 @@ def marks(probe: Probe) -> Iterator[str]:
 
 def by_kernels(probe: Probe) -> Iterator[str]:
     """An exchange as NCCL's without peer access: kernels write to pinned host memory, and read it.  Beside a copy."""
-    from gpu_kernels import carry
+    from chunkflow_compile.hardware.carry import carry
 
     words = min(64 * MIB, probe.nbytes) // 8
     host = torch.zeros(words, dtype=torch.int64, pin_memory=True)

@@ -34,9 +34,9 @@ more step returned, with nothing queued before it. *Differs by* is the largest d
 these steps, over the largest value of that output. Of two arms, a ratio is the median over the rounds, with the least and
 the largest.
 
-In the loopback case, one process acts as two ranks, and its all-to-alls go through pinned host memory by the copy engines.
-NCCL without peer access moves the same bytes by kernels, which may share the link in another way: see the exchange by
-kernels below.
+In the loopback cases, one process acts as two ranks, and its all-to-alls go through pinned host memory: by the copy
+engines, or by kernels that write and read it, as NCCL does without peer access. The two may share the link with copies of
+weights in different ways.
 """
 
 DRY = """\

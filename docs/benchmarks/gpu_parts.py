@@ -56,7 +56,7 @@ def parts_of(page: Path, dry: bool) -> dict[str, Part]:
     profile = beside(page, "hardware.json")
     bench = (str(HERE / "gpu.py"), "--out", str(page), "--profile", str(profile), "--append", *rehearsal)
     bench += ("--seconds", str(MOST - 20), *(("--steps", "6") if dry else ()))
-    wan, loopback, flux = (1, 2, 1) if dry else (1, 4, 3)
+    wan, loopback, flux = ("1", "2,3", "1") if dry else ("1", "4,7", "3")
     tests = ("-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", *_workers(), "tests/test_gpu.py")
     calibrate = (
         "-m",
@@ -73,9 +73,9 @@ def parts_of(page: Path, dry: bool) -> dict[str, Part]:
         "facts": Part(facts, 60, _COMPUTE),
         "tests": Part(tests, 120, _COMPUTE),
         "profile": Part(calibrate, 60, _NO_COMPUTE),
-        "wan": Part((*bench, "--cases", str(wan)), 240, _NO_COMPUTE),
-        "loopback": Part((*bench, "--cases", str(loopback)), 240, _NO_COMPUTE),
-        "flux": Part((*bench, "--cases", str(flux)), 300, _NO_COMPUTE),
+        "wan": Part((*bench, "--cases", wan), 240, _NO_COMPUTE),
+        "loopback": Part((*bench, "--cases", loopback), 240, _NO_COMPUTE),
+        "flux": Part((*bench, "--cases", flux), 300, _NO_COMPUTE),
     }
 
 

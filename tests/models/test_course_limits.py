@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import subprocess
 import sys
@@ -258,3 +259,19 @@ print(time.monotonic())
     ended = time.monotonic()
     assert done.returncode == 0, done.stderr
     assert ended - float(done.stdout) < 5
+
+
+def test_models_whose_roots_are_gone_have_budgets_of_their_own() -> None:
+    """Their blocks are all that is left of them, in a list of the user's."""
+    arena, left = Arena("cpu"), []
+    for _ in range(2):
+        model = offload(Stack(2, width=64).eval(), min_bytes=4096)
+        for block in model.blocks:
+            block.compile(backend="chunkflow", options={**OPTIONS, "lowering": "eager", "arena": arena})
+        left.append([*model.blocks])
+        del model
+    gc.collect()
+    for blocks in left:
+        for block in blocks:
+            block(torch.randn(4, 64))
+    assert len(arena.tenants) == 4 and len({tenant.model for tenant in arena.tenants}) == 2

@@ -88,10 +88,10 @@ def test_a_step_allocates_nothing_and_waits_for_nothing(no_grad: None) -> None:
     _, _, run = compiled(cuda, debug=())
     for _ in range(FRAMES + 2):
         run(torch.randn(4, 8))
-    before = dict(cuda.calls)
+    before = {**cuda.calls, "copy": 0}
     for _ in range(3):
         run(torch.randn(4, 8))
-    assert dict(cuda.calls) == before and before["allocate"] == before["stream"] == 1
+    assert {**cuda.calls, "copy": 0} == before and before["allocate"] == before["stream"] == 1
     assert before["event"] > 10 and "synchronize" not in before
 
 
@@ -240,6 +240,17 @@ def test_the_clock_never_waits() -> None:
     assert {s for s, f in later.items() if f} == {pair, pair + 1, pair + EVERY, pair + EVERY + 1}
     assert clock.frame(pair, False, caller).whole is False and clock.frame(pair + 1, False, caller).whole is True
     engine.close()
+
+
+def test_a_long_copy_is_cut_where_copies_queue() -> None:
+    cuda = FakeCuda()
+    device = CudaDevice(cuda, most_copy=1000)
+    target, source = torch.zeros(4096, dtype=torch.uint8), torch.randint(256, (4096,), dtype=torch.uint8)
+    before = cuda.calls["copy"]
+    device.copy.run(lambda: device.copy_bytes(target, source))
+    device.copy.synchronize()
+    assert cuda.calls["copy"] - before == 5 and torch.equal(target, source)
+    device.close()
 
 
 def test_a_frame_is_a_pass_over_the_calls() -> None:

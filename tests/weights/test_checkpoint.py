@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +69,26 @@ def test_a_weight_that_was_written_is_no_part_of_its_file(saved: Path) -> None:
     filling = Filling(CPU, [("weight", weight)], as_they_are, pages=True)
     assert torch.equal(filling.place("weight", weight).host, weight.detach())
     filling.close()
+
+
+def test_a_file_system_whose_mappings_have_other_numbers(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As those of btrfs, and of overlayfs under old kernels: a mapping has another device number than its file has by stat."""
+    found = checkpoint._mapped
+
+    def elsewhere() -> Iterator[Any]:
+        return (replace(m, inode=(m.inode[0] + 7, m.inode[1])) for m in found())
+
+    monkeypatch.setattr(checkpoint, "_mapped", elsewhere)
+    model = loaded(saved)
+    part = Mappings().part(next(model.parameters()).detach())
+    told = the_file(saved).stat()
+    assert part is not None and part.inode == (told.st_dev, told.st_ino) and part.path == str(the_file(saved))
+    other = tmp_path / "other"
+    other.write_bytes(the_file(saved).read_bytes())
+    other.replace(the_file(saved))
+    assert Mappings().part(next(model.parameters()).detach()) is None, "another file stands there now"
 
 
 def test_a_checkpoint_that_was_replaced_is_copied_from_the_mapping(saved: Path, tmp_path: Path) -> None:
