@@ -39,7 +39,7 @@ class Job:
     None for as long as it takes.  ``hardware``: profile of the machine, None for the default of the device.
     ``folder``: a temporary folder where the ranks meet and write their results.  ``dump``: folder for the dumped
     programs.  ``seconds``: time for the whole job; rounds after the first that would not fit are not run.  ``log``: file
-    to which each measured step adds a line of JSON at once, so an interrupted job keeps its figures.
+    to which each turn adds a line of JSON at once, so an interrupted job keeps its figures.
     """
 
     regime: Regime
@@ -84,11 +84,13 @@ class Job:
 class Run:
     """The steps of one arm on one rank.
 
-    ``steps_s``: seconds of each measured step.  ``host_s``: seconds until its call returned.  ``peak_bytes``: peak of
-    the device's allocator, without the bytes of other arms; None on the CPU.  ``difference``: largest difference from
-    the outputs of the resident arm, over their largest value; None without that arm.
+    ``settings``: the calls that make the arm.  ``steps_s``: seconds of a step in each turn.  ``host_s``: seconds until a call
+    returned, in each turn.  ``peak_bytes``: peak of the device's allocator in the steps of a turn, with their inputs and
+    outputs and without the bytes of other arms; None on the CPU.  ``difference``: largest difference from the outputs of
+    the resident arm, over their largest value; None without that arm.
     """
 
+    settings: str
     steps_s: tuple[float, ...]
     host_s: tuple[float, ...]
     peak_bytes: int | None

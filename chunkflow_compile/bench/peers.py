@@ -27,35 +27,56 @@ def peer_of(arm: str) -> str:
     return INDUCTOR if arm == INDUCTOR_AGAIN else arm
 
 
-def make_peer(name: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
+def calls_of(peer: str, device: str) -> Mapping[str, Mapping[str, Any]]:
+    """The calls that make a peer, in order, with their keyword arguments.  ``device``: its type.
+
+    Group offload is as the documentation of diffusers recommends it where speed counts: copies beside compute, and no wait
+    of the host.  Its hooks would break a full graph, so diffusers compiles each block.
+    """
+    if peer == INDUCTOR:
+        return {"torch.compile": {"fullgraph": True, "dynamic": False}}
+    on_gpu = device == "cuda"
+    calls: dict[str, dict[str, Any]] = {
+        "enable_group_offload": {
+            "onload_device": device,
+            "offload_device": "cpu",
+            "offload_type": "block_level",
+            "num_blocks_per_group": 1,
+            "use_stream": on_gpu,
+            "record_stream": on_gpu,
+        }
+    }
+    if peer == GROUP_OFFLOAD_COMPILED:
+        calls["compile_repeated_blocks"] = {"dynamic": False}
+        calls["torch._dynamo.config.patch"] = {"recompile_limit": RECOMPILE_LIMIT}
+    return calls
+
+
+def describe_calls(calls: Mapping[str, Mapping[str, Any]]) -> str:
+    """Calls with their keyword arguments, as a user would write them."""
+    return ", ".join(f"{name}({', '.join(f'{k}={v!r}' for k, v in given.items())})" for name, given in calls.items())
+
+
+def make_peer(peer: str, model: nn.Module, device: torch.device) -> Callable[..., Any]:
     """The model as a callable.  That of plain torch.compile is on ``device``, that of group offload in host memory.
 
     Raises ChunkflowError if the peer is group offload and the model has none.
     """
     import torch  # --help shows the names of the peers
 
-    if name == INDUCTOR:
-        return torch.compile(model, fullgraph=True, dynamic=False)
+    calls = dict(calls_of(peer, device.type))
+    if peer == INDUCTOR:
+        return torch.compile(model, **calls["torch.compile"])
     if not hasattr(model, "enable_group_offload"):
-        raise ChunkflowError(f"--arms {name}: {type(model).__name__} is not a model of diffusers. Leave this arm out.")
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
-    offload: Any = model.enable_group_offload
-    offload(onload_device=device, offload_device=torch.device("cpu"), **_group_offload(device.type == "cuda"))
-    if name == GROUP_OFFLOAD_COMPILED:  # its hooks would break a full graph, so diffusers compiles each block
-        compile_blocks: Any = model.compile_repeated_blocks
-        compile_blocks(dynamic=False)
-    return model
+        raise ChunkflowError(f"--arms {peer}: {type(model).__name__} is not a model of diffusers. Leave this arm out.")
+    limits = calls.pop("torch._dynamo.config.patch", {})
+    for method, given in calls.items():
+        getattr(model, method)(**given)
+    if not limits:
+        return model
 
+    def call(**inputs: Any) -> Any:
+        with torch._dynamo.config.patch(**limits):
+            return model(**inputs)
 
-def peer_settings(name: str, on_gpu: bool) -> str:
-    """What a peer is, as a user would call it."""
-    if peer_of(name) == INDUCTOR:
-        return "torch.compile(model, fullgraph=True, dynamic=False), all weights on the device"
-    given = ", ".join(f"{key}={value!r}" for key, value in _group_offload(on_gpu).items())
-    more = ", then compile_repeated_blocks(dynamic=False)" if name == GROUP_OFFLOAD_COMPILED else ""
-    return f"enable_group_offload({given}){more}, torch._dynamo.config.recompile_limit = {RECOMPILE_LIMIT}"
-
-
-def _group_offload(on_gpu: bool) -> Mapping[str, Any]:
-    """What the documentation of diffusers recommends where speed counts: copies beside compute, and no wait of the host."""
-    return {"offload_type": "block_level", "num_blocks_per_group": 1, "use_stream": on_gpu, "record_stream": on_gpu}
+    return call

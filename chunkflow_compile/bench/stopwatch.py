@@ -1,8 +1,9 @@
-"""The time of steps in a row: of the device, and of the host."""
+"""The time of steps in a row."""
 
 from __future__ import annotations
 
 import time
+from typing import Any
 
 import torch
 
@@ -15,18 +16,20 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if device.type == "cuda" else []
-        if self._events:
-            self._events[0].record(torch.cuda.current_stream(device))
-        self._stream = torch.cuda.current_stream(device) if self._events else None
-        self._start = time.perf_counter()
+        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._begin = self._mark()
 
-    def stop(self) -> tuple[float, float]:
-        """Seconds until the device has done what it was given since, and those until the host had given it."""
-        host = time.perf_counter() - self._start
-        if not self._events:
-            return host, host
-        begin, end = self._events
-        end.record(self._stream)
+    def stop(self) -> float:
+        """Seconds until the device has done what it was given since; waits for that."""
+        end = self._mark()
+        if self._stream is None:
+            return float(end - self._begin)
         end.synchronize()
-        return begin.elapsed_time(end) / 1e3, host
+        return float(self._begin.elapsed_time(end)) / 1e3
+
+    def _mark(self) -> Any:
+        if self._stream is None:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream)
+        return event

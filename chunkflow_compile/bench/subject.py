@@ -35,7 +35,7 @@ def build_on_host(job: Job, weights: Mapping[str, torch.Tensor]) -> nn.Module:
 
     with init_empty_weights(include_buffers=False):
         model, _ = _made(job, torch.device("cpu"))
-    model.load_state_dict({name: value.clone() for name, value in weights.items()}, assign=True)
+    model.load_state_dict({name: value.to("cpu", copy=True) for name, value in weights.items()}, assign=True)
     return _split(job, model.eval())
 
 

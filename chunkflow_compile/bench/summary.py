@@ -19,15 +19,17 @@ from .link_load import LinkLoad
 class BenchRecord:
     """The result of a measurement; figures by arm.
 
-    ``predicted``: the simulated figures in the form of ``record``.  ``steps_s``: seconds of a step in each turn, of the rank
-    that was slowest in it.  ``inflation``: how much longer collectives took than with all weights resident, 0.05 for 5 %,
-    without the time that one rank waited for another; None without a resident arm, or without collectives.
+    ``settings``: the calls that make each arm.  ``predicted``: the simulated figures in the form of ``record``.
+    ``steps_s``: seconds of a step in each turn, of the rank that was slowest in it.  ``inflation``: how much longer
+    collectives took than with all weights resident, 0.05 for 5 %, without the time that one rank waited for another; None
+    without a resident arm, or without collectives.
     ``host_s``: seconds until a call returned.  ``copy_rate``: bytes/s while a copy ran.  ``peak_bytes``: peak of the
     device's allocator, None on the CPU.  ``difference``: largest difference from the outputs of the resident arm, over
     their largest value.  ``link``: the accuracy of the emulated link on the worst rank.
     """
 
     record: Record
+    settings: Mapping[str, str]
     predicted: Mapping[str, ArmRecord]
     steps_s: Mapping[str, tuple[float, ...]]
     inflation: Mapping[str, float | None]
@@ -67,6 +69,7 @@ class BenchRecord:
             "model": self.record.model,
             "degree": self.record.degree,
             "arms": {n: asdict(a) for n, a in self.record.arms.items()},
+            "settings": self.settings,
             "predicted": {n: asdict(a) for n, a in self.predicted.items()},
             "steps_s": self.steps_s,
             "quartiles_s": self.quartiles_s,
@@ -98,6 +101,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
     record = Record(model=_title(job), degree=job.ranks, arms=measured)
     return BenchRecord(
         record=record,
+        settings={name: arm[0].settings for name, arm in everyone.items()},
         predicted={name: _predicted(arm, total) for name, arm in runs.items()},
         steps_s=steps,
         inflation={name: _exchanges(arm) / base - 1 if base else None for name, arm in runs.items()},

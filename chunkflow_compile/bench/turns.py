@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from chunkflow_compile.hardware.beside import compute_slowdown
 from chunkflow_compile.hardware.emulated import on_emulated_link
@@ -39,7 +38,7 @@ from .job import REHEARSAL, RESIDENT, ArmRun, Job, RankRun, Run
 from .link_error import LinkError, link_error
 from .link_load import LinkLoad
 from .pace import paced
-from .peers import OFFLOADED, make_peer, peer_of
+from .peers import OFFLOADED, calls_of, describe_calls, make_peer, peer_of
 from .stopwatch import Stopwatch
 from .subject import build, build_on_host, first
 
@@ -83,6 +82,7 @@ class Turns:
         self.outputs: dict[str, dict[int, torch.Tensor]] = {a.name: {} for a in job.arms}
         self.peers: dict[str, Callable[..., Any]] = {}
         self.held: dict[str, int] = {}
+        self.settings: dict[str, str] = {}
 
     def run(self) -> RankRun:
         job = self.job
@@ -112,7 +112,7 @@ class Turns:
             timings = self._timings(resident, self.measurements[RESIDENT])
             timings = replace(timings, compute_slowdown=self._slowdown())
         total = self._session.program.problem.total_bytes
-        found = RankRun(
+        return RankRun(
             arms=self._results(codes, timings),
             peers={arm.name: Run(**self._run(arm.name)) for arm in job.arms if arm.policy is None},
             total_bytes=total,
@@ -120,7 +120,6 @@ class Turns:
             load=load,
             machine=device_name(self.device),
         )
-        return found
 
     def _out_of_time(self, round_s: float) -> bool:
         """Whether another round would pass the job's time, on any rank."""
@@ -183,17 +182,19 @@ class Turns:
     def _make_peers(self) -> None:
         for arm in self.job.arms:
             peer = peer_of(arm.name)
+            if arm.policy is None:
+                self.settings[arm.name] = describe_calls(calls_of(peer, self.device.type))
             if arm.policy is None and peer not in self.peers:
                 self.progress.set_description(f"{peer}: compile")
                 before = self._allocated()
-                model = self._on_host() if peer in OFFLOADED else build(self.job, self.device)[0]
+                offloaded = peer in OFFLOADED
+                model = (
+                    build_on_host(self.job, self.model.state_dict()) if offloaded else build(self.job, self.device)[0]
+                )
                 self.peers[peer] = make_peer(peer, model, self.device)
                 self.peers[peer](**self.inputs(0))
                 self.held[peer] = self._allocated() - before
             self.progress.update(arm.policy is None)
-
-    def _on_host(self) -> nn.Module:
-        return build_on_host(self.job, self.model.state_dict())
 
     def _calibrate(self) -> Timings:
         for step in range(CALIBRATION):
@@ -245,43 +246,72 @@ class Turns:
                 made = code.remade(
                     **settings_of(arm, plan, problem, timings, self.hardware.copy_rate, self.job.regime.most)
                 )
+            self.settings[arm.name] = self._told(made)
             codes[arm.name] = replace(made, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
             self.progress.update()
         return codes
 
+    def _told(self, code: Code) -> str:
+        """The call that a code is of, without the profile and the measured times that it is planned from."""
+        settings = code.settings
+        options: dict[str, Any] = {"policy": settings.policy, "lowering": self.job.lowering}
+        options |= {"chunk_bytes": settings.chunk_bytes}
+        options |= {} if settings.memory is None else {"memory": settings.memory}
+        return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
+
     def _turn(self, name: str, codes: dict[str, Code], steps: Sequence[int]) -> None:
         """Run a turn of one arm: a warm-up step, then ``steps`` in a row.  Steps below 0 are not measured.
 
-        Where marks take time, none of ``steps`` is marked: one before them is measured in their place.
+        Where marks take time, none of ``steps`` is marked: one before them is measured in their place, and the host in one
+        after them.
         """
         call, counts = self.peers.get(peer_of(name), self.compiled), steps[0] >= 0
+        apart = self.job.marks_apart and counts
         if name in codes:
             self._session.choice.code = codes[name]
         self.progress.set_description(f"{name}: step {max(steps[0], 0) + 1} of {self.job.steps}")
-        before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
-        call(**before)
-        if self.job.marks_apart and counts:
-            self._session.arena.streams.measure(1)
-            call(**before)
-        dist.barrier()
         foreign = self._foreign(name)
+        before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
+        dist.barrier()
+        if apart:  # of a program that goes on; a new one has its first steps marked
+            self._mark(2)
+        call(**before)
+        if apart:
+            call(**before)
+            self._mark(0)
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
         watch = Stopwatch(self.device)
         outputs = [call(**given) for given in inputs]
-        seconds, host = (s / len(steps) for s in watch.stop())
+        seconds = watch.stop() / len(steps)
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device) - foreign
+            self.peaks[name] = max(peak, self.peaks.get(name, 0))
         if counts:
+            host = self._issued(call, before) if apart else seconds
             self.times[name].append(seconds)
             self.host[name].append(host)
             self._tell(arm=name, step=steps[0], steps=len(steps), seconds=seconds, host=host)
         self.outputs[name] |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
         self.progress.update(len(steps))
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) - foreign
-            self.peaks[name] = max(peak, self.peaks.get(name, 0))
         if name in codes:
             session = self._session
             if counts:
-                self.measurements[name] += session.measurements[-(1 if self.job.marks_apart else len(steps)) :]
+                self.measurements[name] += session.measurements[-(1 if apart else len(steps)) :]
             codes[name] = session.choice.code
+
+    def _mark(self, steps: int) -> None:
+        """Let the next ``steps`` have marks, and none after them."""
+        self._session.arena.streams.measure(steps)
+
+    def _issued(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
+        """Seconds until a call returns; nothing is queued on the device.
+
+        The queue of a GPU holds about a thousand kernels: a host that is steps ahead waits for room in it.
+        """
+        start = time.perf_counter()
+        call(**inputs)
+        return time.perf_counter() - start
 
     def _tell(self, **figures: Any) -> None:
         """Add a line to the log."""
@@ -302,10 +332,9 @@ class Turns:
         return torch.cuda.memory_allocated(self.device)
 
     def _foreign(self, name: str) -> int:
-        """Bytes that other arms hold on the device while this one runs.  Also restarts the peak of the allocator."""
+        """Bytes that other arms hold on the device while this one runs, before its inputs are made."""
         if self.device.type != "cuda":
             return 0
-        torch.cuda.reset_peak_memory_stats(self.device)
         if (peer := peer_of(name)) not in self.held:
             return sum(self.held.values())
         return torch.cuda.memory_allocated(self.device) - self.held[peer]
@@ -315,6 +344,7 @@ class Turns:
         right = self.outputs.get(RESIDENT, {})
         off = [_difference(value, right[step]) for step, value in self.outputs[name].items() if step in right]
         return {
+            "settings": self.settings[name],
             "steps_s": tuple(self.times[name]),
             "host_s": tuple(self.host[name]),
             "peak_bytes": self.peaks.get(name),

@@ -66,8 +66,8 @@ def _bench(commands: Commands) -> argparse.ArgumentParser:
         "  layerwise-prefix@40%  within the same bytes: the first blocks that fit are resident, the others layerwise\n"
         "  misjudged             chunkflow, planned as if compute took twice as long and the link were twice as fast\n"
         "  replanned             misjudged with replan_after=2\n"
-        "  with --device cuda also inductor, diffusers-group-offload and diffusers-group-offload-compiled, on the\n"
-        "  same weights\n\n"
+        "  with --device cuda also inductor, inductor-again (the noise), diffusers-group-offload and\n"
+        "  diffusers-group-offload-compiled, on the same weights\n\n"
         "example: chunkflow bench contention --json contention.json --picture contention.png",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

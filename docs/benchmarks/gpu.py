@@ -28,8 +28,6 @@ from chunkflow_compile.bench.peers import (
     GROUP_OFFLOAD_COMPILED,
     INDUCTOR,
     INDUCTOR_AGAIN,
-    PEER_ARMS,
-    peer_settings,
 )
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import PEERS, Regime
@@ -205,7 +203,7 @@ def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
     arms = found.record.arms
     mine = arms["chunkflow"].step_s or 0.0
     if INDUCTOR_AGAIN in arms:
-        yield f"noise: {INDUCTOR} takes {_ratio(found, INDUCTOR_AGAIN, INDUCTOR)} of its own step, measured again"
+        yield f"noise: {INDUCTOR} against itself, {_ratio(found, INDUCTOR_AGAIN, INDUCTOR)}"
     for name in arms:
         if name not in ("chunkflow", INDUCTOR_AGAIN):
             yield f"chunkflow takes {_ratio(found, 'chunkflow', name)} of the step of {name}"
@@ -221,15 +219,15 @@ def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
     off = {n: (p.step_s or 0.0) / (arms[n].step_s or 1.0) - 1 for n, p in found.predicted.items()}
     worst = max(off, key=lambda n: abs(off[n]))
     yield f"the prediction is off by at most {100 * abs(off[worst]):.1f} % ({worst})"
-    for name in arms:
-        if name in PEER_ARMS and name != INDUCTOR_AGAIN:
-            yield f"{name} is `{peer_settings(name, True)}`"
+    for name, calls in found.settings.items():
+        yield f"{name}: `{calls}`"
 
 
 def _ratio(found: BenchRecord, arm: str, base: str) -> str:
     """The median ratio of two steps over the rounds, and the least and the largest."""
     ratios = found.ratios(arm, base)
-    return f"{found.ratio(arm, base):.3f} ({min(ratios):.3f} to {max(ratios):.3f})"
+    rounds = f"{len(ratios)} round{'s' * (len(ratios) > 1)}"
+    return f"{found.ratio(arm, base):.3f} ({min(ratios):.3f} to {max(ratios):.3f} in {rounds})"
 
 
 if __name__ == "__main__":

@@ -21,16 +21,18 @@ ABOUT = """\
 # On a GPU
 
 Real models at full size, random weights in bfloat16, one card. `resident`, `layerwise` and `chunkflow` are programs of one
-compilation; `inductor` is plain `torch.compile` with all weights on the card, measured twice: how far `inductor-again`
-differs from it is the noise. `diffusers-group-offload` is diffusers' own offload as its documentation recommends it, also
-compiled; its settings stand below each table.
+compilation; `inductor` is plain `torch.compile` with all weights on the card, measured twice: `inductor-again` is the same
+compiled model, and how far the two differ is the noise. `diffusers-group-offload` is diffusers' own offload as its
+documentation recommends it, also compiled by repeated blocks. The calls that make each arm stand below each table.
 
 The arms take turns, in random order in each round. A turn is a warm-up step, a step with marks between its parts, from
 which *waited*, *collectives* and *copied at* are, and then three steps in a row without marks. The time of a step is a third
 of what passes between an event before these three and one after them: copies for the next step run inside it, as in a
-sampler that calls the model again and again. *Peak* is what the allocator held for the arm, weights and activations; *host*
-is the time until a call returned; *differs by* is the largest difference from the output of `resident`, over the largest
-value of that output. Of two arms, a ratio is the median over the rounds, with the least and the largest.
+sampler that calls the model again and again. Inputs are made before, and outputs compared after. *Peak* is what the
+allocator held for the arm in these steps: weights, activations, inputs and outputs. *Host* is the time until the call of one
+more step returned, with nothing queued before it. *Differs by* is the largest difference from the output of `resident` in
+these steps, over the largest value of that output. Of two arms, a ratio is the median over the rounds, with the least and
+the largest.
 
 In the loopback cases, one process acts as two ranks, and its all-to-alls go through pinned host memory: by the copy
 engines, or by kernels that write and read it, as NCCL does without peer access. The two may share the link with copies of

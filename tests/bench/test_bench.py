@@ -18,6 +18,7 @@ from clocks import OwnClock
 from conftest import HERE, WITHIN
 from helpers import WIDE, UlyssesStack
 from problems import CHUNK, MACHINE, blocks_problem
+from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, programs
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
@@ -25,7 +26,15 @@ from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_error import link_error
 from chunkflow_compile.bench.link_load import LinkLoad
 from chunkflow_compile.bench.pace import paced
-from chunkflow_compile.bench.peers import GROUP_OFFLOAD, PEER_ARMS
+from chunkflow_compile.bench.peers import (
+    GROUP_OFFLOAD,
+    GROUP_OFFLOAD_COMPILED,
+    PEER_ARMS,
+    RECOMPILE_LIMIT,
+    calls_of,
+    describe_calls,
+    make_peer,
+)
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.summary import bench_table, describe, summarise
@@ -282,6 +291,32 @@ def job(**told: Any) -> Job:
     return Job(regime=regime, link=None, arms=arms, steps=4, device="cpu", lowering="eager", **told)
 
 
+@pytest.mark.parametrize(("device", "streams"), [("cuda", True), ("cpu", False)])
+def test_a_peer_is_called_as_it_is_described(device: str, streams: bool) -> None:
+    """And Dynamo's limit is raised for its calls only."""
+    usual, made = torch._dynamo.config.recompile_limit, dict[str, Any]()
+
+    class Model(nn.Module):
+        def enable_group_offload(self, **given: Any) -> None:
+            made["enable_group_offload"] = given
+
+        def compile_repeated_blocks(self, **given: Any) -> None:
+            made["compile_repeated_blocks"] = given
+
+        def forward(self, x: int) -> tuple[int, int]:
+            return x, torch._dynamo.config.recompile_limit
+
+    peer = make_peer(GROUP_OFFLOAD_COMPILED, Model(), torch.device(device))
+    assert made["enable_group_offload"]["use_stream"] is made["enable_group_offload"]["record_stream"] is streams
+    assert peer(x=1) == (1, RECOMPILE_LIMIT) and torch._dynamo.config.recompile_limit == usual < RECOMPILE_LIMIT
+    told = describe_calls(calls_of(GROUP_OFFLOAD_COMPILED, device))
+    assert told.startswith(describe_calls(made)) and told.endswith(f"patch(recompile_limit={RECOMPILE_LIMIT})")
+    eager = make_peer(GROUP_OFFLOAD, Model(), torch.device(device))
+    assert eager(x=1) == (1, usual) and "compile" not in describe_calls(calls_of(GROUP_OFFLOAD, device))
+    with pytest.raises(ChunkflowError, match="Linear is not a model of diffusers"):
+        make_peer(GROUP_OFFLOAD, nn.Linear(2, 2), torch.device(device))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("peers", [(GROUP_OFFLOAD,), PEER_ARMS], ids=len)
 def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> None:
@@ -294,6 +329,10 @@ def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> 
     for name in peers:  # another compilation may round differently; other weights would change the output
         assert found.difference[name] is not None and found.difference[name] < 1e-4
         assert name not in found.predicted and found.record.arms[name].weights_device_bytes is None
+    assert (
+        list(found.settings) == [a.name for a in told.arms] and "'policy': 'chunkflow'" in found.settings["chunkflow"]
+    )
+    assert found.difference.get("inductor") == found.difference.get("inductor-again"), "one compiled model"
     assert found.link is None and "emulated" not in describe(told, found)
     assert all(0 < s <= (found.record.arms[n].step_s or 0) for n, s in found.host_s.items())
     assert all(name in bench_table(found) for name in peers)

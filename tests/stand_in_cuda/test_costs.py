@@ -69,7 +69,7 @@ def test_the_timed_steps_of_a_benchmark_are_in_steady_state(
             super().__init__(device)
             self.counts = control.counts()
 
-        def stop(self) -> tuple[float, float]:
+        def stop(self) -> float:
             now = control.counts()
             inside.setdefault(arm[0], []).append({n: c - self.counts.get(n, 0) for n, c in now.items()})
             return super().stop()

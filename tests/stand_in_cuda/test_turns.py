@@ -1,0 +1,74 @@
+"""The turns of a benchmark on a card: what is inside the clock, and what is not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tqdm import tqdm
+
+from chunkflow_compile.bench.arms import parse_arms
+from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.regimes import Regime
+from chunkflow_compile.bench.turns import Turns
+from chunkflow_compile.models.small import Size
+
+from . import control
+from .test_findings import MIB
+
+SIZE = Size(layers=4, heads=8, head_dim=64, frames=2, height=16, width=16, text=16)
+
+
+def turns(folder: Path, arms: Sequence[str], steps: int) -> Turns:
+    regime = Regime(family="wan", size=SIZE, load=0.0, chunk_bytes=1 << 20, arms=tuple(arms), shows="wan")
+    job = Job(
+        regime=regime, link=None, ranks=1, arms=parse_arms(arms), steps=steps, lowering="eager", device="cuda",
+        hardware="h100-pcie-x2", folder=str(folder),
+    )  # fmt: skip
+    return Turns(job, 0, tqdm(disable=True))
+
+
+def test_copies_for_the_next_step_take_their_time_inside_the_clock(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long inputs take to make: a step takes no less than the copies of its bytes, on a slow link."""
+    run, rate = turns(tmp_path, ["layerwise"], 6), 100 * MIB
+    compiled = run._compile
+
+    def compiles() -> None:
+        compiled()
+        plain = run.inputs
+        run.inputs = lambda step: (torch.cuda.synchronize(), plain(step))[1]
+        control.settings(rate=rate)
+
+    monkeypatch.setattr(run, "_compile", compiles)
+    found = run.run().arms["layerwise"]
+    assert found.plan.moved_bytes > 10 * MIB
+    for seconds in found.steps_s:
+        assert seconds > 0.98 * found.plan.moved_bytes / rate
+
+
+def test_the_host_is_timed_while_nothing_is_queued(
+    tmp_path: Path, one_rank: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that is steps ahead of a card waits for room in its queue, and that is no work of the host."""
+    run, idle = turns(tmp_path, ["resident", "layerwise"], 3), list[bool]()
+    issued = run._issued
+
+    def watched(call: Any, inputs: Any) -> float:
+        idle.append(torch.cuda.current_stream().query())
+        return issued(call, inputs)
+
+    monkeypatch.setattr(run, "_issued", watched)
+    found = run.run().arms
+    assert idle == [True, True] and all(arm.host_s[0] > 0 for arm in found.values())
+
+
+def test_each_turn_has_its_own_marked_step(tmp_path: Path, one_rank: None) -> None:
+    """Also where an arm follows itself, and goes on with its program."""
+    found = turns(tmp_path, ["layerwise"], 9).run().arms["layerwise"]
+    assert len({id(step) for step in found.measurements}) == len(found.steps_s) == 3
+    assert all(step.copy_s > 0 and not step.primed_bytes for step in found.measurements)
