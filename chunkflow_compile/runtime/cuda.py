@@ -183,7 +183,10 @@ class CudaDevice:
     def measure(self, passes: int | None) -> None:
         self._clock.only(passes)
 
-    def start(self, step: int, follows: bool) -> Frame | None:
+    def choose(self, step: int) -> bool:
+        return self._clock.choose(step)
+
+    def start(self, marked: bool, known: bool) -> Frame | None:
         """Adopt the caller's current stream; its work starts after that of the caller's previous stream."""
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
@@ -192,15 +195,15 @@ class CudaDevice:
             for memory in self._all_memory():
                 self.cuda.keep(memory, current)
         self.compute.stream = current
-        self.frame = self._clock.frame(step, follows, current)
+        self.frame = self._clock.frame(current, known) if marked else None
         return self.frame
 
-    def finish(self, begun: Frame | None, over: Over, last: bool) -> None:
+    def finish(self, begun: Frame | None, over: Over) -> None:
         if isinstance(self.copy, StagedCopies):
             self.copy.issued()
         self.frame = None
         if begun is not None:
-            self._clock.close(begun, self.compute.stream, self.copy.stream, over, last)
+            self._clock.close(begun, self.compute.stream, self.copy.stream, over)
         self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
 
     def collect(self, wait: bool = False) -> None:
