@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Protocol
 
@@ -248,8 +248,11 @@ class TorchCuda:
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        # torch.cuda.stream alone ends by setting the thread's own GPU, which starts it: GPU 0 in any thread that set none
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
 
     def event(self, timed: bool) -> Any:
         return torch.cuda.Event(enable_timing=timed)
@@ -282,8 +285,9 @@ class TorchCuda:
 
 
 # torch hands out the 32 streams of a pool in turn.  A new one for each session would in time be the caller's own, or
-# NCCL's, and copies would queue before compute without a word.  Each priority has a pool of its own.  torch takes streams
-# from those of 0 and -3 (high priority, which NCCL may be given), users from that of -1; a priority has no effect on copies.
+# NCCL's, and copies would queue before compute without a word.  Each priority has a pool.  Within torch, NCCL and the
+# caller have that of 0, NCCL with is_high_priority_stream and symmetric memory that of -3, FSDP that of -1, and nothing that
+# of -2.  A priority has no effect on copies.
 _PRIORITY = -2
 
 

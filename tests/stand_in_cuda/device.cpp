@@ -123,6 +123,7 @@ EXPORTED cudaError_t cudaSetDevice(int d) {
   ENTER;
   if (d < 0 || d >= settings().devices) return fail(cudaErrorInvalidDevice);
   device_of_thread = d;
+  use_device(d);  // since CUDA 12
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaDriverGetVersion(int* v) { COUNTED; *v = settings().driver; return cudaSuccess; }
