@@ -209,7 +209,7 @@ class CudaDevice:
 
     def finish(self, begun: Frame | None, over: Over) -> None:
         if isinstance(self.copy, StagedCopies):
-            self.copy.issued()
+            self.copy.end_step()
         self.frame = None
         if begun is not None:
             self._clock.close(begun, self.compute.stream, self.copy.stream, over)

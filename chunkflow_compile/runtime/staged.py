@@ -89,11 +89,16 @@ class StagedCopies:
 
         Not on the thread itself, where the collector may run a finalizer that unpins another model's memory.
         """
-        if threading.get_ident() == self._worker or self._device.inherited:
-            return
-        self._records.clear()  # all of them come before the newest; an event that is dropped leaves its id to another
-        if self._newest is not None:
+        if self._newest is not None and threading.get_ident() != self._worker and not self._device.inherited:
             _raise_from(self._newest)
+
+    def end_step(self) -> None:
+        """Wait until the copies of a step are issued, and forget where: an event that is dropped leaves its id to another.
+
+        Called by the thread that issues the step, as :meth:`record` and :meth:`await_record` are.
+        """
+        self.issued()
+        self._records.clear()
 
     def synchronize(self) -> None:
         try:
