@@ -163,7 +163,9 @@ def median_seconds(
     caller's stream, without waiting for other streams."""
 
     def finish() -> None:
-        if device.type == "cuda":
+        if device.type == "cuda" and own_stream:  # another thread may keep issuing work on other streams
+            torch.cuda.current_stream(device).synchronize()
+        elif device.type == "cuda":
             torch.cuda.synchronize(device)
 
     work()

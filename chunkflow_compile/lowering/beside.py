@@ -102,7 +102,7 @@ class Workers:
         counts = shares(len(regions), region_s, most_workers(self._device, self._inductor))
         if not counts:
             return
-        state, left = State.here(self._device), list(regions)
+        state, left = State.here(self._device, len(counts) + 1), list(regions)
         try:
             root = Path(self._folders.enter_context(tempfile.TemporaryDirectory(prefix="chunkflow_lowering_")))
         except OSError as error:

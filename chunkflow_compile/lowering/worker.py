@@ -39,6 +39,7 @@ class State:
     """Settings of a process that are in the keys of Inductor's caches, or in the code that it generates."""
 
     config: Mapping[str, Any]
+    compile_threads: int
     threads: int
     vectors: str
     device: int | None
@@ -46,10 +47,11 @@ class State:
     precision: str
 
     @staticmethod
-    def here(device: torch.device) -> State:
-        """Those of this process, for regions on ``device``."""
+    def here(device: torch.device, processes: int) -> State:
+        """Those of this process, for regions on ``device``.  ``processes``: that lower at once, and divide the threads."""
         return State(
             config=config.save_config_portable(),
+            compile_threads=max(1, (config.compile_threads or 1) // processes),
             threads=torch.get_num_threads(),
             vectors=str(cpu_vec_isa.pick_vec_isa()) if device.type == "cpu" else "",
             device=device.index if device.type == "cuda" else None,
@@ -59,6 +61,7 @@ class State:
 
     def set(self) -> None:
         config.load_config(dict(self.config))
+        config.compile_threads = self.compile_threads  # a pool of them in each process
         torch.set_num_threads(self.threads)
         torch.use_deterministic_algorithms(self.deterministic)
         if torch.get_float32_matmul_precision() != self.precision:  # setting the same is another key of the caches

@@ -32,14 +32,16 @@ class Occupancy:
     of a course.
 
     ``arrived``: an event for each mark of the copies.  ``writes``: the prefetches, in the order of their newest issue.
-    ``next``: the call of the course for which the chunks are in order, None while a call runs.  ``turns``: the steps so
-    far.  ``ended``: the number of the newest measured one, and the time of its end.
+    ``next``: the call of the course for which the chunks are in order, None while a call runs.  ``marked``: whether the
+    calls of the pass that runs are measured.  ``turns``: the calls so far.  ``ended``: the number of the newest measured
+    one, and the time of its end.
     """
 
     def __init__(self, device: Device, marks: int) -> None:
         self.arrived = [device.event() for _ in range(marks)]
         self.writes: dict[Prefetch, None] = {}
         self.next: int | None = None
+        self.marked = True
         self.turns = 0
         self.ended: tuple[int, float] | None = None
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import Any, Protocol
 
@@ -183,7 +183,10 @@ class CudaDevice:
     def measure(self, passes: int | None) -> None:
         self._clock.only(passes)
 
-    def start(self, step: int, follows: bool) -> Frame | None:
+    def choose(self, step: int) -> bool:
+        return self._clock.choose(step)
+
+    def start(self, marked: bool, known: bool) -> Frame | None:
         """Adopt the caller's current stream; its work starts after that of the caller's previous stream."""
         current, before = self.cuda.current(), self.compute.stream
         if before is not None and current != before:
@@ -192,15 +195,15 @@ class CudaDevice:
             for memory in self._all_memory():
                 self.cuda.keep(memory, current)
         self.compute.stream = current
-        self.frame = self._clock.frame(step, follows, current)
+        self.frame = self._clock.frame(current, known) if marked else None
         return self.frame
 
-    def finish(self, begun: Frame | None, over: Over, last: bool) -> None:
+    def finish(self, begun: Frame | None, over: Over) -> None:
         if isinstance(self.copy, StagedCopies):
             self.copy.issued()
         self.frame = None
         if begun is not None:
-            self._clock.close(begun, self.compute.stream, self.copy.stream, over, last)
+            self._clock.close(begun, self.compute.stream, self.copy.stream, over)
         self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
 
     def collect(self, wait: bool = False) -> None:
@@ -245,8 +248,11 @@ class TorchCuda:
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)
 
-    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+    @contextlib.contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        # torch.cuda.stream alone ends by setting the thread's own GPU, which starts it: GPU 0 in any thread that set none
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
 
     def event(self, timed: bool) -> Any:
         return torch.cuda.Event(enable_timing=timed)
@@ -279,9 +285,10 @@ class TorchCuda:
 
 
 # torch hands out the 32 streams of a pool in turn.  A new one for each session would in time be the caller's own, or
-# NCCL's, and copies would queue before compute without a word.  Streams of another priority come from another pool, of
-# which nothing else takes; a priority has no effect on copies.
-_PRIORITY = -3
+# NCCL's, and copies would queue before compute without a word.  Each priority has a pool.  Within torch, NCCL and the
+# caller have that of 0, NCCL with is_high_priority_stream and symmetric memory that of -3, FSDP that of -1, and nothing that
+# of -2.  A priority has no effect on copies.
+_PRIORITY = -2
 
 
 @cache
@@ -299,6 +306,8 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
     The runtime that torch itself has loaded does it: bindings of another package may be newer than the driver.
     """
+    if host.is_pinned():  # by torch's allocator, say: CUDA refuses to pin it twice
+        return lambda: None
     address, nbytes = host.data_ptr(), host.numel() * host.element_size()
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):  # a thread that has used no GPU yet would start GPU 0

@@ -1,8 +1,8 @@
 """Time on a GPU: marks between the work on its streams, read after the GPU has passed them.
 
-A mark is a timed event.  Events are created in the first passes and reused: each pass over the calls of a course takes a
-frame of events from a small ring, and a later pass, once issued, reads the frame.  The host never waits: if no frame is
-free, a pass is not measured.  A jump ends a pass: its calls are not measured.
+A mark is a timed event.  Events are created in the first passes and reused: each call takes a frame of events from a ring,
+and a later call, once issued, reads the frame.  Whether a pass over the calls of a course is marked is chosen once, where
+it begins.  The host never waits: if no frame is free, a call is not measured, and so its pass is not.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from .streams import Over, Waited, Watch
 # counts; the first tells which copies run into it.
 FIRST_STEPS = 16
 EVERY = 16
-# The host is seldom more than a pass ahead, because the queue of a GPU holds about a thousand kernels.
+# Of a model that is one call, the host is seldom more than a call ahead, because the queue of a GPU holds about a thousand
+# kernels.
 FRAMES = 4
-# Of programs that run in turns and are no course, each call is a pass, and the host is many ahead: more frames are made
-# for them, until all have so many events, as four passes over 60 blocks do.
+# Of one whose blocks are compiled one by one it is many calls ahead: more frames are made, until all have so many events,
+# as four passes over 60 blocks do.
 MOST_EVENTS = 8192
 
 
 class Frame:
-    """The marks of a pass.  ``whole``: whether the pass before it was measured too, and no jump has ended it."""
+    """The marks of a call.  ``whole``: whether the call of its program before it was measured too."""
 
     def __init__(self, event: Callable[[], Any]) -> None:
         self._event = event
@@ -36,19 +37,14 @@ class Frame:
         self._used = 0
         self._told: list[Callable[[Callable[[int], float]], None]] = []
         self._lock = threading.Lock()  # a second thread marks copies from pageable memory
-        self._begin = 0
         self._ends: tuple[int, ...] = ()
         self.whole = True
 
     def open(self, stream: Any, whole: bool) -> None:
-        """Begin a pass, and its first call, on ``stream``."""
+        """Begin a call on ``stream``."""
         self._used, self._ends, self.whole = 0, (), whole
         self._told.clear()
-        self.begin(stream)
-
-    def begin(self, stream: Any) -> None:
-        """Begin a call on ``stream``."""
-        self._begin = self.mark(stream)
+        self.mark(stream)
 
     def mark(self, stream: Any) -> int:
         """Record a mark at this point of ``stream``; return its number."""
@@ -62,7 +58,7 @@ class Frame:
 
     @property
     def events(self) -> int:
-        """How many it has, those of earlier passes included."""
+        """How many it has, those of earlier calls included."""
         return len(self._events)
 
     def between(self, begin: int, end: int, watch: Watch) -> None:
@@ -75,11 +71,10 @@ class Frame:
     def stood(self, begin: int, end: int, waited: Waited) -> None:
         self._told.append(lambda at: waited(at(end) - at(begin)))
 
-    def end(self, compute: Any, copy: Any, over: Over) -> None:
-        """End a call."""
-        begin, end = self._begin, self.mark(compute)
+    def close(self, compute: Any, copy: Any, over: Over) -> None:
+        end, whole = self.mark(compute), self.whole
         self._ends = end, self.mark(copy)
-        self._told.append(lambda at: over(at(begin), at(end), self.whole))
+        self._told.append(lambda at: over(at(0), at(end), whole))
 
     def passed(self) -> bool:
         return all(self._events[i].query() for i in self._ends)
@@ -113,15 +108,14 @@ class Clock:
     def __init__(self, event: Callable[[], Any], most: int = MOST_EVENTS) -> None:
         self._event = event
         self._most = most
-        # A queue: the first passes use the frames in turn and create the events of all, so later passes create none.
+        # A queue: the first calls use the frames in turn and create the events of all, so later ones create none, unless
+        # the host is further ahead then.
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._made = FRAMES
         self._pending: deque[Frame] = deque()
         self._open: Frame | None = None
-        self._inside = False  # a call of the open frame
         self._left: int | None = None  # passes that are still to be marked; None to choose them
         self._newest: tuple[Frame, float] | None = None  # the frame read last, and the time of its first mark
-        self._before = True
         self._lock = threading.RLock()
 
     def only(self, passes: int | None) -> None:
@@ -129,51 +123,30 @@ class Clock:
         with self._lock:
             self._left = passes
 
-    def frame(self, step: int, follows: bool, stream: Any) -> Frame | None:
-        """The frame for a call; None if it is not measured.
-
-        ``step``: of its program, counted from 0.  ``follows``: whether it goes on with the pass of the call before it.
-        """
+    def choose(self, step: int) -> bool:
+        """Whether to measure the pass that begins.  ``step``: of its program, counted from 0."""
         with self._lock:
-            frame, failed = self._open, self._inside
-            if frame is not None and follows and not failed:
-                self._inside = True
-                frame.begin(stream)
-                return frame
-            self._open, self._inside = None, False
-            if frame is not None and failed:
-                self._free.append(frame)
-            elif frame is not None:  # a jump
-                frame.whole = False
-                self._pending.append(frame)
-            before, self._before = self._before or step == 0, False
-            if follows or not self._wanted(step):
-                return None
-            free = self._free.popleft() if self._free else self._another()
-            if free is None:
-                return None
-            self._before = self._inside = True
-            self._open = free
-            free.open(stream, before)
-            return free
+            if self._left is None:
+                return step < FIRST_STEPS or (step + 1) % EVERY < 2
+            self._left = max(0, (before := self._left) - 1)
+            return before > 0
 
-    def close(self, frame: Frame, compute: Any, copy: Any, over: Over, last: bool) -> None:
-        """End a call, and with the ``last`` one the pass.
-
-        ``over`` is called by :meth:`collect` after the GPU has passed the end of the pass.
-        """
+    def frame(self, stream: Any, known: bool) -> Frame | None:
+        """A frame for a call; None if none is free.  ``known``: whether the program's call before it was measured."""
         with self._lock:
-            frame.end(compute, copy, over)
-            self._inside = False
-            if last:
-                self._open = None
-                self._pending.append(frame)
+            if self._open is not None:  # its call failed
+                self._free.append(self._open)
+            self._open = self._free.popleft() if self._free else self._another()
+            if self._open is not None:
+                self._open.open(stream, known)
+            return self._open
 
-    def _wanted(self, step: int) -> bool:
-        if self._left is None:
-            return step < FIRST_STEPS or (step + 1) % EVERY < 2
-        self._left = max(0, (before := self._left) - 1)
-        return before > 0
+    def close(self, frame: Frame, compute: Any, copy: Any, over: Over) -> None:
+        """End a call.  ``over`` is called by :meth:`collect` after the GPU has passed it."""
+        with self._lock:
+            frame.close(compute, copy, over)
+            self._open = None
+            self._pending.append(frame)
 
     def _another(self) -> Frame | None:
         """A new frame, if those in use are so small that one more is allowed."""

@@ -92,17 +92,17 @@ class Device(HostReader, Protocol):
         What was measured is known when :meth:`collect` waits for it.
         """
 
-    def start(self, step: int, follows: bool) -> Any:
-        """Begin a call of a program; return what :meth:`finish` needs as ``begun``.
+    def choose(self, step: int) -> bool:
+        """Whether to measure the calls of the pass that begins.  ``step``: of its program, counted from 0."""
 
-        ``step``: of the program, counted from 0.  ``follows``: whether the call goes on with the pass of the one before it.
+    def start(self, marked: bool, known: bool) -> Any:
+        """Begin a call of a program; return what :meth:`finish` needs as ``begun``, None if the call is not measured.
+
+        ``marked``: as chosen for its pass.  ``known``: whether the program's call before it was measured.
         """
 
-    def finish(self, begun: Any, over: Over, last: bool) -> None:
-        """End a call.  ``last``: whether the pass ends too.
-
-        ``over`` is called once its times are known, or never if the pass is not measured.
-        """
+    def finish(self, begun: Any, over: Over) -> None:
+        """End a call.  ``over`` is called once its times are known, or never if it is not measured."""
 
     def collect(self, wait: bool = False) -> None:
         """Report the times known by now of the steps issued; with ``wait``, wait for those of all steps."""
@@ -162,10 +162,13 @@ class _HostDevice:
     def measure(self, passes: int | None) -> None:
         """Nothing to choose: to read a clock of the host takes no time."""
 
-    def start(self, step: int, follows: bool) -> float:
+    def choose(self, step: int) -> bool:
+        return True
+
+    def start(self, marked: bool, known: bool) -> float:
         return self.clock.now()
 
-    def finish(self, begun: float, over: Over, last: bool) -> None:
+    def finish(self, begun: float, over: Over) -> None:
         self.compute.run(lambda: over(begun, self.clock.now(), True))
 
     def collect(self, wait: bool = False) -> None:

@@ -87,6 +87,7 @@ class Executor:
         self._file = file
         self._plan = self.course.plan.digest
         self._steps = 0
+        self._known = True  # whether the step before was measured, or there was none
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
         self.marks = marks = binding.marks or arrivals(self.course)
@@ -126,7 +127,10 @@ class Executor:
             env[position] = value
         step = self._step(env)
         ready = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
-        begun = self.device.start(self._steps, ready and self.call > 0)
+        if self.call == 0 or self.occupancy.next != self.call:  # a pass begins, or it is a jump
+            self.occupancy.marked = self.device.choose(self._steps)
+        begun = self.device.start(self.occupancy.marked, self._known)
+        self._known = begun is not None
         self._steps += 1
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
@@ -137,8 +141,7 @@ class Executor:
             issue(step)
         self.occupancy.next = (self.call + 1) % len(self.course.calls)
         # not the step: its values would live too long
-        over = partial(self._finish, step.cost, self.occupancy.turns)
-        self.device.finish(begun, over, self.occupancy.next == 0)
+        self.device.finish(begun, partial(self._finish, step.cost, self.occupancy.turns))
         self.occupancy.turns += 1
         return step
 

@@ -35,7 +35,7 @@ class StagedCopies:
         self._staging = Staging(device.cuda.staging, lambda: device.cuda.event(False))
         self._newest: Future[None] | None = None
         self._worker = 0  # ident of the thread
-        self._records: dict[int, Future[None]] = {}  # id of an event -> where its newest record is issued
+        self._records: dict[int, Future[None]] = {}  # id of an event -> where its newest record in this step is issued
         self._marks: list[Any] = []  # events to reuse, each at a point of the compute stream
 
     @property
@@ -89,7 +89,10 @@ class StagedCopies:
 
         Not on the thread itself, where the collector may run a finalizer that unpins another model's memory.
         """
-        if self._newest is not None and threading.get_ident() != self._worker:
+        if threading.get_ident() == self._worker:
+            return
+        self._records.clear()  # all of them come before the newest; an event that is dropped leaves its id to another
+        if self._newest is not None:
             _raise_from(self._newest)
 
     def synchronize(self) -> None:

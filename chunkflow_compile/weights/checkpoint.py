@@ -92,10 +92,13 @@ class Mappings:
         """The numbers of a file as mappings have them: those of stat are others on btrfs, and on overlayfs of old kernels."""
         if path not in self._numbers:
             self._numbers[path] = None
-            with contextlib.suppress(OSError, ValueError), open(path, "rb") as file:  # an empty file cannot be mapped
-                with mmap.mmap(file.fileno(), 1, mmap.MAP_PRIVATE) as page:
-                    at = ctypes.addressof(ctypes.c_char.from_buffer(page))
-                    self._numbers[path] = next((m.inode for m in _mapped() if m.begin <= at < m.end), None)
+            with (
+                contextlib.suppress(OSError, ValueError),  # an empty file cannot be mapped
+                open(path, "rb") as file,
+                mmap.mmap(file.fileno(), 1, mmap.MAP_PRIVATE) as page,
+            ):
+                at = ctypes.addressof(ctypes.c_char.from_buffer(page))
+                self._numbers[path] = next((m.inode for m in _mapped() if m.begin <= at < m.end), None)
         return self._numbers[path]
 
 

@@ -261,8 +261,7 @@ class HostStore:
             return Room(self.agreed - self.pinned_bytes, f"the ranks that share weights pin at most {self.agreed}")
         memory = host_memory()
         most = self.pinnable(memory)
-        by = f" below {memory.limit}" if memory.limit is not None else ""
-        why = f"{memory.free} bytes are free{by}, and {memory.reserve} stay in reserve: at most {most}"
+        why = f"{memory.free} bytes are free{memory.by}, and {memory.reserve} stay in reserve: at most {most}"
         return Room(most - self.pinned_bytes, why)
 
     def pinnable(self, memory: HostMemory | None = None) -> int:

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import parse_bytes
+
+# Says how much memory the machine has, where /proc/meminfo says less: a virtual machine may get it as it is used.
+VARIABLE = "CHUNKFLOW_HOST_MEMORY"
 
 # Left to the kernel's watermarks, the page cache, and the rest of the pipeline.
 RESERVED_SHARE = 0.05
@@ -22,13 +26,20 @@ _NO_LIMIT = 1 << 60
 @dataclass(frozen=True)
 class HostMemory:
     """``total``: bytes of the machine, or the limit of the group that leaves the least.  ``free``: bytes that this process
-    may still take, page cache that can be dropped included.  ``limit``: the file of that group's limit; None if the machine
-    itself leaves the least.
+    may still take, page cache that can be dropped included.  ``limit``: the file of that group's limit, or the environment
+    variable that says the total; None if the machine itself leaves the least.
     """
 
     total: int
     free: int
-    limit: Path | None = None
+    limit: Path | str | None = None
+
+    @property
+    def by(self) -> str:
+        """What limits it, in words that follow "free"."""
+        if self.limit is None:
+            return ""
+        return f" by {VARIABLE}" if self.limit == VARIABLE else f" below {self.limit}"
 
     @property
     def reserve(self) -> int:
@@ -51,9 +62,15 @@ class Room:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """The least of what the machine and each control group leave.  ``root``: where the file systems are, for tests."""
+    """The least of what the machine and each control group leave.  ``root``: where the file systems are, for tests.
+
+    Raises ChunkflowError if the environment says a total that is no size.
+    """
     machine = meminfo(root)
     found = HostMemory(machine.get("MemTotal", 0), machine.get("MemAvailable", 0))
+    if (said := os.environ.get(VARIABLE)) is not None:
+        total = parse_bytes(said, VARIABLE)
+        found = HostMemory(total, max(0, total - (found.total - found.free)), VARIABLE)
     for group in _groups(root):
         try:
             limit, used = _limit(group), _used(group)
@@ -88,8 +105,8 @@ def no_room(nbytes: int) -> str | None:
     reserve = min(memory.reserve, nbytes)
     if nbytes + reserve <= memory.free or not memory.total:  # a machine that does not say
         return None
-    by = f" below {memory.limit}" if memory.limit is not None else ""
-    return f"{memory.free} are free{by}, and {reserve} must stay free"
+    grows = "" if memory.by else f" (where memory grows as it is used, {VARIABLE}=64GiB says how much there will be)"
+    return f"{memory.free} are free{memory.by}, and {reserve} must stay free{grows}"
 
 
 PLACING = "Load them in a smaller dtype, leave some on the drive with host_memory=, or raise the limit."

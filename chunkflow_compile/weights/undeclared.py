@@ -155,7 +155,8 @@ class Arrival:
 
     def _land(self) -> None:
         if self._coalesced and self._on_device:
-            torch.cuda.synchronize()  # whichever stream the batch was sent on
+            for device in {values.device for _, _, values in self._copies if values.is_cuda}:
+                torch.cuda.synchronize(device)  # whichever stream the batch was sent on
         while self._copies:
             host, cell, values = self._copies[-1]
             found = values.to(host.device)

@@ -20,6 +20,7 @@ from torch._inductor.utils import fresh_cache
 
 import chunkflow_compile
 from chunkflow_compile.lowering import beside
+from chunkflow_compile.lowering.worker import State
 
 
 class Widths(nn.Module):
@@ -175,3 +176,14 @@ def test_shares(regions: int, region_s: float, workers: int) -> None:
         serial, split = regions * region_s, max(here, max(counts)) * region_s
         assert split < serial
         assert max(counts) <= here
+
+
+def test_workers_divide_the_threads_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process has a pool of its own."""
+    monkeypatch.setattr(config, "compile_threads", 16)
+    state = State.here(torch.device("cpu"), 4)
+    assert state.compile_threads == 4
+    state.set()
+    assert config.compile_threads == 4
+    monkeypatch.setattr(config, "compile_threads", 1)
+    assert State.here(torch.device("cpu"), 4).compile_threads == 1

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from random_programs import Bench, Choices, Spec, choices, examples, specs
 from torch import nn
 
-from chunkflow_compile import Arena, ChunkflowError, offload, programs, restore
+from chunkflow_compile import Arena, ChunkflowError, courses, offload, programs, restore
 from chunkflow_compile.frames import device_of
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import CARDS, load_profile
@@ -219,89 +219,62 @@ def test_the_clock_never_waits() -> None:
     cuda.engine = engine
     clock, caller = Clock(lambda: cuda.event(True), most=0), cuda.current()
     copy = FakeStream(cuda, ThreadStream(engine, "copy"))
-    told: list[tuple[float, float]] = []
+    told: list[tuple[float, float, bool]] = []
     engine.pause()
-    frames = [clock.frame(0, False, caller) for _ in range(1)]
-    for _ in range(FRAMES - 1):
-        found = frames[-1]
+    for number in range(FRAMES):
+        found = clock.frame(caller, known=number != 2)
         assert found is not None
-        clock.close(found, caller, copy, lambda a, b, whole: told.append((a, b)), True)
-        frames.append(clock.frame(0, False, caller))
-    assert frames[-1] is not None
-    clock.close(frames[-1], caller, copy, lambda a, b, whole: told.append((a, b)), True)
-    assert clock.frame(0, False, caller) is None, "all frames are in use: the pass is not measured"
+        clock.close(found, caller, copy, lambda *times: told.append(times))
+    assert clock.frame(caller, True) is None, "all frames are in use: the call is not measured"
     clock.collect()
     assert not told
     engine.resume()
     clock.collect(wait=True)
-    assert len(told) == FRAMES and told == sorted(told) and all(a <= b for a, b in told)
-    later = {step: clock.frame(step, False, caller) for step in range(FIRST_STEPS + 1, FIRST_STEPS + 2 * EVERY + 2)}
-    pair = FIRST_STEPS + EVERY - 1
-    assert {s for s, f in later.items() if f} == {pair, pair + 1, pair + EVERY, pair + EVERY + 1}
-    assert clock.frame(pair, False, caller).whole is False and clock.frame(pair + 1, False, caller).whole is True
+    assert len(told) == FRAMES and told == sorted(told) and all(a <= b for a, b, _ in told)
+    assert [whole for *_, whole in told] == [number != 2 for number in range(FRAMES)]
     engine.close()
 
 
-def test_a_long_copy_is_cut_where_copies_queue() -> None:
-    cuda = FakeCuda()
-    device = CudaDevice(cuda, most_copy=1000)
-    target, source = torch.zeros(4096, dtype=torch.uint8), torch.randint(256, (4096,), dtype=torch.uint8)
-    before = cuda.calls["copy"]
-    device.copy.run(lambda: device.copy_bytes(target, source))
-    device.copy.synchronize()
-    assert cuda.calls["copy"] - before == 5 and torch.equal(target, source)
+def test_the_passes_that_are_marked() -> None:
+    clock = Clock(lambda: FakeCuda().event(True))
+    chosen = [step for step in range(FIRST_STEPS + 2 * EVERY + 1) if clock.choose(step)]
+    pair = FIRST_STEPS + EVERY - 1
+    assert chosen == [*range(FIRST_STEPS + 1), pair, pair + 1, pair + EVERY, pair + EVERY + 1]
+    clock.only(2)
+    assert [clock.choose(step) for step in range(5)] == [True, True, False, False, False]
+    clock.only(None)
+    assert all(clock.choose(step) for step in range(5))
+
+
+def test_an_event_that_is_gone_leaves_no_record() -> None:
+    """Another event may have its id."""
+    device = CudaDevice(FakeCuda())
+    device.stage()
+    for _ in range(3):
+        device.copy.record(device.event())
+    device.start(False, True)
+    device.finish(None, lambda *_: None)
+    assert not device.copy._records  # type: ignore[union-attr]
     device.close()
 
 
-def test_a_frame_is_a_pass_over_the_calls() -> None:
-    """However far the device is late: each call of each pass counts.  A jump ends a pass, and none of its calls counts."""
+def test_each_call_is_measured_however_late_the_device_is() -> None:
     engine = Engine(("copy",))
     cuda = FakeCuda()
     cuda.engine = engine
-    clock, caller, calls = Clock(lambda: cuda.event(True)), cuda.current(), 60
+    clock, caller, calls = Clock(lambda: cuda.event(True)), cuda.current(), 120
     copy = FakeStream(cuda, ThreadStream(engine, "copy"))
-    told: list[tuple[int, int, bool]] = []
-
-    def call(number: int, of: int, follows: bool = True) -> None:
-        frame = clock.frame(number, follows and of > 0, caller)
-        assert frame is not None
-        clock.close(frame, caller, copy, lambda a, b, whole: told.append((number, of, whole)), of == calls - 1)
-        clock.collect()
-
+    told: list[int] = []
     engine.pause()
-    for number in range(2):
-        for of in range(calls):
-            call(number, of)
+    for call in range(calls):
+        frame = clock.frame(caller, True)
+        assert frame is not None
+        clock.close(frame, caller, copy, lambda *_, call=call: told.append(call))
+        clock.collect()
     assert not told
     engine.resume()
     clock.collect(wait=True)
-    assert told == [(number, of, True) for number in range(2) for of in range(calls)]
-    told.clear()
-    for of in (0, 1, 2):
-        call(2, of)
-    assert clock.frame(2, False, caller) is not None, "a jump: another pass begins"
-    clock.collect(wait=True)
-    assert told == [(2, of, False) for of in (0, 1, 2)]
-    engine.close()
-
-
-def test_only_the_passes_that_were_asked_for_are_marked() -> None:
-    engine = Engine(("copy",))
-    cuda = FakeCuda()
-    cuda.engine = engine
-    clock, caller = Clock(lambda: cuda.event(True)), cuda.current()
-    copy = FakeStream(cuda, ThreadStream(engine, "copy"))
-
-    def marked(step: int) -> bool:
-        if (frame := clock.frame(step, False, caller)) is not None:
-            clock.close(frame, caller, copy, lambda *_: None, True)
-        clock.collect(wait=True)
-        return frame is not None
-
-    clock.only(2)
-    assert [marked(step) for step in range(5)] == [True, True, False, False, False]
-    clock.only(None)
-    assert [marked(step) for step in range(5)] == [True] * 5
+    assert told == [*range(calls)]
     engine.close()
 
 
@@ -427,7 +400,7 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     device = CudaDevice(FakeCuda(copy_s=0.05))
     cycle = [((str(i), 0, 1), DriveBytes(file, 64 * i, 64)) for i in range(16)]
     device.stage()
-    device.start(0, False)
+    device.start(True, True)
     reader, slots = ReadAhead(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
 
     def restart_and_copy(begin: int, count: int) -> None:
@@ -465,3 +438,36 @@ def test_rocm_without_a_driver_is_not_called_a_build_for_the_cpu(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ChunkflowError, match="finds no GPU or no driver"):
         check_device(torch.device("cuda"))
+
+
+class Broken(Stack):
+    """Blocks around an op that reads a small parameter only, with graph breaks."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.scale = nn.Parameter(torch.full((32,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](self.embed(x)))
+        torch._dynamo.graph_break()
+        x = x * self.scale
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+
+def test_a_program_between_the_calls_of_a_course_leaves_its_passes_whole(no_grad: None) -> None:
+    """One that streams nothing, and so is no jump: it runs in each pass, and its steps have other numbers."""
+    cuda = FakeCuda()
+    torch.manual_seed(0)
+    model = Broken().eval()
+    offload(model, min_bytes=OPTIONS["min_bytes"])
+    run = torch.compile(model, backend="chunkflow", options={**EAGER, "arena": cuda.arena()})
+    for _ in range(2):
+        run(torch.randn(4, 8))
+        programs(model)[0].arena.courses.settle()
+    passes = FIRST_STEPS + EVERY + 1
+    for _ in range(passes):
+        run(torch.randn(4, 8))
+    (route,) = courses(model)
+    assert len(route.keys) == 2 and len(programs(model)) == 3 and route.jumps == 0
+    assert len(route.measurements) == FIRST_STEPS + 2, "the first ones, and the second of each pair"

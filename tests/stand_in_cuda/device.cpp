@@ -30,7 +30,7 @@ std::map<std::string, std::atomic<long>>& counters() {
 
 std::map<std::string, std::atomic<long>*> named_settings(Settings& s) {
   return {{"devices", &s.devices}, {"total", &s.total}, {"taken", &s.taken}, {"rate", &s.rate},
-          {"kernel_us", &s.kernel_us}, {"allocations", &s.allocations}, {"pins", &s.pins}, {"pinned_allocations", &s.pinned_allocations},
+          {"kernel_us", &s.kernel_us}, {"behind", &s.behind}, {"allocations", &s.allocations}, {"pins", &s.pins}, {"pinned_allocations", &s.pinned_allocations},
           {"pin_bytes", &s.pin_bytes}, {"refused_address", &s.refused_address}, {"driver", &s.driver}};
 }
 
@@ -123,6 +123,7 @@ EXPORTED cudaError_t cudaSetDevice(int d) {
   ENTER;
   if (d < 0 || d >= settings().devices) return fail(cudaErrorInvalidDevice);
   device_of_thread = d;
+  use_device(d);  // since CUDA 12
   return cudaSuccess;
 }
 EXPORTED cudaError_t cudaDriverGetVersion(int* v) { COUNTED; *v = settings().driver; return cudaSuccess; }

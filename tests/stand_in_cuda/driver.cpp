@@ -1,4 +1,6 @@
 // libcuda.so.1: what Triton and its launchers call.  Modules are accepted, launches are counted, nothing is executed.
+#include <dlfcn.h>
+
 #include <atomic>
 #include <cstring>
 
@@ -17,7 +19,12 @@ EXPORTED int cuCtxGetCurrent(void** found) { *found = context; return 0; }
 EXPORTED int cuCtxGetDevice(int* device) { *device = 0; return 0; }
 EXPORTED int cuDeviceGet(int* device, int index) { *device = index; return 0; }
 EXPORTED int cuDeviceGetCount(int* n) { *n = 1; return 0; }
-EXPORTED int cuDevicePrimaryCtxGetState(int, unsigned* flags, int* active) { *flags = 0; *active = 1; return 0; }
+EXPORTED int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+  static auto contexts = reinterpret_cast<long (*)()>(dlsym(RTLD_DEFAULT, "stand_in_contexts"));  // of the runtime
+  *flags = 0;
+  *active = contexts ? contexts() >> device & 1 : 1;
+  return 0;
+}
 EXPORTED int cuDevicePrimaryCtxRetain(void** found, int) { *found = context; return 0; }
 EXPORTED int cuDeviceGetAttribute(int* value, int attribute, int) {
   switch (attribute) {  // numbers of CUdevice_attribute; an H200

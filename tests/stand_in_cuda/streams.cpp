@@ -10,6 +10,22 @@
 #include <vector>
 
 namespace stand_in {
+namespace {
+
+std::atomic<long>& queued() {  // operations of all streams so far
+  static std::atomic<long>& found = counter("operations queued");
+  return found;
+}
+
+// The host waits for a stream or an event: what is queued runs, however far behind the device may be.
+std::atomic<long> waiting{0};  // threads
+class HostWaits : Waiting {
+ public:
+  HostWaits() { waiting++; }
+  ~HostWaits() { waiting--; }
+};
+
+}  // namespace
 
 class Stream {
  public:
@@ -21,18 +37,18 @@ class Stream {
     while (queue_.size() >= kDepth) {
       lock.unlock();
       {
-        Waiting without_gil;
+        HostWaits for_room;
         Lock again(lock_);
         done_.wait(again, [this] { return queue_.size() < kDepth; });
       }
       lock.lock();
     }
-    queue_.push_back(std::move(work));
+    queue_.push_back({std::move(work), ++queued()});
     pushed_++;
     filled_.notify_one();
   }
   void synchronize() {  // with what is queued by now; other threads may go on
-    Waiting without_gil;
+    HostWaits for_all;
     Lock lock(lock_);
     done_.wait(lock, [this, mark = pushed_] { return over_ >= mark; });
   }
@@ -45,13 +61,20 @@ class Stream {
 
  private:
   static constexpr size_t kDepth = 1024;  // then the host waits, as about so many launches fill a queue of CUDA's
+  struct Operation {
+    std::function<void()> work;
+    long number;  // in the order in which the host queued all of them
+  };
+  // Whether the host is as far ahead of an operation as the setting says, or waits.
+  static bool due(const Operation& next) { return queued() - next.number >= settings().behind || waiting; }
   void run() {
     for (;;) {
       std::function<void()> work;
       {
         Lock lock(lock_);
         filled_.wait(lock, [this] { return !queue_.empty(); });
-        work = std::move(queue_.front());
+        while (!due(queue_.front())) filled_.wait_for(lock, std::chrono::milliseconds(1));
+        work = std::move(queue_.front().work);
         queue_.pop_front();
       }
       if (!broken()) work();
@@ -65,7 +88,7 @@ class Stream {
   }
   std::mutex lock_;
   std::condition_variable filled_, done_;
-  std::deque<std::function<void()>> queue_;
+  std::deque<Operation> queue_;
   unsigned long pushed_ = 0, over_ = 0;
 };
 
@@ -215,14 +238,14 @@ EXPORTED cudaError_t cudaEventQuery(cudaEvent_t event) {
 }
 EXPORTED cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   ENTER;
-  Waiting without_gil;
-  Event* awaited = event_of(event);
+  HostWaits for_event;
+  Event* marked = event_of(event);
   unsigned long mark;
   {
-    Lock lock(awaited->lock);
-    mark = awaited->made;
+    Lock lock(marked->lock);
+    mark = marked->made;
   }
-  wait_for(awaited, mark);
+  wait_for(marked, mark);
   return broken() ? fail(cudaErrorLaunchFailure) : cudaSuccess;
 }
 EXPORTED cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t to) {

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
+import diffusers
 import pytest
 import torch
 from conftest import fork
@@ -59,7 +62,8 @@ def test_a_failed_pin_leaves_no_error_pending() -> None:
 
 
 def test_copies_have_one_stream_for_the_life_of_the_process() -> None:
-    mine = {torch.cuda.Stream().cuda_stream for _ in range(32)}
+    taken = (0, -1, -3)  # of streams without a priority, of FSDP, of C++ that asks for a high one
+    mine = {torch.cuda.Stream(priority=p).cuda_stream for p in taken for _ in range(32)}
     found = set()
     for _ in range(36):
         device = CudaDevice(TorchCuda(torch.device("cuda", 0)))
@@ -130,27 +134,54 @@ def test_pinning_refused_by_address() -> None:
         steps(run, twin)
 
 
-def on_the_second_card(_: int) -> None:
+def on_the_second_card(_: int, limit: dict[str, int], folder: str | None) -> None:
+    """In a thread that has used no GPU.  ``folder``: of a checkpoint whose weights stay on the drive."""
     failed: list[BaseException] = []
+    control.settings(**limit)
 
     def work() -> None:
         try:
-            with torch.no_grad():
-                model, run, _ = placed(2, device="cuda:1")
-                run(torch.randn(4, 8, device="cuda:1"))
-                assert programs(model)[0].plan.moved_bytes
+            with torch.no_grad(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                if folder is None:
+                    model, run, _ = placed(4, device="cuda:1")
+                    given: dict[str, Any] = {"x": torch.randn(4, 8, device="cuda:1")}
+                else:
+                    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
+                    offload(model, "cuda:1", min_bytes=4096, host_memory=0)
+                    run, made = compiled(model), small_inputs("wan", Size(layers=2), 0)
+                    given = {k: v.to("cuda:1") if torch.is_tensor(v) else v for k, v in made.items()}
+                for _ in range(3):
+                    run(**given)
+                session = programs(model)[0]
+                assert session.plan.moved_bytes
+                staged = type(session.executor.device.copy).__name__ == "StagedCopies"
+                assert staged == bool(limit or folder)
+                restore(model)
+                del model, run, session
+                torch._dynamo.reset()
+                gc.collect()
         except BaseException as error:  # noqa: BLE001  (shown below)
             failed.append(error)
 
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
+    for other in threading.enumerate():  # those that close sessions
+        if other.name == "chunkflow-close":
+            other.join()
     assert not failed, failed
     assert control.contexts() == {1}
 
 
-def test_a_fresh_thread_starts_no_other_gpu() -> None:
-    fork(on_the_second_card, (), 1)
+@pytest.mark.parametrize("limit", [{}, {"pins": 3}, {"pins": 0, "pinned_allocations": 0}])
+def test_a_fresh_thread_starts_no_other_gpu(limit: dict[str, int]) -> None:
+    fork(on_the_second_card, (limit, None), 1)
+
+
+def test_a_thread_that_reads_the_drive_starts_no_other_gpu(tmp_path: Path) -> None:
+    small_model("wan", Size(layers=2)).save_pretrained(tmp_path)
+    fork(on_the_second_card, ({}, str(tmp_path)), 1)
 
 
 def test_measuring_is_read_after_the_step_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,8 +14,11 @@ import torch.distributed as dist
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import executor
+from chunkflow_compile.runtime.cuda import TorchCuda, register
 from chunkflow_compile.runtime.drive_runs import BroughtRun
 from chunkflow_compile.weights.home import home_of
+
+from . import control
 
 SIZE = Size(layers=2)
 LEAST = 1024
@@ -168,3 +171,23 @@ def test_half_on_the_drive(tmp_path: Path) -> None:
     )
     restore(model)
     assert all(torch.equal(a, b.to("cpu")) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def test_memory_that_torch_has_pinned_is_not_pinned_twice() -> None:
+    """CUDA refuses that, and the weights of the model would be copied from pageable memory then."""
+    device = torch.device("cuda", 0)
+    torch.zeros(1, device=device)
+    pinned, pageable = torch.empty(1 << 20, dtype=torch.uint8, pin_memory=True), torch.empty(1 << 20, dtype=torch.uint8)
+    with control.counted() as made:
+        register(pinned, device)()
+        assert pinned.is_pinned()
+        unpin = register(pageable, device)
+        assert pageable.is_pinned()
+        unpin()
+    assert made["cudaHostRegister"] == made["cudaHostUnregister"] == 1 and not pageable.is_pinned()
+
+
+def test_no_stream_of_torch_is_that_of_copies() -> None:
+    """torch hands out the streams of a pool in turn, and there are 32 in each."""
+    taken = {torch.cuda.Stream(priority=priority).stream_id for priority in (0, -1, -3) for _ in range(40)}
+    assert len(taken) == 3 * 32 and TorchCuda(torch.device("cuda", 0)).stream().stream_id not in taken

@@ -74,7 +74,7 @@ def test_a_weight_that_was_written_is_no_part_of_its_file(saved: Path) -> None:
 def test_a_file_system_whose_mappings_have_other_numbers(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As those of btrfs, and of overlayfs under old kernels: a mapping has another device number than its file has by stat."""
+    """As on btrfs, and on overlayfs under old kernels: a mapping has another device number than its file has by stat."""
     found = checkpoint._mapped
 
     def elsewhere() -> Iterator[Any]:

@@ -1,0 +1,109 @@
+"""The device runs twenty calls behind the host, as a card does where blocks are compiled one by one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import Stack
+
+import chunkflow_compile
+from chunkflow_compile import courses, explain, offload, programs, replan
+from chunkflow_compile.cli.main import main
+from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS
+
+from . import control
+from .test_findings import OPTIONS
+
+LAYERS, BEHIND = 30, 20
+
+
+class Lagging:
+    """A model compiled by kind on a device that is ``BEHIND`` calls behind from the third step on; and its twin."""
+
+    def __init__(self, **options: object) -> None:
+        torch.manual_seed(0)
+        self.twin, model = Stack(LAYERS, 64).eval().cuda(), Stack(LAYERS, 64).eval()
+        model.load_state_dict(self.twin.state_dict())
+        offload(model, "cuda", min_bytes=4096)
+        memory = sum(p.nbytes for p in model.parameters()) // 2
+        chosen = {**OPTIONS, "policy": "chunkflow", "memory": memory, **options}
+        self.model = chunkflow_compile.compile(model, **chosen)
+        self.inputs = [torch.randn(16, 8, device="cuda") for _ in range(4)]
+        self.begun: list[torch.cuda.Event] = []  # one for each call
+        self.steps = 0
+        for _ in range(2):
+            before = control.counts()["operations queued"]
+            self.step()
+        queued = control.counts()["operations queued"] - before
+        control.settings(behind=(BEHIND + 6) * queued // LAYERS)  # another plan may queue less for a call
+
+    def step(self) -> torch.Tensor:
+        y = self.model.embed(self.inputs[self.steps % 4])
+        for block in self.model.blocks:
+            self.begun.append(torch.cuda.Event())
+            self.begun[-1].record()
+            y = block(y)
+        self.steps += 1
+        programs(self.model)[0].arena.courses.settle()
+        return self.model.head(y)
+
+    def run(self, steps: int) -> None:
+        outputs = []
+        for _ in range(steps):
+            outputs.append(self.step())
+            assert not self.begun[-BEHIND].query(), "the device is further behind"
+        first = self.steps - steps
+        control.settings(behind=0)
+        for i, y in enumerate(outputs):
+            assert torch.equal(y, self.twin(self.inputs[(first + i) % 4]))
+
+
+def test_passes_are_measured_and_planned_from(
+    tmp_path: Path, no_grad: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lagging = Lagging(replan_after=2, dump=str(tmp_path))
+    model = lagging.model
+    lagging.run(8)
+    (route,) = courses(model)
+    assert len(route.keys) == LAYERS and route.jumps == 0 and len(route.measurements) >= 1
+    assert route.replan_after == 0, "it was planned again"
+    assert {len(p.measurements) for p in programs(model)} == {lagging.steps}, "each call is measured"
+    for order in ([3, 4, 5], [0, 7]):  # jumps end a pass: its calls count, and it does not
+        before, passes = sum(len(p.measurements) for p in programs(model)), len(route.measurements)
+        for i in order:
+            model.blocks[i](torch.randn(16, 64, device="cuda"))
+        assert sum(len(p.measurements) for p in programs(model)) == before + len(order)
+        assert len(route.measurements) == passes
+    newest = route.measurements[-1]
+    assert newest.moved_bytes == route.course.plan.moved_bytes > 0 == newest.primed_bytes
+    assert all(s > 0 for s in newest.windows.compute_s)
+    replan(model, as_measured=True)
+    for _ in range(4):
+        lagging.step()
+    again = courses(model)[0]
+    assert again is not route and again.course.plan.hardware.endswith("as measured")
+    explained = explain(model)
+    assert explained.plan == again.course.plan.digest and explained.steps >= 2
+    for _ in range(2):
+        lagging.step()
+    assert main(["explain", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert f"course_of_{LAYERS}_{again.course.plan.digest}" in told and "as measured" in told
+
+
+def test_two_passes_in_sixteen_are_marked_and_the_second_counts(no_grad: None) -> None:
+    lagging = Lagging()
+    lagging.step()
+    (route,) = courses(lagging.model)
+    lagging.run(FIRST_STEPS)
+    before, read = len(route.measurements), []
+    for _ in range(EVERY):
+        with control.counted() as made:
+            lagging.step()
+        read.append(
+            "cudaEventElapsedTime" in made or made["cudaEventCreateWithFlags"] > LAYERS
+        )  # beside this test's own
+    assert not any(read[:-2]), "a pass that is not marked creates and reads no event"
+    assert (before, len(route.measurements)) == (FIRST_STEPS + 1, FIRST_STEPS + 2)
