@@ -89,7 +89,7 @@ class StagedCopies:
 
         Not on the thread itself, where the collector may run a finalizer that unpins another model's memory.
         """
-        if threading.get_ident() == self._worker:
+        if threading.get_ident() == self._worker or self._device.inherited:
             return
         self._records.clear()  # all of them come before the newest; an event that is dropped leaves its id to another
         if self._newest is not None:

@@ -35,6 +35,8 @@ ROOT = HERE.parent.parent
 MOST = 540.0
 # Seconds between the request to end and the end.
 _GRACE = 10.0
+# Ranks are processes of this machine, whose name may have no address.
+_NETWORK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 # The stand-in for CUDA's runtime computes only where numbers are compared: one card, and no matrix of a calibration.
 _NO_COMPUTE = {"STAND_IN_DEVICES": "1", "STAND_IN_COMPUTE": "0"}
 _COMPUTE = {**_NO_COMPUTE, "STAND_IN_COMPUTE": "1"}
@@ -87,7 +89,7 @@ def _workers() -> tuple[str, ...]:
 
 def run(part: Part, log: Path, limit: float, dry: bool) -> dict[str, Any]:
     """Run a part, on the screen and to the log; whether it passed, its seconds, and what is to be said of it."""
-    env = {**os.environ, "PYTHONUNBUFFERED": "1", **(part.dry if dry else {})}
+    env = {**_NETWORK, **os.environ, "PYTHONUNBUFFERED": "1", **(part.dry if dry else {})}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     start, lines, rang = time.monotonic(), [""], threading.Event()
     with (
