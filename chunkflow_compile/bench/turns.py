@@ -99,8 +99,8 @@ class Turns:
         self._make_peers()
         resident = codes[RESIDENT].program.plan if RESIDENT in codes else None
         order = random.Random(job.seed)  # the same on every rank, because collectives need all ranks in the same arm
-        if REPLANNED in codes:  # its first steps run the plan of misjudged; its new plan follows them
-            self._turn(REPLANNED, codes, range(-REHEARSAL, 0))
+        if REPLANNED in codes:
+            self._rehearse(codes)
         arms = sorted(a.name for a in job.arms)
         for begin in range(0, job.steps, job.turn):
             round_began = time.monotonic()
@@ -259,26 +259,35 @@ class Turns:
         options |= {} if settings.memory is None else {"memory": settings.memory}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
+    def _rehearse(self, codes: dict[str, Code]) -> None:
+        """Run the steps from which an arm plans again, and the first ones of its new plan."""
+        self._session.choice.code = codes[REPLANNED]
+        for step in (-REHEARSAL, *range(-REHEARSAL, 0)):
+            self.progress.set_description(f"{REPLANNED}: plan again")
+            self.compiled(**self.inputs(step))
+            _ = self._session.measurements  # waits for them, because the next step may plan again
+        codes[REPLANNED] = self._session.choice.code
+        self.progress.update(REHEARSAL)
+
     def _turn(self, name: str, codes: dict[str, Code], steps: Sequence[int]) -> None:
-        """Run a turn of one arm: a warm-up step, then ``steps`` in a row.  Steps below 0 are not measured.
+        """Run a turn of one arm: a warm-up step, then ``steps`` in a row.
 
         Where marks take time, none of ``steps`` is marked: one before them is measured in their place, and the host in one
         after them.
         """
-        call, counts = self.peers.get(peer_of(name), self.compiled), steps[0] >= 0
-        apart = self.job.marks_apart and counts
+        call, apart = self.peers.get(peer_of(name), self.compiled), self.job.marks_apart
         if name in codes:
             self._session.choice.code = codes[name]
-        self.progress.set_description(f"{name}: step {max(steps[0], 0) + 1} of {self.job.steps}")
+        self.progress.set_description(f"{name}: step {steps[0] + 1} of {self.job.steps}")
         foreign = self._foreign(name)
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
-        dist.barrier()
         if apart:  # of a program that goes on; a new one has its first steps marked
             self._mark(2)
         call(**before)
         if apart:
             call(**before)
             self._mark(0)
+        dist.barrier()  # so that no rank's step has the time by which another is late
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         watch = Stopwatch(self.device)
@@ -287,17 +296,15 @@ class Turns:
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device) - foreign
             self.peaks[name] = max(peak, self.peaks.get(name, 0))
-        if counts:
-            host = self._issued(call, before) if apart else seconds
-            self.times[name].append(seconds)
-            self.host[name].append(host)
-            self._tell(arm=name, step=steps[0], steps=len(steps), seconds=seconds, host=host)
+        host = self._issued(call, before) if apart else seconds
+        self.times[name].append(seconds)
+        self.host[name].append(host)
+        self._tell(arm=name, step=steps[0], steps=len(steps), seconds=seconds, host=host)
         self.outputs[name] |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
         self.progress.update(len(steps))
         if name in codes:
             session = self._session
-            if counts:
-                self.measurements[name] += session.measurements[-(1 if apart else len(steps)) :]
+            self.measurements[name] += session.measurements[-(1 if apart else len(steps)) :]
             codes[name] = session.choice.code
 
     def _mark(self, steps: int) -> None:

@@ -22,8 +22,8 @@ from .test_findings import MIB
 SIZE = Size(layers=4, heads=8, head_dim=64, frames=2, height=16, width=16, text=16)
 
 
-def turns(folder: Path, arms: Sequence[str], steps: int) -> Turns:
-    regime = Regime(family="wan", size=SIZE, load=0.0, chunk_bytes=1 << 20, arms=tuple(arms), shows="wan")
+def turns(folder: Path, arms: Sequence[str], steps: int, family: str = "wan", size: Size = SIZE) -> Turns:
+    regime = Regime(family=family, size=size, load=0.0, chunk_bytes=1 << 20, arms=tuple(arms), shows=family)
     job = Job(
         regime=regime, link=None, ranks=1, arms=parse_arms(arms), steps=steps, lowering="eager", device="cuda",
         hardware="h100-pcie-x2", folder=str(folder),
@@ -72,3 +72,15 @@ def test_each_turn_has_its_own_marked_step(tmp_path: Path, one_rank: None) -> No
     found = turns(tmp_path, ["layerwise"], 9).run().arms["layerwise"]
     assert len({id(step) for step in found.measurements}) == len(found.steps_s) == 3
     assert all(step.copy_s > 0 and not step.primed_bytes for step in found.measurements)
+
+
+def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, one_rank: None) -> None:
+    """However far the card is behind the host.  FLUX: its calls wait for nothing on the stand-in, where a convolution does."""
+    size = Size(layers=2, singles=2, heads=4, head_dim=64, height=8, width=8, text=8)
+    run = turns(tmp_path, ["resident", "replanned"], 3, "flux", size)
+    run.profile.write_text(run.hardware.to_json())
+    run._compile()
+    codes = run._codes(run._calibrate())
+    control.settings(behind=1 << 20)
+    run._rehearse(codes)
+    assert run._session._replan_after == 0
