@@ -80,6 +80,7 @@ DRY_CASES = (
     Case("wan", {}, (*OURS, *THEIRS, GROUP_OFFLOAD), 0),
     Case("wan", {}, PEERS, 0, "loopback"),
     Case("wan", {}, PEERS, 0, "loopback-kernels"),
+    Case("flux", {}, (*OURS, *THEIRS), 0),
 )
 DRY_SIZE = Size(layers=2, heads=8, head_dim=64, frames=2, height=16, width=16, text=16)
 
@@ -91,7 +92,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="measured steps per arm, in turns of three (default 12)")
     parser.add_argument("--cases", default="", metavar="N,M", help=f"cases to run, 1 to {len(CASES)} (default: all)")
     parser.add_argument("--profile", type=Path, help="the profile of the card (default: measure it)")
-    parser.add_argument("--append", action="store_true", help="keep the cases that the page has")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the cases that the page has, and measure the others"
+    )
     parser.add_argument("--dry-run", action="store_true", help="small models: shows that the script runs")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -101,15 +104,19 @@ def main() -> None:
     except ChunkflowError as error:
         parser.exit(2, f"{error}\n")
     cases = DRY_CASES if arguments.dry_run else CASES
-    chosen = [int(n) for n in arguments.cases.split(",") if n] or range(1, len(cases) + 1)
-    if not all(1 <= n <= len(cases) for n in chosen):
+    known = {str(n): case for n, case in enumerate(cases, 1)}
+    chosen = [n for n in arguments.cases.split(",") if n] or list(known)
+    if not set(chosen) <= known.keys():
         parser.error(f"--cases {arguments.cases}: there are 1 to {len(cases)}")
     page = Page(arguments.out, device, arguments.dry_run, arguments.append)
     took = dict[str, float]()
-    for case in (cases[n - 1] for n in chosen):
+    for case in (known[n] for n in chosen):
+        if page.has(case):
+            continue
         left, began = arguments.seconds - (time.monotonic() - start), time.monotonic()
         if left < took.get(case.model, case.seconds):
             page.add(case, [f"Not measured: {left:.0f} s were left."])
+            page.status = page.status or 3
             continue
         page.begin(case)
         try:
@@ -119,9 +126,10 @@ def main() -> None:
             says = [describe(job, found), f"```\n{bench_table(found)}\n```", findings]
             page.add(case, says, json.loads(found.to_json()))
         except Exception as error:  # noqa: BLE001  (the other cases still run)
-            page.add(case, [f"Failed:\n\n```\n{str(error)[-3000:]}\n```"], failed=True)
+            page.add(case, [f"Failed:\n\n```\n{str(error)[-3000:]}\n```"])
+            page.status = 1
         took[case.model] = time.monotonic() - began
-    parser.exit(1 if page.failed else 0)
+    parser.exit(page.status)
 
 
 def _profile(device: torch.device, page: Path, given: Path | None) -> Hardware:
@@ -133,14 +141,17 @@ def _profile(device: torch.device, page: Path, given: Path | None) -> Hardware:
 
 
 class Page:
-    """The page and the files that it is made from.  ``failed``: whether a case did."""
+    """The page and the files that it is made from.
+
+    ``status``: to exit with: 1 if a case failed, 3 if no time was left for one.
+    """
 
     def __init__(self, out: Path, device: torch.device, dry: bool, append: bool) -> None:
         self._out = out
         self._file = out.with_suffix(".json")
         self.profile = beside(out, "hardware.json")
         self.log = beside(out, "steps.jsonl")
-        self.failed = False
+        self.status = 0
         self._cases = read(self._file).get("cases", {}) if append else {}
         if not append:
             self.log.unlink(missing_ok=True)
@@ -156,11 +167,11 @@ class Page:
             file.write(json.dumps({"case": _title(case)}) + "\n")
         self._write()
 
-    def add(self, case: Case, says: Sequence[str], record: object = None, failed: bool = False) -> None:
-        """A case that has a record is not replaced by one that has none."""
-        if record is None and self._cases.get(_title(case), {}).get("record"):
-            return
-        self.failed |= failed
+    def has(self, case: Case) -> bool:
+        """Whether the case was measured by an earlier run, whose figures are kept."""
+        return bool(self._cases.get(_title(case), {}).get("record"))
+
+    def add(self, case: Case, says: Sequence[str], record: object = None) -> None:
         self._cases[_title(case)] = {"says": list(says), "record": record}
         self._write()
 

@@ -71,7 +71,7 @@ def test_the_first_half_hour_on_a_card(tmp_path: Path) -> None:
     assert "--- facts" not in done.stdout and "--- wan" in done.stdout
     text, cases = (moved / "gpu.md").read_text(), json_of(moved, "gpu.json")["cases"]
     assert "A rehearsal" in text and "What one card cannot show" in text and "Failed" not in text, text
-    assert len(cases) == 3, "wan stands for flux too, whose case takes its place"
+    assert len(cases) == 4 and all(case["record"] for case in cases.values())
     steps = cases["wan"]["record"]["steps_s"]
     assert {"resident", "layerwise", "chunkflow", "inductor"} <= steps.keys() and any("diffusers" in a for a in steps)
     assert cases["wan"]["record"]["arms"]["layerwise"]["moved_bytes_per_step"] > 0
