@@ -261,9 +261,13 @@ class TorchCuda:
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)
 
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        # torch.cuda.stream ends by setting the thread's own GPU, which starts it: GPU 0 in any thread that set none
+        here = torch.cuda.current_device() == stream.device_index
+        return torch.cuda.stream(stream) if here else self._on_other(stream)
+
     @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        # torch.cuda.stream alone ends by setting the thread's own GPU, which starts it: GPU 0 in any thread that set none
+    def _on_other(self, stream: Any) -> Iterator[None]:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
 
@@ -313,23 +317,27 @@ def _keep_for_ever(made: object) -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
 
 
+class _Token:
+    """Lasts as long as the event or the memory that has it.  torch 2.11 clears no weak reference to an event itself."""
+
+
 @cache
-def _events_and_memory() -> weakref.WeakValueDictionary[int, Any]:
-    made: weakref.WeakValueDictionary[int, Any] = (
-        weakref.WeakValueDictionary()
-    )  # by id: == of tensors is another tensor
+def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
+    """By the address of what has them."""
+    found: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
 
     def in_child() -> None:
-        for each in list(made.values()):
-            _keep_for_ever(each)
+        for address in list(found):
+            _keep_for_ever(ctypes.cast(address, ctypes.py_object).value)
 
     os.register_at_fork(after_in_child=in_child)
-    return made
+    return found
 
 
 def _kept_by_children(made: Made) -> Made:
     """Let a forked child never free an event or memory of the GPU, which it cannot use: torch would end it."""
-    _events_and_memory()[id(made)] = made
+    token: Any = _Token()
+    made.__dict__["chunkflow_token"] = _tokens()[id(made)] = token
     return made
 
 
