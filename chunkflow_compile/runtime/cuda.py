@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -23,6 +24,8 @@ from .host_clock import MONOTONIC
 from .read_ahead import Reading
 from .staged import StagedCopies
 from .streams import Over, Waited, Watch
+
+Made = TypeVar("Made")
 
 
 class Cuda(Protocol):
@@ -110,7 +113,7 @@ class CudaStream:
 
     def synchronize(self) -> None:
         try:
-            if self.stream is not None:
+            if self.stream is not None and not self._device.inherited:
                 self.stream.synchronize()
         except RuntimeError as error:
             raise ChunkflowError(f"The GPU failed: {error}") from error
@@ -134,7 +137,13 @@ class CudaDevice:
         self._handover = self.event()
         self._memory: torch.Tensor | None = None
         self._held: list[weakref.ref[torch.Tensor]] = []
+        self._process = os.getpid()
         self.closed = False
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that made the device: it has no GPU, and waits for none."""
+        return os.getpid() != self._process
 
     def event(self) -> Any:
         return self.cuda.event(False)
@@ -192,6 +201,8 @@ class CudaDevice:
         self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
 
     def collect(self, wait: bool = False) -> None:
+        if self.inherited:
+            return
         try:
             self._clock.collect(wait)
         except RuntimeError as error:
@@ -206,6 +217,8 @@ class CudaDevice:
     def close(self) -> None:
         """Wait for work in flight: destroying the stream objects does not stop it."""
         self.closed = True
+        if self.inherited:
+            return
         memory, self._memory = self._all_memory(), None
         for stream in (self.compute, self.copy):
             try:
@@ -233,34 +246,38 @@ class TorchCuda:
     def current(self) -> Any:
         return torch.cuda.current_stream(self._device)
 
+    def on(self, stream: Any) -> contextlib.AbstractContextManager[Any]:
+        # torch.cuda.stream ends by setting the thread's own GPU, which starts it: GPU 0 in any thread that set none
+        here = torch.cuda.current_device() == stream.device_index
+        return torch.cuda.stream(stream) if here else self._on_other(stream)
+
     @contextlib.contextmanager
-    def on(self, stream: Any) -> Iterator[None]:
-        # torch.cuda.stream alone ends by setting the thread's own GPU, which starts it: GPU 0 in any thread that set none
+    def _on_other(self, stream: Any) -> Iterator[None]:
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             yield
 
     def event(self, timed: bool) -> Any:
-        return torch.cuda.Event(enable_timing=timed)
+        return _kept_by_children(torch.cuda.Event(enable_timing=timed))
 
     def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
         found: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
         return found
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 
     def trim(self) -> None:
         torch.cuda.empty_cache()
 
     def keep(self, memory: torch.Tensor, stream: Any) -> None:
-        memory.record_stream(stream)
+        _kept_by_children(memory).record_stream(stream)
 
     def abandon(self, memory: torch.Tensor) -> None:
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+        _keep_for_ever(memory)
 
     def staging(self, nbytes: int) -> torch.Tensor:
         with torch.cuda.device(self._device):
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+            return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         target.copy_(source, non_blocking=True)
@@ -281,6 +298,34 @@ def _copy_stream(device: torch.device) -> Any:
     return torch.cuda.Stream(device, priority=_PRIORITY)
 
 
+def _keep_for_ever(made: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+
+
+class _Token:
+    """Lasts as long as the event or the memory that has it.  torch 2.11 clears no weak reference to an event itself."""
+
+
+@cache
+def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
+    """By the address of what has them."""
+    found: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
+
+    def in_child() -> None:
+        for address in list(found):
+            _keep_for_ever(ctypes.cast(address, ctypes.py_object).value)
+
+    os.register_at_fork(after_in_child=in_child)
+    return found
+
+
+def _kept_by_children(made: Made) -> Made:
+    """Let a forked child never free an event or memory of the GPU, which it cannot use: torch would end it."""
+    token: Any = _Token()
+    made.__dict__["chunkflow_token"] = _tokens()[id(made)] = token
+    return made
+
+
 # Flag of cudaHostRegister: pinned for every device.  Not combined with the read-only flag, because load_state_dict
 # writes there, also from a GPU.
 _PORTABLE = 1
@@ -291,12 +336,14 @@ def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
 
     The runtime that torch itself has loaded does it: bindings of another package may be newer than the driver.
     """
-    address, nbytes = host.data_ptr(), host.numel() * host.element_size()
+    address, nbytes, process = host.data_ptr(), host.numel() * host.element_size(), os.getpid()
     runtime = torch.cuda.cudart()
     with torch.cuda.device(device):  # a thread that has used no GPU yet would start GPU 0
         _check(runtime.cudaHostRegister(address, nbytes, _PORTABLE), device)
 
     def undo() -> None:
+        if os.getpid() != process:
+            return  # a forked child has pinned nothing, and has no GPU
         with torch.cuda.device(device):
             _check(runtime.cudaHostUnregister(address), device)
 

@@ -89,7 +89,7 @@ class StagedCopies:
 
         Not on the thread itself, where the collector may run a finalizer that unpins another model's memory.
         """
-        if self._newest is not None and threading.get_ident() != self._worker:
+        if self._newest is not None and threading.get_ident() != self._worker and not self._device.inherited:
             _raise_from(self._newest)
 
     def synchronize(self) -> None:

@@ -2,6 +2,7 @@
 #include "stand_in.h"
 
 #include <dlfcn.h>
+#include <pthread.h>
 
 #include <chrono>
 #include <cstdio>
@@ -17,6 +18,7 @@ thread_local cudaError_t last_error = cudaSuccess;
 thread_local int device_of_thread = 0;
 std::atomic<bool> stuck{false};
 std::atomic<long> contexts{0};  // a bit for each device
+std::atomic<bool> started{false}, forked{false};
 
 std::mutex& counters_lock() {
   static auto* lock = new std::mutex;  // never destroyed: streams outlive static objects
@@ -51,6 +53,12 @@ cudaError_t fail(cudaError_t error) {
 }
 
 bool broken() { return stuck; }
+
+bool in_child() {
+  static int failed = pthread_atfork(nullptr, nullptr, [] { forked = started.load(); });
+  started = true;
+  return forked || failed;
+}
 
 void break_device(const char* why) {
   std::fprintf(stderr, "[stand-in] %s\n", why);
@@ -112,8 +120,8 @@ EXPORTED long stand_in_contexts() { return contexts; }
 EXPORTED void stand_in_break(int on) { stuck = on; }
 EXPORTED void stand_in_failed(const char* why) { break_device(why); }
 
-EXPORTED cudaError_t cudaGetDeviceCount(int* n) { COUNTED; *n = settings().devices; return cudaSuccess; }
-EXPORTED cudaError_t cudaGetDevice(int* d) { COUNTED; *d = device_of_thread; return cudaSuccess; }
+EXPORTED cudaError_t cudaGetDeviceCount(int* n) { ANYWAY; *n = settings().devices; return cudaSuccess; }
+EXPORTED cudaError_t cudaGetDevice(int* d) { ANYWAY; *d = device_of_thread; return cudaSuccess; }
 EXPORTED cudaError_t cudaSetDevice(int d) {
   ENTER;
   if (d < 0 || d >= settings().devices) return fail(cudaErrorInvalidDevice);
@@ -135,6 +143,7 @@ EXPORTED const char* cudaGetErrorString(cudaError_t e) {
   switch (e) {
     case cudaSuccess: return "no error";
     case cudaErrorMemoryAllocation: return "out of memory";
+    case cudaErrorInitializationError: return "initialization error";
     case cudaErrorNotReady: return "device not ready";
     case cudaErrorInvalidDevice: return "invalid device ordinal";
     case cudaErrorLaunchFailure: return "unspecified launch failure";

@@ -27,12 +27,16 @@
 #include <mutex>
 
 #define EXPORTED extern "C" __attribute__((visibility("default")))
-// Every entry point counts its calls, and fails once the device is broken, as after an illegal access.
+// Every entry point counts its calls, and fails in a child that was forked from a process that has used CUDA.  Most fail once
+// the device is broken, as after an illegal access.
 #define COUNTED                                                                    \
   static std::atomic<long>& calls_of_this = stand_in::counter(__func__);           \
   calls_of_this++
-#define ENTER                                                                      \
+#define ANYWAY                                                                     \
   COUNTED;                                                                         \
+  if (stand_in::in_child()) return stand_in::fail(cudaErrorInitializationError)
+#define ENTER                                                                      \
+  ANYWAY;                                                                          \
   if (stand_in::broken()) return stand_in::fail(cudaErrorLaunchFailure)
 
 namespace stand_in {
@@ -43,6 +47,7 @@ double now();                                  // seconds of a steady clock
 std::atomic<long>& counter(const char* name);  // calls of an entry point
 cudaError_t fail(cudaError_t error);           // make it the calling thread's last error; returns it
 bool broken();                                 // whether an error stuck
+bool in_child();                               // whether CUDA was used before the fork that made this process
 void break_device(const char* why);            // let an error stick, and say why on stderr
 int current_device();
 void use_device(int device);                   // the device gets a context, as at the first call that needs one

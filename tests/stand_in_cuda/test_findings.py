@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from conftest import fork
+from conftest import WITHIN, fork
 from helpers import Stack, UlyssesStack
 from torch import nn
 
@@ -182,6 +184,59 @@ def test_a_fresh_thread_starts_no_other_gpu(limit: dict[str, int]) -> None:
 def test_a_thread_that_reads_the_drive_starts_no_other_gpu(tmp_path: Path) -> None:
     small_model("wan", Size(layers=2)).save_pretrained(tmp_path)
     fork(on_the_second_card, ({}, str(tmp_path)), 1)
+
+
+def in_a_child(model: nn.Module, run: Any, send: Any, values: dict[str, torch.Tensor]) -> None:
+    said, name = [], "blocks.1.up.weight"
+    for work in (lambda: torch.zeros(1, device="cuda"), lambda: run(torch.ones(4, 8)), lambda: restore(model, "cuda")):
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001  (each of them is told)
+            said.append(str(error))
+    values[name].zero_()
+    with torch.no_grad():
+        model.get_parameter(name).zero_()
+    restore(model)
+    right = all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
+    gc.collect()  # of what is on the GPU, nothing is freed
+    send.send((said, right))
+
+
+@pytest.mark.parametrize("beside_a_step", [False, True])
+def test_a_forked_child_restores(beside_a_step: bool) -> None:
+    """It has no GPU and pinned nothing, so it unpins nothing; nor has it the thread that issues the copies of a step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        control.settings(pins=3 if beside_a_step else -1, pinned_allocations=0)
+        model, run, twin = placed()
+        steps(run, twin, 2)
+    stepping = threading.Thread(target=torch.no_grad()(run), args=(torch.randn(16, 8, device="cuda"),))
+    if beside_a_step:
+        control.settings(rate=MIB)  # half a second for each weight
+        copies = programs(model)[0].executor.device.copy
+        stepping.start()
+        while copies._newest.done():
+            time.sleep(0.01)
+    pinned, values = control.pinned_bytes(), {k: v.cpu() for k, v in twin.state_dict().items()}
+    receive, send = multiprocessing.Pipe(False)
+    child = multiprocessing.get_context("fork").Process(target=in_a_child, args=(model, run, send, values))
+    child.start()
+    send.close()
+    try:
+        assert receive.poll(WITHIN), "the child hangs"
+        said, right = receive.recv()
+        child.join()
+    finally:
+        child.kill()
+    control.settings(**control.DEFAULTS)
+    if beside_a_step:
+        stepping.join()
+    assert len(said) == 3 and all("Cannot re-initialize CUDA in forked subprocess" in each for each in said), said
+    assert right and child.exitcode == 0
+    assert control.pinned_bytes() == pinned
+    steps(run, twin, 2)
+    restore(model)
+    assert all(torch.equal(a, b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_measuring_is_read_after_the_step_is_issued(monkeypatch: pytest.MonkeyPatch) -> None:
