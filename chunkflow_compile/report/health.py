@@ -13,7 +13,7 @@ from chunkflow_compile.caches import FIX, Folder
 from chunkflow_compile.hardware.machine import Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of
-from chunkflow_compile.weights.limits import HostMemory
+from chunkflow_compile.weights.limits import VARIABLE, HostMemory
 
 from .record import size
 
@@ -136,6 +136,8 @@ def _memory(machine: Machine) -> Iterator[Finding]:
         found += f" ({machine.memory_limit})"
     if machine.available_bytes < _SMALL_HOST:
         fix = "the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16"
+        if machine.memory_limit is None:
+            fix += f"; where memory grows as it is used, {VARIABLE}=64GiB says how much there will be"
         yield Finding("host memory", found, "note", fix)
     else:
         yield Finding("host memory", found)
