@@ -178,12 +178,12 @@ def test_shares(regions: int, region_s: float, workers: int) -> None:
         assert max(counts) <= here
 
 
-def test_workers_divide_the_threads_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_divide_the_threads_of_inductor() -> None:
     """Each process has a pool of its own."""
-    monkeypatch.setattr(config, "compile_threads", 16)
-    state = State.here(torch.device("cpu"), 4)
-    assert state.compile_threads == 4
-    state.set()
-    assert config.compile_threads == 4
-    monkeypatch.setattr(config, "compile_threads", 1)
-    assert State.here(torch.device("cpu"), 4).compile_threads == 1
+    with config.patch(compile_threads=16):
+        state = State.here(torch.device("cpu"), 4)
+        assert state.compile_threads == 4
+        state.set()
+        assert config.compile_threads == 4
+    with config.patch(compile_threads=1):
+        assert State.here(torch.device("cpu"), 4).compile_threads == 1
