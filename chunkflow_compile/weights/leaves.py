@@ -37,7 +37,7 @@ def unknown_part(tensor: Any, name: str = "") -> tuple[str, Any] | None:
     """A part of a tensor subclass that torch.compile does not take: neither a tensor nor an opaque object of torch's."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
         return None
-    opaque = getattr(getattr(torch, "_opaque_base", None), "OpaqueBase", ())  # torch 2.11 has none
+    opaque = _opaque()
     for attribute in tensor.__tensor_flatten__()[0]:
         part, path = getattr(tensor, attribute), f"{name}.{attribute}"
         if not isinstance(part, torch.Tensor):
@@ -46,6 +46,13 @@ def unknown_part(tensor: Any, name: str = "") -> tuple[str, Any] | None:
         elif (found := unknown_part(part, path)) is not None:
             return found
     return None
+
+
+def _opaque() -> tuple[type, ...]:
+    """The bases of torch's opaque objects: one name in torch 2.13, another from 2.14 on, none in 2.11."""
+    names = (("_opaque_base", "OpaqueBase"), ("_custom_class_base", "CustomClassBase"))
+    found = (getattr(getattr(torch, module, None), name, None) for module, name in names)
+    return tuple(base for base in found if base is not None)
 
 
 def is_distributed(tensor: torch.Tensor) -> bool:
