@@ -56,6 +56,7 @@ $(CUDA_VENV)/ready: pyproject.toml
 # it, they make one with a build of torch for the GPU: make test-gpu TORCH="torch==2.13.0".
 PY ?= $(BIN)/python
 EXISTS := $(if $(filter $(BIN)/python,$(PY)),$(VENV)/ready)
+
 # Without a GPU, every test is skipped.
 test-gpu: $(EXISTS)
 	$(FROM_SOURCE) $(PY) -m pytest -m gpu -rs tests/test_gpu.py

@@ -153,12 +153,11 @@ class Route:
         return found
 
     def save(self, wait: bool = False) -> None:
-        """Write the measurements to the dump folder, if there is one.  A full disk or a failed device is no error."""
+        """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
         if self.folder is None:
             return
         with contextlib.suppress(OSError, ChunkflowError):
-            if passes := self._measured(wait):
-                save(self.folder, measured(self.course.plan, [as_one(calls) for calls in passes]))
+            save(self.folder, measured(self.course.plan, [as_one(calls) for calls in self._measured(wait)]))
 
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory."""

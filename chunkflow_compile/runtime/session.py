@@ -281,12 +281,11 @@ class Session:
         return [w.name for w in self.plan.weights if w.offset is None and w.name in self.homes]
 
     def _save(self, wait: bool = False) -> None:
-        """Write the measurements to the dump folder, if there is one.  A full disk or a failed device is no error."""
+        """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
         if self._folder is None:
             return
         with contextlib.suppress(OSError, ChunkflowError):
-            if steps := under(self.plan, self._measurements(wait)):
-                save(self._folder, measured(self.plan, steps))
+            save(self._folder, measured(self.plan, self._measurements(wait)))
 
     def _bound(self) -> Executor:
         """The executor of the program outside courses, on the arena's memory."""
