@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 
 from chunkflow_compile.hardware.beside import MIB
+from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.record import size
 from chunkflow_compile.runtime.cuda import register
@@ -66,9 +67,9 @@ def machine(probe: Probe) -> Iterator[str]:
     yield f"kernel {platform.release()}, Python {platform.python_version()}, {len(os.sched_getaffinity(0))} cores"
     yield f"torch {torch.__version__}, CUDA {torch.version.cuda}, compute capability {torch.cuda.get_device_capability()}"
     yield f"host memory {size(memory.total)}, of which {size(memory.free)} are free"
-    for kind in ("enabled", "shmem_enabled"):
-        path = Path("/sys/kernel/mm/transparent_hugepage") / kind
-        yield f"huge pages, {kind}: {path.read_text().strip() if path.exists() else 'the kernel does not say'}"
+    yield "huge pages for private memory: {}, for shared memory: {}".format(
+        *(p or "not told" for p in look().huge_pages)
+    )
     query = ("name", "driver_version", "memory.total", "pcie.link.gen.current", "pcie.link.gen.max")
     query += ("pcie.link.width.current", "pcie.link.width.max", "clocks.sm", "clocks.max.sm", "power.limit")
     try:

@@ -66,7 +66,7 @@ DEFAULTS = {
     "taken": 0,
     "rate": 0,
     "kernel_us": 0,
-    "behind": 0,
+    "lag": 0,
     "allocations": -1,
     "pins": -1,
     "pinned_allocations": -1,

@@ -32,7 +32,7 @@ std::map<std::string, std::atomic<long>>& counters() {
 
 std::map<std::string, std::atomic<long>*> named_settings(Settings& s) {
   return {{"devices", &s.devices}, {"total", &s.total}, {"taken", &s.taken}, {"rate", &s.rate},
-          {"kernel_us", &s.kernel_us}, {"behind", &s.behind}, {"allocations", &s.allocations}, {"pins", &s.pins}, {"pinned_allocations", &s.pinned_allocations},
+          {"kernel_us", &s.kernel_us}, {"lag", &s.lag}, {"allocations", &s.allocations}, {"pins", &s.pins}, {"pinned_allocations", &s.pinned_allocations},
           {"pin_bytes", &s.pin_bytes}, {"refused_address", &s.refused_address}, {"driver", &s.driver}};
 }
 

@@ -59,7 +59,7 @@ struct Settings {
   std::atomic<long> taken{0};                // bytes of each device that other processes hold
   std::atomic<long> rate{0};                 // bytes/s of a copy to the device; 0: at once
   std::atomic<long> kernel_us{0};            // least time of an aten kernel
-  std::atomic<long> behind{0};               // operations that the host is ahead of the streams, unless it waits
+  std::atomic<long> lag{0};                  // operations that the host is ahead of the streams, unless it waits
   std::atomic<long> allocations{-1};         // device allocations that still succeed
   std::atomic<long> pins{-1};                // registrations that still succeed
   std::atomic<long> pinned_allocations{-1};  // allocations of pinned memory that still succeed

@@ -17,7 +17,7 @@ std::atomic<long>& queued() {  // operations of all streams so far
   return found;
 }
 
-// The host waits for a stream or an event: what is queued runs, however far behind the device may be.
+// The host waits for a stream or an event: what is queued runs, however far the device lags.
 std::atomic<long> waiting{0};  // threads
 class HostWaits : Waiting {
  public:
@@ -66,7 +66,7 @@ class Stream {
     long number;  // in the order in which the host queued all of them
   };
   // Whether the host is as far ahead of an operation as the setting says, or waits.
-  static bool due(const Operation& next) { return queued() - next.number >= settings().behind || waiting; }
+  static bool due(const Operation& next) { return queued() - next.number >= settings().lag || waiting; }
   void run() {
     for (;;) {
       std::function<void()> work;

@@ -1,4 +1,4 @@
-"""The device runs twenty calls behind the host, as a card does where blocks are compiled one by one."""
+"""The device lags by twenty calls, as a card does where blocks are compiled one by one."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS
 from . import control
 from .test_findings import OPTIONS
 
-LAYERS, BEHIND = 30, 20
+LAYERS, LAG = 30, 20
 
 
 class Lagging:
-    """A model compiled by kind on a device that is ``BEHIND`` calls behind from the third step on; and its twin."""
+    """A model compiled by kind on a device that lags by ``LAG`` calls from the third step on; and its twin."""
 
     def __init__(self, **options: object) -> None:
         torch.manual_seed(0)
@@ -37,7 +37,7 @@ class Lagging:
             before = control.counts()["operations queued"]
             self.step()
         queued = control.counts()["operations queued"] - before
-        control.settings(behind=(BEHIND + 6) * queued // LAYERS)  # another plan may queue less for a call
+        control.settings(lag=(LAG + 6) * queued // LAYERS)  # another plan may queue less for a call
 
     def step(self) -> torch.Tensor:
         y = self.model.embed(self.inputs[self.steps % 4])
@@ -53,9 +53,9 @@ class Lagging:
         outputs = []
         for _ in range(steps):
             outputs.append(self.step())
-            assert not self.begun[-BEHIND].query(), "the device is further behind"
+            assert not self.begun[-LAG].query(), "the device lags further"
         first = self.steps - steps
-        control.settings(behind=0)
+        control.settings(lag=0)
         for i, y in enumerate(outputs):
             assert torch.equal(y, self.twin(self.inputs[(first + i) % 4]))
 

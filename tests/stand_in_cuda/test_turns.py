@@ -75,12 +75,12 @@ def test_each_turn_has_its_own_marked_step(tmp_path: Path, one_rank: None) -> No
 
 
 def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, one_rank: None) -> None:
-    """However far the card is behind the host.  FLUX: on the stand-in a convolution waits for the device."""
+    """However far the card lags.  FLUX: on the stand-in a convolution waits for the device."""
     size = Size(layers=2, singles=2, heads=4, head_dim=64, height=8, width=8, text=8)
     run = turns(tmp_path, ["resident", "replanned"], 3, "flux", size)
     run.profile.write_text(run.hardware.to_json())
     run._compile()
     codes = run._codes(run._calibrate())
-    control.settings(behind=1 << 20)
+    control.settings(lag=1 << 20)
     run._rehearse(codes)
     assert run._session._replan_after == 0
