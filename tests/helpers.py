@@ -85,6 +85,21 @@ class Stack(nn.Module):
         return self.head(x)
 
 
+class Broken(Stack):
+    """Breaks the graph around an op that reads a small parameter only."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.scale = nn.Parameter(torch.full((32,), 0.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[1](self.blocks[0](self.embed(x)))
+        torch._dynamo.graph_break()
+        x = x * self.scale
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[3](self.blocks[2](x)))
+
+
 class UlyssesBlock(nn.Module):
     """Attention over a sequence that is split over the ranks, with four functional all-to-alls."""
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS, WITHIN
-from helpers import Stack
+from helpers import Broken, Stack
 from torch import nn
 
 from chunkflow_compile import Arena, courses, explain, offload, programs, restore
@@ -377,24 +377,9 @@ def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
     assert sizes[0] == sizes[1]
 
 
-class Scaled(Stack):
-    """Breaks the graph around an op that reads a small parameter only."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.scale = nn.Parameter(torch.full((32,), 0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.blocks[0](self.embed(x)))
-        torch._dynamo.graph_break()
-        x = x * self.scale
-        torch._dynamo.graph_break()
-        return self.head(self.blocks[3](self.blocks[2](x)))
-
-
 def test_a_program_that_streams_nothing_leaves_the_arena_to_the_course() -> None:
     torch.manual_seed(0)
-    model, twin = Scaled().eval(), Scaled().eval()
+    model, twin = Broken().eval(), Broken().eval()
     twin.load_state_dict(model.state_dict())
     offload(model, min_bytes=MIN_BYTES)
     run = torch.compile(model, backend="chunkflow", options=EAGER)

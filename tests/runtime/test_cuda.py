@@ -19,7 +19,7 @@ import torch.distributed as dist
 from clocks import OwnClock
 from conftest import OPTIONS, WITHIN
 from fake_cuda import FakeCuda, FakeStream
-from helpers import Stack, UlyssesStack
+from helpers import Broken, Stack, UlyssesStack
 from hypothesis import given
 from hypothesis import strategies as st
 from random_programs import Bench, Choices, Spec, choices, examples, specs
@@ -449,21 +449,6 @@ def test_rocm_without_a_driver_is_not_called_a_build_for_the_cpu(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ChunkflowError, match="finds no GPU or no driver"):
         check_device(torch.device("cuda"))
-
-
-class Broken(Stack):
-    """Blocks around an op that reads a small parameter only, with graph breaks."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.scale = nn.Parameter(torch.full((32,), 0.5))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[1](self.blocks[0](self.embed(x)))
-        torch._dynamo.graph_break()
-        x = x * self.scale
-        torch._dynamo.graph_break()
-        return self.head(self.blocks[3](self.blocks[2](x)))
 
 
 def test_a_program_between_the_calls_of_a_course_leaves_its_passes_whole(no_grad: None) -> None:
