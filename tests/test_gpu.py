@@ -293,14 +293,24 @@ def test_a_weight_larger_than_the_cache() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("options", [{}, {"policy": "chunkflow", "memory": "4MiB"}, {"policy": "layerwise-barrier"}])
 def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: dict[str, Any]) -> None:
+    """One compilation, two plans.  Two compilations by Inductor may differ in rounding: it chooses kernels by their time."""
     size = Size(layers=3, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)
-    model, twin = twins(lambda: small_model(family, size))
+    torch.manual_seed(0)
+    model = small_model(family, size).eval()
     offload(model, "cuda", min_bytes=4096)
-    run, right = compiled(model, **options), resident(twin)
-    for step in range(5):
-        inputs = {k: v.cuda() if torch.is_tensor(v) else v for k, v in small_inputs(family, size, step).items()}
-        got, want = run(**inputs), right(**inputs)
-        assert torch.equal(got[0], want[0]), step
+    run = compiled(model, **options)
+
+    def outputs() -> list[torch.Tensor]:
+        given = (small_inputs(family, size, step) for step in range(5))
+        return [run(**{k: v.cuda() if torch.is_tensor(v) else v for k, v in each.items()})[0].clone() for each in given]
+
+    got = outputs()
     check_moved(model, 5)
+    session = programs(model)[0]
+    session.choice.code = session.code.remade(policy="resident", memory=None)
+    want = outputs()
+    assert programs(model)[0].plan.moved_bytes == 0
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert not torch.equal(got[0], got[1])
     restore(model)
     assert {p.device.type for p in model.parameters()} == {"cpu"}

@@ -203,7 +203,8 @@ def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loo
     if kind == "cuda":
         torch.cuda.set_device(device)
     if loopback:
-        join_loopback(RANKS)
+        # A copy engine serves one stream until that has no copy left: an exchange by copies would wait for all beside it.
+        join_loopback(RANKS, by_kernels=kind == "cuda")
     else:
         backend, meet = "nccl" if kind == "cuda" else "gloo", f"file://{folder}/meet"
         dist.init_process_group(backend, init_method=meet, rank=rank, world_size=RANKS, timeout=_TIMEOUT)

@@ -72,12 +72,6 @@ class Cuda(Protocol):
         """Pin the pages of a host tensor; return a function that unpins them.  Raises OSError if that fails."""
 
 
-# Most bytes of one copy, None for any.  If copies of one direction queue on a card, a collective through host memory waits
-# for all of a copy that came before it: docs/benchmarks/gpu_card.py measures that ("copies that queue"), and says at which
-# size to cap them.  No card has shown it yet, and each copy costs the host some microseconds.
-MOST_COPY: int | None = None
-
-
 class CudaStream:
     """A stream of the GPU.  ``stream``: torch's stream; None for the caller's, which each step sets again."""
 
@@ -134,9 +128,8 @@ class CudaDevice:
     name = "cuda"
     clock = MONOTONIC
 
-    def __init__(self, cuda: Cuda, most_copy: int | None = MOST_COPY) -> None:
+    def __init__(self, cuda: Cuda) -> None:
         self.cuda = cuda
-        self._most_copy = most_copy
         self.compute = self.collective = CudaStream(self)
         self.copy: CudaStream | StagedCopies = CudaStream(self, cuda.stream())
         self.frame: Frame | None = None
@@ -179,9 +172,7 @@ class CudaDevice:
             self.copy.copy_bytes(target, source)
         else:
             assert isinstance(source, torch.Tensor), "weights on the drive are staged"
-            most = self._most_copy or max(1, target.numel())
-            for part, piece in zip(target.split(most), source.split(most), strict=True):
-                self.cuda.copy(part, piece)
+            self.cuda.copy(target, source)
 
     def received(self, nbytes: int) -> None:
         """Nothing to emulate: the link is real."""

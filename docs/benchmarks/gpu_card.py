@@ -34,7 +34,7 @@ from chunkflow_compile.report.record import size
 from chunkflow_compile.runtime.cuda import register
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.weights.host_memory import empty_pages
-from chunkflow_compile.weights.limits import host_memory
+from chunkflow_compile.weights.limits import HostMemory, host_memory, meminfo
 
 GIB = 1 << 30
 # More than what CUDA takes on a card for the contexts of this process and of one that watches it: about 0.5 GiB each.
@@ -84,15 +84,15 @@ def machine(probe: Probe) -> Iterator[str]:
 
 def grow(probe: Probe) -> Iterator[str]:
     """Whether memory appears as it is touched, as on virtual machines that get it when they use it."""
-    before = host_memory()
+    reserve, before = host_memory().reserve, _told()
     pages, done, start = mmap.mmap(-1, max(probe.grow, _STEP)), 0, time.perf_counter()
-    while done < probe.grow and host_memory().free > 2 * before.reserve:
+    while done < probe.grow and host_memory().free > 2 * reserve:
         length = min(_STEP, probe.grow - done)
         ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(pages, done)), 1, length)
         done += length
-    seconds, least = time.perf_counter() - start, host_memory()
+    seconds, least = time.perf_counter() - start, _told()
     del pages
-    after = host_memory()
+    after = _told()
     yield (
         f"{size(done)} of host memory touched at {done / seconds / 1e9:.2f} GB/s; free {size(before.free)} before, "
         f"{size(least.free)} with it, {size(after.free)} after; in all {size(before.total)} before, {size(after.total)} after"
@@ -152,47 +152,45 @@ def copies(probe: Probe) -> Iterator[str]:
 
 
 def queueing(probe: Probe) -> Iterator[str]:
-    """Whether a small copy, as of a collective through host memory, waits until a large one of another stream ends."""
+    """Whether a small copy, as of an input, waits until a large one of another stream ends."""
     big = torch.ones(min(512 * MIB, probe.nbytes), dtype=torch.uint8, pin_memory=True)
     small = torch.ones(4 * MIB, dtype=torch.uint8, pin_memory=True)
     into, there = torch.empty_like(big, device=probe.device), torch.empty_like(small, device=probe.device)
-    weights, collective = torch.cuda.Stream(priority=-3), torch.cuda.Stream()
+    weights, other = torch.cuda.Stream(), torch.cuda.Stream()
 
-    def small_alone() -> float:
-        with torch.cuda.stream(collective):
-            begin = _event()
+    def timed(pieces: int) -> tuple[float, float]:
+        """Milliseconds from before the large one until the small one ends, and until the large one ends.
+
+        Both from an event of the large one's stream: an event of the other stream waits for the engine as its copy does.
+        """
+        with torch.cuda.stream(weights):
+            first = _event()
+            for a, b in zip(into.chunk(pieces), big.chunk(pieces), strict=True) if pieces else ():
+                a.copy_(b, non_blocking=True)
+            last = _event()
+        with torch.cuda.stream(other):
             there.copy_(small, non_blocking=True)
             end = _event()
-            end.synchronize()
-        return begin.elapsed_time(end)
+        torch.cuda.synchronize()
+        return first.elapsed_time(end), first.elapsed_time(last)
 
-    for _ in range(3):
-        small_alone()
-    alone = statistics.median(small_alone() for _ in range(9))
+    timed(1)
+    alone = statistics.median(timed(0)[0] for _ in range(9))
     beside: dict[int, float] = {}
     for pieces in (1, 8, 32):
-        found = []
-        for _ in range(5):
-            with torch.cuda.stream(weights):
-                first = _event()
-                for a, b in zip(into.chunk(pieces), big.chunk(pieces), strict=True):
-                    a.copy_(b, non_blocking=True)
-                last = _event()
-            waited = small_alone()
-            last.synchronize()
-            found.append((waited, first.elapsed_time(last)))
-            torch.cuda.synchronize()
-        beside[pieces], large = (statistics.median(column) for column in zip(*found, strict=True))
+        beside[pieces], large = (
+            statistics.median(column) for column in zip(*(timed(pieces) for _ in range(5)), strict=True)
+        )
         yield (
-            f"4 MiB to the card take {alone:.3f} ms alone, and {beside[pieces]:.3f} ms beside {size(big.nbytes)} in "
-            f"{pieces} {'copy' if pieces == 1 else 'copies'}, which take {large:.3f} ms"
+            f"4 MiB to the card take {alone:.3f} ms alone, and {beside[pieces]:.3f} ms after {size(big.nbytes)} of another "
+            f"stream in {pieces} {'copy' if pieces == 1 else 'copies'}, which take {large:.3f} ms"
         )
     if beside[1] <= _SHARED * alone:
         yield "copies of one direction share the link: a copy needs no cap"
     elif beside[32] < beside[1] / 2:
         yield f"copies of one direction queue: cap a copy at {size(big.nbytes // 32)}"
     else:
-        yield "copies of one direction queue, whatever their size: a cap would not help"
+        yield "copies of one direction queue: one waits until the other stream has none left, whatever their size"
 
 
 def overlap(probe: Probe) -> Iterator[str]:
@@ -328,6 +326,12 @@ def _event() -> torch.cuda.Event:
     made = torch.cuda.Event(enable_timing=True)
     made.record()
     return made
+
+
+def _told() -> HostMemory:
+    """What the machine itself says, whatever the environment says."""
+    said = meminfo()
+    return HostMemory(said.get("MemTotal", 0), said.get("MemAvailable", 0))
 
 
 def _pages(nbytes: int, advice: int) -> torch.Tensor:

@@ -58,7 +58,7 @@ def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
     profile = beside(page, "hardware.json")
     bench = (str(HERE / "gpu.py"), "--out", str(page), "--profile", str(profile), "--append", *rehearsal)
     bench += ("--seconds", str(limit - 20), *(("--steps", "6") if dry else ()))
-    wan, loopback, flux = ("1", "2,3", "4") if dry else ("1", "4,7", "3")
+    wan, loopback, flux = ("1", "2,3", "4") if dry else ("1", "7,4", "3")
     tests = ("-m", "pytest", "-m", "gpu", "-rs", "-p", "no:cacheprovider", *_workers(), "tests/test_gpu.py")
     calibrate = (
         "-m",
@@ -82,8 +82,8 @@ def parts_of(page: Path, dry: bool, limit: float = MOST) -> dict[str, Part]:
 
 
 def _workers() -> tuple[str, ...]:
-    """Tests at once, if pytest-xdist is there: four processes leave a card of 80 GB its memory."""
-    count = min(4, len(os.sched_getaffinity(0)))
+    """Tests at once, if pytest-xdist is there: eight processes leave a card of 80 GB its memory."""
+    count = min(8, max(2, len(os.sched_getaffinity(0)) // 2))
     return ("-n", str(count)) if importlib.util.find_spec("xdist") else ()
 
 

@@ -246,17 +246,6 @@ def test_the_passes_that_are_marked() -> None:
     assert all(clock.choose(step) for step in range(5))
 
 
-def test_a_long_copy_is_cut_where_copies_queue() -> None:
-    cuda = FakeCuda()
-    device = CudaDevice(cuda, most_copy=1000)
-    target, source = torch.zeros(4096, dtype=torch.uint8), torch.randint(256, (4096,), dtype=torch.uint8)
-    before = cuda.calls["copy"]
-    device.copy.run(lambda: device.copy_bytes(target, source))
-    device.copy.synchronize()
-    assert cuda.calls["copy"] - before == 5 and torch.equal(target, source)
-    device.close()
-
-
 def test_an_event_that_is_gone_leaves_no_record() -> None:
     """Another event may have its id."""
     device = CudaDevice(FakeCuda())
