@@ -19,15 +19,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import WITHIN, forking
-from drive_ranks import eventually
 from helpers import Stack, UlyssesStack
 from safetensors.torch import load_file, save_file
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile import ChunkflowError, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.runtime import roll_call
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.session import Session
 
@@ -270,22 +268,3 @@ def test_a_rank_that_is_killed_or_late_mid_step(how: str, debug: tuple[str, ...]
     assert all(took < WITHIN for _, took in told), (
         "neither when the group's timeout is over nor when the late rank comes"
     )
-
-
-def blocks_in_another_order(rank: int) -> None:
-    """The exchanges of both blocks have one size: without a roll call, nothing but the numbers would tell."""
-    roll_call._ROUNDS = 3600  # one in half a second, of the half hour of the process group
-    model = UlyssesStack(2).eval()
-    offload(model, min_bytes=4096)
-    for block in model.blocks:
-        block.compile(backend="chunkflow", options=EAGER)
-    x = torch.randn(4, 32)
-    model(x)
-    if rank:
-        model.blocks = nn.ModuleList(reversed(model.blocks))
-    with pytest.raises(ChunkflowError, match=r"The ranks call different programs: call 3 is blocks\.[01] "):
-        eventually(lambda: model(x) is None)  # it goes on calling
-
-
-def test_ranks_that_call_different_programs_are_told(on_ranks: Callable[..., None]) -> None:
-    on_ranks(blocks_in_another_order)

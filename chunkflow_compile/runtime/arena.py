@@ -10,19 +10,15 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, NoReturn, Protocol
 
 import torch
-from torch.fx import Graph
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan
-from chunkflow_compile.weights.meeting import group_named, meeting
 
 from .device import Device, DeviceKind, check_device, make_device
 from .drive_messages import Number
 from .locks import ProcessLock
 from .read_ahead import ReadAhead
-from .roll_call import RollCall
 
 Make = Callable[[torch.device, DeviceKind], Device]
 
@@ -108,7 +104,6 @@ class Arena:
         self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
         self._make = make
-        self._rolls: dict[tuple[int, ...], RollCall] = {}  # by the ranks of a process group
         self._calls = 0  # so far
         # the ranks of a process group -> how many calls they have met in, and which call was the newest of them
         self._met: dict[tuple[int, ...], tuple[int, int]] = {}
@@ -121,25 +116,12 @@ class Arena:
         self.courses: Any = None  # a Shared: what the tenants run as courses (courses.py)
         self._proved: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
 
-    def roll_calls(self, graph: Graph) -> tuple[RollCall, ...]:
-        """The roll calls of the ranks that this one meets in the collectives of a graph; none on one rank."""
-        groups = [met for name in sorted(group_names(graph)) if (met := meeting(group_named(name))) is not None]
-        for met in groups:
-            roll = self._rolls.get(met.ranks)
-            if roll is None or roll.met.store is not met.store:  # torch.distributed was started anew
-                self._rolls[met.ranks] = RollCall(met)
-        return tuple({met.ranks: self._rolls[met.ranks] for met in groups}.values())
-
-    def disagreement(self) -> str | None:
-        """A sentence on ranks that call different programs, None if none is known."""
-        return next((found for roll in self._rolls.values() if (found := roll.newest()) is not None), None)
-
-    def called(self, rolls: Collection[RollCall]) -> None:
-        """Count a call, in which this rank meets those of ``rolls``."""
+    def called(self, groups: Collection[tuple[int, ...]]) -> None:
+        """Count a call, in which this rank meets those of each of ``groups``."""
         self._calls += 1
-        for roll in rolls:
-            count, _ = self._met.get(roll.met.ranks, (0, 0))
-            self._met[roll.met.ranks] = count + 1, self._calls
+        for group in groups:
+            count, _ = self._met.get(group, (0, 0))
+            self._met[group] = count + 1, self._calls
 
     def number(self, ranks: Collection[int]) -> Number:
         """The number of the newest call, the same on all of ``ranks``: it counts the calls in which all of them met."""
@@ -302,9 +284,6 @@ class Arena:
                 self.alone()  # the streams close when their copies have ended
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None
-                for roll in self._rolls.values():
-                    roll.close()
-                self._rolls = {}
                 self._occupancies.clear()  # a program that was closed may still hold one, with events of these streams
                 streams.close()
                 if self._reader is not None:

@@ -277,10 +277,9 @@ class Issuer:
                     self._device.received(brought)
                 return result
             except RuntimeError as error:
-                cause = self.binding.arena.disagreement() or "a rank died or did not arrive in time"
                 raise ChunkflowError(
-                    f"The collective {name} failed in step {step}: {cause.rstrip('.')} ({error}). The model is "
-                    "intact: restore(model) brings its weights back."
+                    f"The collective {name} failed in step {step}: a rank died or did not arrive in time ({error}). The "
+                    "model is intact: restore(model) brings its weights back."
                 ) from error
 
         return call

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Call, block_of
@@ -26,6 +27,7 @@ from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home, home_of
 from chunkflow_compile.weights.host_store import links_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
+from chunkflow_compile.weights.meeting import ranks_of
 from chunkflow_compile.weights.pinning import pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings
@@ -97,7 +99,7 @@ class Session:
                 raise
             arena.courses = arena.courses or Courses(arena)
             self.key = self._key(arena.courses)
-            self._rolls = arena.roll_calls(self.program.module.graph) if self.program.problem.collectives else ()
+            self._groups = {ranks_of(name) for name in group_names(self.program.module.graph)}
         self._called = self._name()
 
     @property
@@ -177,9 +179,7 @@ class Session:
         self.arena.refuse_inside()
         if self.arena.outdated:
             self.arena.close_outlived()
-        for roll in self._rolls:
-            roll.answer(self._called)
-        self.arena.called(self._rolls)
+        self.arena.called(self._groups)
         in_course = self.arena.courses.executor(self)
         executor = in_course or self.executor
         self.arena.running = os.getpid(), self._called

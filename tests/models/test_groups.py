@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
-from drive_ranks import eventually
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -115,15 +112,8 @@ def refused(rank: int) -> None:
     dist.barrier()
 
 
-def disagreement(model: nn.Module) -> list[str | None]:
-    """What each rank finds, when all have told the others their calls."""
-    arena = programs(model)[0].arena
-    everywhere(arena.disagreement())
-    return everywhere(arena.disagreement())
-
-
 def apart(rank: int) -> None:
-    """The groups run other models and skip other blocks, which is right.  Then a rank calls others than its group."""
+    """The groups run other models and skip other blocks."""
     name = "flux" if rank > 1 else "wan"
     model, twin = small_model(name, SIZES[name]), small_model(name, SIZES[name])
     for m in (model, twin):
@@ -147,18 +137,7 @@ def apart(rank: int) -> None:
     step(0)
     order(*((0, 2) if rank < 2 else (0, 1)))
     step(10)
-    assert disagreement(model) == [None] * 4
     assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
-    order(*((0, 2) if rank < 3 else (0, 1)))
-    model(**small_inputs(name, SIZES[name], 20))
-    found = disagreement(model)
-    told = "The ranks call different programs: call 7 is"
-    assert [bool(each and told in each) for each in found] == [False, False, True, True], found
-    if rank > 1:
-        with pytest.raises(ChunkflowError, match=r"call 7 is transformer_blocks\.[12] .* on rank [23], and trans"):
-            step(30)
-    else:
-        step(30)
     dist.barrier()
 
 
@@ -166,9 +145,6 @@ def on_rank(rank: int) -> None:
     refused(rank)
     guided("wan", init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses")), inside=True)
     apart(rank)
-    torch._dynamo.reset()
-    gc.collect()  # the models were dropped without restore
-    eventually(lambda: not any(t.name == "chunkflow-roll-call" for t in threading.enumerate()))
 
 
 def test_four_ranks_as_two_groups(on_ranks: Callable[..., None]) -> None:
