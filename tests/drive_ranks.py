@@ -1,10 +1,9 @@
-"""Ranks that read the drive together, as readers of one process, with sockets between them."""
+"""Ranks that read the drive together, as readers of one process, with a ring between them."""
 
 from __future__ import annotations
 
 import os
 import random
-import socket
 import tempfile
 import threading
 import time
@@ -17,8 +16,8 @@ from conftest import WITHIN
 
 from chunkflow_compile.runtime.drive_runs import Item, Order, OwnRun
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, Start
-from chunkflow_compile.weights.links import Links
 from chunkflow_compile.weights.mapping import Descriptor
+from chunkflow_compile.weights.shared_ring import SharedRing
 from chunkflow_compile.weights.source import DriveBytes, DriveFile
 
 CONTENT = random.Random(0).randbytes(4096)
@@ -49,8 +48,8 @@ def cycle_of(file: DriveFile, spans: list[tuple[int, int]]) -> list[tuple[tuple[
 class Rank:
     """A rank: its reader, and its own opening of the file."""
 
-    def __init__(self, number: int, links: Links, path: str, spans: Sequence[tuple[int, int]], pin: Any) -> None:
-        self.number, self.links, self.spans = number, links, spans
+    def __init__(self, number: int, ring: SharedRing, path: str, spans: Sequence[tuple[int, int]], pin: Any) -> None:
+        self.number, self.ring, self.spans = number, ring, spans
         self.file = DriveFile(Descriptor(os.open(path, os.O_RDONLY)), "the file")
         self.cycle = cycle_of(self.file, [*spans])
         self.reader = ReadAhead(pin)
@@ -62,7 +61,7 @@ class Rank:
         """A cold start, as one call: it fetches the ``first`` reads of the cycle before those from ``begin`` on."""
         self.calls += 1
         order = Order(self.cycle[:first], self.cycle, begin)
-        self.reader.restart(order, start=Start((self.calls, 0), self.links, True, plan))
+        self.reader.restart(order, start=Start((self.calls, 0), self.ring, plan))
         for item in order.first:
             self.copy(item)
         self.place = begin
@@ -108,24 +107,17 @@ class Rank:
 def ranks_of(
     count: int, spans: Sequence[tuple[int, int]], pin: Callable[[torch.Tensor], Callable[[], None]] = unpinned
 ) -> Iterator[list[Rank]]:
-    pairs = [socket.socketpair() for _ in range(count - 1)]
-    for pair in pairs:
-        for end in pair:
-            end.settimeout(WITHIN)
-    numbers = tuple(range(count))
-    links = [Links(0, numbers, {i + 1: pair[0] for i, pair in enumerate(pairs)})]
-    links += [Links(i + 1, numbers, {0: pair[1]}) for i, pair in enumerate(pairs)]
+    numbers, ring = tuple(range(count)), SharedRing.made()
     with tempfile.NamedTemporaryFile() as made:
         made.write(CONTENT)
         made.flush()
-        found = [Rank(number, links[number], made.name, spans, pin) for number in numbers]
+        rings = [SharedRing(Descriptor(os.dup(ring.number)), number, numbers, WITHIN) for number in numbers]
+        found = [Rank(number, rings[number], made.name, spans, pin) for number in numbers]
         try:
             yield found
         finally:
             for rank in found:
                 rank.reader.close()
-            for each in links:
-                each.close()
     # A run that another one follows ends with its last copy, for which closing does not wait.
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"])
 

@@ -14,9 +14,9 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan
+from chunkflow_compile.weights.shared_ring import Number
 
 from .device import Device, DeviceKind, check_device, make_device
-from .drive_messages import Number
 from .locks import ProcessLock
 from .read_ahead import ReadAhead
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.program.arrivals import Arrivals
-from chunkflow_compile.weights.links import Links
+from chunkflow_compile.weights.shared_ring import SharedRing
 from chunkflow_compile.weights.source import Source
 
 from .arena import Arena, Occupancy
@@ -26,7 +26,7 @@ class Binding:
     ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
     ``occupancy``: what lies in the slots, if it is shared with other programs: of the same placement, or of the course.
     ``marks``: the marks of the copies, if they were computed already.
-    ``links``: to the ranks that share the weights on the drive, if they are all of one model.
+    ``ring``: of the ranks that share the weights on the drive, if they are all of one model.
     """
 
     arena: Arena
@@ -35,7 +35,7 @@ class Binding:
     hosts: Mapping[str, Source]
     occupancy: Occupancy | None = None
     marks: Arrivals | None = None
-    links: Links | None = None
+    ring: SharedRing | None = None
 
 
 @dataclass

@@ -5,19 +5,21 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from queue import Empty, SimpleQueue
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import Ring
+from chunkflow_compile.weights.ring_memory import RingMemory
+from chunkflow_compile.weights.shared_ring import Came, SharedRing
 from chunkflow_compile.weights.source import DriveBytes
 
 from .host_clock import MONOTONIC, HostClock
-from .ring_memory import RingMemory
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +48,11 @@ class Order:
         """Where in the cycle a read is that comes after the first ones."""
         return (self.begin + number - len(self.first)) % len(self.cycle)
 
+    def begins_at(self, number: int) -> tuple[int, int]:
+        """The first read of the cycle from a number on, and its place there."""
+        read = max(number, len(self.first))
+        return read, self.place(read)
+
     def digest(self, plan: object) -> bytes:
         """Equal on two ranks only if they read the same bytes in the same order.  ``plan``: what else must be equal."""
         reads = [(key, source.identity) for key, source in self.cycle]
@@ -68,27 +75,6 @@ class Over:
     then: Run | None = None
 
 
-class Others(Protocol):
-    """The ranks that a run reads for, beside its own.  ``seconds``: how long it waits for one."""
-
-    seconds: float
-
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` when another rank has given room back, or has gone."""
-
-    def room(self, after: int) -> bool:
-        """Whether all of them have copied the first ``after`` reads."""
-
-    def begins(self, number: int) -> None:
-        """A read is about to begin; a rank that comes from now on gets the reads after it."""
-
-    def came(self, number: int, begin: int, seconds: float, at: float) -> None:
-        """The bytes of a read lie at ``begin`` of the ring; it took ``seconds``, and ended ``at``."""
-
-    def end(self) -> None:
-        """There are no more reads for them."""
-
-
 class Run:
     """Reads that become ready, in order, from the thread of the run to that of the copies.
 
@@ -107,10 +93,10 @@ class Run:
         self._number = number
         self._head: Ready | Over | ChunkflowError | None = None
 
-    def head(self, timeout: float | None = None) -> Ready | Over | ChunkflowError:
-        """What comes next; waits for it.  Raises ``queue.Empty`` after ``timeout`` seconds."""
+    def head(self) -> Ready | Over | ChunkflowError:
+        """What comes next; waits for it."""
         if self._head is None:
-            self._head = self.ready.get(timeout=timeout)
+            self._head = self.ready.get()
         return self._head
 
     def pop(self) -> None:
@@ -129,7 +115,9 @@ class _Token:
     """In ``freed``, in the place of an event."""
 
 
-_CHANGED, _ALONE, _STOP = _Token(), _Token(), _Token()
+_ALONE, _STOP, _OVER, _LATER = _Token(), _Token(), _Token(), _Token()
+# How often to look for what other ranks have done: a read takes milliseconds.
+_POLL_S = 0.0005
 
 
 class OwnRun(Run):
@@ -145,11 +133,12 @@ class OwnRun(Run):
         *,
         rate: float = 0.0,
         beside: bool = False,
-        others: Others | None = None,
+        others: SharedRing | None = None,
         clock: HostClock = MONOTONIC,
     ) -> None:
         """``wanted``: bytes of the ring, those of the proof.  ``spare``: makes another ring.  ``rate``: bytes/s of a drive to
-        emulate, 0 for the machine's own.  ``beside``: whether to leave the page cache as it is."""
+        emulate, 0 for the machine's own.  ``beside``: whether to leave the page cache as it is.  ``others``: the ring, if
+        other ranks copy out of it too."""
         super().__init__(order, number)
         self._memory: RingMemory | None = memory
         self._wanted = wanted
@@ -166,18 +155,17 @@ class OwnRun(Run):
         self._then: Run | None = None
         self._left: RingMemory | None = None  # copies out of it may be in flight
         self._over = False
-        if others is not None:
-            others.wake_with(lambda: self.freed.put(_CHANGED))
         self._thread = threading.Thread(target=self._run, name="chunkflow-read-ahead", daemon=True)
         self._thread.start()
 
-    def until(self, number: int, make: Callable[[int], Run]) -> None:
-        """End before read ``number``, or before the next one if that is later; ``make`` gets its number, and makes the run
-        that goes on."""
+    def hand_over(self, take: Callable[[int], tuple[int, Run] | None]) -> bool:
+        """Let another run go on: ``take`` gets the number of the next read, and returns that which it begins with, and the
+        run; None if there is none."""
         with self._lock:
-            if self._until is None:
-                self._until = max(number, self._number)
-                self._then = make(self._until)
+            found = take(self._number) if self._until is None else None
+            if found is not None:
+                self._until, self._then = found
+        return found is not None
 
     def alone(self) -> None:
         self.freed.put(_ALONE)
@@ -188,6 +176,8 @@ class OwnRun(Run):
         self._thread.join()
         if self._others is not None:
             self._others.end()
+        if self._then is not None:  # it has not begun
+            self._then.stop()
 
     def _run(self) -> None:
         try:
@@ -204,11 +194,11 @@ class OwnRun(Run):
         through = ended = now()
         while (number := self._next()) is not None:
             key, source = self.order.at(number)
+            if self._others is not None:
+                self._others.begins(number)
             slot = self._room(source.numel())
             if slot is None or self._over:
                 return
-            if self._others is not None:
-                self._others.begins(number)
             start = now()
             values = slot[: source.numel()]
             if self._beside:
@@ -228,7 +218,7 @@ class OwnRun(Run):
                 begin = values.data_ptr() - self._memory.bytes.data_ptr()
                 self._others.came(number, begin, ended - start, ended)
         self.ready.put(Over(self._then))
-        while self._copied < self._issued and self._one_copied(self._issued) is not _STOP:
+        while self._copied < self._issued and self._one_copied() is not _STOP:
             pass  # the ring goes with the last copy out of it
         self._memory = None
 
@@ -246,10 +236,15 @@ class OwnRun(Run):
         Waits until the copies that use them have ended, on all ranks.
         """
         slot = self._slots.slot(nbytes)
+        since: float | None = None  # since this rank waits for others only: before that, the model may not be called
         while self._copied < slot.after or not (self._others is None or self._others.room(slot.after)):
-            token = self._one_copied(slot.after)
+            token = self._one_copied(waits=self._copied < slot.after)
             if token is _STOP:
                 return None
+            since = self._clock.now() if since is None or token is not _LATER else since
+            if self._others is not None and token is _LATER and self._clock.now() - since > self._others.seconds:
+                _log.warning("another rank has copied nothing from the drive for too long: each one reads alone now")
+                token = _ALONE
             if token is _ALONE and self._others is not None:
                 self._others.end()  # they may still copy out of this ring: go on in another one
                 self._left, self._memory, self._slots = self._memory, self._spare(), Ring(self._wanted)
@@ -260,18 +255,12 @@ class OwnRun(Run):
         assert self._memory is not None
         return self._memory.bytes[slot.begin : slot.end]
 
-    def _one_copied(self, after: int) -> Any:
-        """Wait until a copy has ended, or something else has happened.  ``after``: how many must have, on all ranks."""
-        while True:
-            try:
-                token = self.freed.get(timeout=None if self._others is None else self._others.seconds)
-                break
-            except Empty:
-                if self._copied >= after:  # else the model is not called
-                    _log.warning(
-                        "another rank has copied nothing from the drive for too long: each one reads alone now"
-                    )
-                    return _ALONE
+    def _one_copied(self, waits: bool = True) -> Any:
+        """A copy has ended, or something else has happened.  ``waits``: until then; else a moment, for other ranks."""
+        try:
+            token = self.freed.get(timeout=None if waits else _POLL_S)
+        except Empty:
+            return _LATER
         if isinstance(token, _Token):
             return token
         if token is not None:
@@ -281,42 +270,63 @@ class OwnRun(Run):
 
 
 class BroughtRun(Run):
-    """Another rank reads, into a ring that this one maps too."""
+    """The first rank reads, into a ring that this one maps too."""
 
-    def __init__(
-        self, order: Order, number: int, memory: RingMemory, freed: Callable[[int], None], left: Callable[[], None]
-    ) -> None:
-        """``freed``: tells that rank how many reads this one has copied.  ``left``: that it copies no more of them."""
+    def __init__(self, order: Order, number: int, ring: SharedRing, ahead: int, clock: HostClock) -> None:
+        """``ahead``: how many reads more the first rank counts."""
         super().__init__(order, number)
-        self._memory = memory
-        self._tell_freed, self._tell_left = freed, left
+        assert ring.memory is not None
+        self._memory = ring.memory
+        self._ring = ring
+        self._ahead = ahead
+        self._clock = clock
+        self._alone = self._over = False
         self._popped = 0
+        self._copied = number + ahead
         self._thread = threading.Thread(target=self._give_back, name="chunkflow-read-ahead", daemon=True)
         self._thread.start()
 
-    def came(self, begin: int, seconds: float, at: float) -> None:
-        """The next read lies at ``begin`` of the ring."""
-        key, source = self.order.at(self._number)
-        self._number += 1
-        self.seconds += seconds
-        self.nbytes += source.numel()
-        self.name = source.file.name
-        self.ready.put(Ready(key, self._memory.bytes[begin : begin + source.numel()], at))
+    def head(self) -> Ready | Over | ChunkflowError:
+        since = self._clock.now()
+        while self._head is None:
+            if (came := self._came()) is not None:
+                key, source = self.order.at(self._number)
+                self._number += 1
+                self.seconds += came.seconds
+                self.nbytes += source.numel()
+                self.name = source.file.name
+                self._head = Ready(key, self._memory.bytes[came.begin : came.begin + source.numel()], came.at)
+            elif self._alone:
+                self._head = Over()
+            elif self._clock.now() - since > self._ring.seconds:
+                _log.warning("the first rank has read nothing from the drive for too long: this one reads alone now")
+                self._head = Over()
+            else:
+                time.sleep(_POLL_S)
+        return self._head
+
+    @property
+    def ended(self) -> bool:
+        """Whether the next read is not going to come."""
+        return self._head is None and self._came() is None and self._alone
+
+    def _came(self) -> Came | None:
+        try:
+            return self._ring.next(self._number + self._ahead)
+        except EOFError:
+            self._alone = True
+            return None
 
     def pop(self) -> None:
         super().pop()
         self._popped += 1
 
-    def end(self) -> None:
-        """The other rank brings no more."""
-        self.ready.put(Over())
-
     def alone(self) -> None:
-        self.end()
+        self._alone = True
 
     def over(self) -> None:
-        """No more of its reads are taken.  The ring goes with the last copy out of it."""
-        self.freed.put(_CHANGED)
+        """No more of its reads are taken.  The ring is left with the last copy out of it."""
+        self.freed.put(_OVER)
 
     def stop(self) -> None:
         self.freed.put(_STOP)
@@ -325,7 +335,7 @@ class BroughtRun(Run):
     def _give_back(self) -> None:
         copied, over = 0, False
         while not (over and copied == self._popped) and (token := self.freed.get()) is not _STOP:
-            if token is _CHANGED:
+            if token is _OVER:
                 over = True
                 continue
             if token is not None:
@@ -334,5 +344,5 @@ class BroughtRun(Run):
                 except RuntimeError:  # the device has failed, as the copies say
                     break
             copied += 1
-            self._tell_freed(copied)
-        self._tell_left()
+            self._ring.freed(self._copied + copied)
+        self._ring.leave()

@@ -29,22 +29,23 @@ from typing import Any
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Course, border
 from chunkflow_compile.passes.program.reads import Reads, reads_from
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.weights.meeting import ranks_of
+from chunkflow_compile.weights.shared_ring import Number
 from chunkflow_compile.weights.source import Source
 
 from .arena import Occupancy
 from .binding import Binding, Cost, Step
-from .drive_messages import Number
 from .drive_runs import Order
 from .instructions import Issue, Issuer
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import Start
-from .together import in_step
 
 # An hour of steps of one second; older measurements are dropped.
 KEPT_MEASUREMENTS = 3600
@@ -100,7 +101,8 @@ class Executor:
         self._values = [
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
-        self._in_step = binding.links is not None and in_step(self.course, binding.links.ranks)
+        ring = binding.ring
+        self._ring = ring if ring is not None and _in_step(self.course, ring.ranks) else None
         self._later: list[Any] = [None] * (len(self._issuer.number) - len(placeholders))
         self._streams = bool(program.plan.streamed)
         self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
@@ -134,7 +136,7 @@ class Executor:
         self._steps += 1
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
-        if ready and self._in_step and self._issuer.on_drive:
+        if ready and self._ring is not None and self._issuer.on_drive:
             self.device.copy.run(partial(self.binding.arena.reader.goes_on, self._number()))
         self.occupancy.next = None
         for issue in self._instructions:
@@ -237,7 +239,7 @@ class Executor:
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.reads.cycle:
-            start = Start(self._number(), self.binding.links, self._in_step, self.course.plan.placement)
+            start = Start(self._number(), self._ring, self.course.plan.placement)
             copy.run(partial(self._read, cold.reads, start))
         for weight, target, source in () if jumps else cold.kept:
             self._issuer.copy(target, source, f"keep {weight}")
@@ -253,8 +255,7 @@ class Executor:
 
     def _number(self) -> Number:
         """The number of this call among the ranks that share the weights."""
-        links = self.binding.links
-        return self.binding.arena.number(() if links is None else links.ranks)
+        return self.binding.arena.number(() if self._ring is None else self._ring.ranks)
 
     def _make_cold(self) -> _Cold:
         found = border(self.course, self.call)
@@ -279,3 +280,9 @@ class Executor:
                     begin, end = plan.span(weight, run.first, run.end)
                     slot, host = self.binding.slots[weight.name], self.binding.hosts[weight.name]
                     yield weight.name, slot[begin:end], host[begin:end]
+
+
+def _in_step(course: Course, ranks: Sequence[int]) -> bool:
+    """Whether the collectives of a course keep ``ranks`` in step: all of them meet in one, so each finds the same."""
+    graphs = [call.module.graph for call in course.calls if call.problem.collectives]
+    return any(set(ranks_of(name)).issuperset(ranks) for graph in graphs for name in group_names(graph))

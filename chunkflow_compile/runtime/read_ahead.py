@@ -1,8 +1,8 @@
 """Reading ahead: the bytes of weights on the drive, in the order of their copies, round and round.
 
 The plan fixes that order.  So what the next copies need is read into a ring of host memory ahead of them, across the ends of
-calls: by a thread of this rank, or by the first rank of the machine for all (``together.py``).  A cold start or a jump gives
-another order.
+calls: by a thread of this rank, or by the first rank of the machine for all (``shared_ring.py``).  A cold start or a jump
+gives another order.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import weakref
 from collections import deque
 from dataclasses import dataclass
 from functools import partial
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -21,22 +21,21 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import ring_bytes
 from chunkflow_compile.weights.limits import host_memory, local_ranks
-from chunkflow_compile.weights.links import Links
+from chunkflow_compile.weights.ring_memory import Pin, RingMemory
+from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import DriveBytes
 
-from .drive_messages import Number
 from .drive_runs import BroughtRun, Key, Order, Over, OwnRun, Run
-from .follower import Follower
 from .host_clock import MONOTONIC, HostClock
-from .leader import Leader
-from .ring_memory import Pin, RingMemory
-from .together import Together, together
 
 _log = logging.getLogger(__name__)
 
 # A drive is reported if it reads at less than this share of the rate that the plan expects, over at least this time.
 _SLOW = 1 / 3
 _SURE_S = 1.0
+# Calls of which a rank remembers where they began, to find the first rank in one of them: ranks that wait for each other in
+# collectives are rarely further apart.
+_REMEMBERED = 16
 
 
 @dataclass(frozen=True)
@@ -66,28 +65,24 @@ class Reading:
 class Start:
     """Where reading starts: the call, and what ranks must have in common to read together.
 
-    ``links``: to the ranks that share the weights, None for none.  ``in_step``: whether collectives keep them in step.
-    ``plan``: what is to be equal on all of them.
+    ``ring``: of the ranks that share the weights and that collectives keep in step, None for none.  ``plan``: what is to be
+    equal on all of them.
     """
 
     call: Number = (0, 0)
-    links: Links | None = None
-    in_step: bool = False
+    ring: SharedRing | None = None
     plan: object = None
 
 
 @dataclass
 class _Live:
-    """What goes on for a reader: its run, its part in reading together, and the event of the newest copy out of the ring,
-    which comes after those of all others."""
+    """What goes on for a reader: its run, and the event of the newest copy out of the ring, which comes after those of all
+    others."""
 
     run: Run | None = None
-    together: Together | None = None
     newest: Any = None
 
     def stop(self) -> None:
-        if isinstance(self.together, Follower):
-            self.together.leave()
         if self.run is not None:
             self.run.stop()
         self.run = self.newest = None
@@ -116,8 +111,9 @@ class ReadAhead:
         self._beside = False
         self._live = _Live()
         weakref.finalize(self, _drop, self._live).atexit = False
-        self._links: Links | None = None
+        self._shared: SharedRing | None = None
         self._digest = b""
+        self._calls: dict[Number, tuple[int, int]] = {}  # the newest: their first read of the cycle, and its place
         self._number = 0  # of the next read to take
         self._expected: float | None = None
         # where the room of each read not yet freed goes back to, None for one that is not in a ring
@@ -138,27 +134,54 @@ class ReadAhead:
         sizes = [source.numel() for _, source in order.cycle]
         self._wanted = ring_bytes(sizes)  # as large as in the proof
         start = start or Start()
-        self._links = start.links if start.in_step else None
-        self._live.together = None if self._links is None else together(self._links, self)
-        alone = isinstance(self._live.together, Leader) or (start.links is None and local_ranks() < 2)
+        self._shared = start.ring if start.ring is not None and start.ring.claim(self) else None
+        alone = local_ranks() < 2 if self._shared is None else self._shared.leads
         # where memory is short, the page cache would drop what it has before it is read again; ranks that each read for
         # themselves may still find there what another has just read
         self._beside = alone and host_memory().free < sum(sizes)
-        if self._live.together is not None:
+        if self._shared is not None:
             self._digest = order.digest(start.plan)
         self._live.run = self._for_all(order) or self._own(order, 0, self._own_ring())
         self.goes_on(start.call)
 
     def goes_on(self, call: Number) -> None:
         """A call begins.  Here ranks may begin to read together."""
-        if isinstance(self._live.together, Leader) and self._live.run is not None:
-            self._live.together.reached(call, self._live.run.order, self._number)
-        elif isinstance(self._live.together, Follower) and isinstance(self._live.run, OwnRun):
-            self._live.together.reached(call, self._live.run, self._number, self._digest, self._pin)
+        if isinstance(self._live.run, BroughtRun) and self._live.run.ended:
+            self._go_on(None)
+        run = self._live.run
+        if self._shared is None or run is None:
+            return
+        found = run.order.begins_at(self._number)
+        if self._shared.leads:
+            self._shared.reached(call, *found)
+        elif isinstance(run, OwnRun):
+            self._calls = dict(list(self._calls.items())[1 - _REMEMBERED :]) | {call: found}
+            self._join(run)
+
+    def _join(self, run: OwnRun) -> None:
+        """Take what the first rank reads, if it was where this one was in one of the newest calls."""
+        shared = self._shared
+        assert shared is not None
+        told = (shared.ahead(self._digest, c, *found) for c, found in self._calls.items())
+        if (ahead := next((n for n in told if n is not None), None)) is None:
+            return
+
+        def take(number: int) -> tuple[int, Run] | None:
+            least = max(number, len(run.order.first))  # the first rank has other reads before the cycle
+            first = shared.join(least + ahead, self._wanted, self._pin)
+            if first is None:
+                return None
+            return first - ahead, BroughtRun(run.order, first - ahead, shared, ahead, self._clock)
+
+        try:
+            run.hand_over(take)
+        except ChunkflowError as error:
+            _log.warning("this rank reads the drive for itself: %s", error)
+            self._shared = None
 
     def take(self, reading: Reading) -> tuple[torch.Tensor, float]:
         while self._live.run is not None:
-            found = self._head()
+            found = self._live.run.head()
             if isinstance(found, Over):
                 self._go_on(found.then)
                 continue
@@ -181,8 +204,6 @@ class ReadAhead:
 
     def alone(self) -> None:
         """Wait for no other rank any more: a call has failed."""
-        if isinstance(self._live.together, Follower):
-            self._live.together.alone()
         if self._live.run is not None:
             self._live.run.alone()
 
@@ -210,26 +231,15 @@ class ReadAhead:
             self._end(self._live.run)
         self._live.stop()
         self._number = 0
+        self._calls.clear()
         self._taken.clear()
 
     def close(self) -> None:
         """Stop, and give the ring back."""
         self.stop()
-        if self._live.together is not None and self._links is not None:
-            self._live.together.close()
-            self._links.release(self)
-        self._links = self._live.together = self._ring = None
-
-    def _head(self) -> Any:
-        """What comes next.  Waits for another rank no longer than a collective does."""
-        assert self._live.run is not None
-        if not isinstance(self._live.run, BroughtRun) or self._live.together is None:
-            return self._live.run.head()
-        try:
-            return self._live.run.head(self._live.together.seconds)
-        except Empty:
-            _log.warning("the first rank has read nothing from the drive for too long: this one reads alone now")
-            return Over()
+        if self._shared is not None:
+            self._shared.release()
+        self._shared = self._ring = None
 
     def _go_on(self, then: Run | None) -> None:
         """Another run has the next read."""
@@ -244,20 +254,21 @@ class ReadAhead:
             self._live.run, self._ring = then, None
 
     def _for_all(self, order: Order) -> OwnRun | None:
-        """A run that reads for all ranks; None if this is not the first one, or if their ring cannot be made."""
-        first = self._live.together
-        if not isinstance(first, Leader):
+        """A run that reads for all ranks; None if this is not the first one, or if there is no ring for it."""
+        if self._shared is None or not self._shared.leads:
             return None
         try:
-            common = first.begin(order, self._digest, self._wanted, self._pin)
+            memory = self._shared.begin(self._digest, self._wanted, self._pin)
         except ChunkflowError as error:
             _log.warning("each rank reads the drive for itself: %s", error)
-            self._live.together = None
+            self._shared = None
+            return None
+        if memory is None:
             return None
         self._ring = None
-        return self._own(order, 0, common, first)
+        return self._own(order, 0, memory, self._shared)
 
-    def _own(self, order: Order, number: int, memory: RingMemory, others: Leader | None = None) -> OwnRun:
+    def _own(self, order: Order, number: int, memory: RingMemory, others: SharedRing | None = None) -> OwnRun:
         spare = partial(RingMemory.own, self._wanted, self._pin)  # the run does not keep the reader
         return OwnRun(
             order,

@@ -24,7 +24,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home
-from chunkflow_compile.weights.host_store import links_of
+from chunkflow_compile.weights.host_store import ring_of
 from chunkflow_compile.weights.pinning import pin_all
 from chunkflow_compile.weights.source import DriveBytes, Source
 
@@ -230,8 +230,8 @@ class Route:
         for name, home in session.homes.items():
             if names[name] in self._slots:
                 values[names[name]] = as_weight(self._slots[names[name]], home.host)
-        links = links_of(self._home(name) for name in self._slots)
-        binding = Binding(self.arena, values, self._slots, self._hosts, self._occupancy, marks, links)
+        ring = ring_of(self._home(name) for name in self._slots)
+        binding = Binding(self.arena, values, self._slots, self._hosts, self._occupancy, marks, ring)
         program = course.calls[call]
         file = session.measured.append, partial(self._passes.file, call)
         return Executor(program, session.code.regions, binding, session.code.poison, course, file)

@@ -25,7 +25,7 @@ from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home, home_of
-from chunkflow_compile.weights.host_store import links_of
+from chunkflow_compile.weights.host_store import ring_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.meeting import ranks_of
 from chunkflow_compile.weights.pinning import pin_all
@@ -308,8 +308,8 @@ class Session:
             marks.order,
             tuple((n, id(self.homes[n]), self.homes[n].version) for n in slots),
         )
-        links = links_of(self.homes[name] for name in slots)
-        binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks, links)
+        ring = ring_of(self.homes[name] for name in slots)
+        binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks, ring)
         return Executor(self.program, self.code.regions, binding, self.code.poison, file=(self.measured.append,))
 
     def _name(self) -> str:

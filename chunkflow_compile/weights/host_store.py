@@ -23,10 +23,10 @@ from .home import Home, home_of
 from .host_bytes import HostBytes
 from .host_weight import HostWeight, become, like
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
-from .links import Links
-from .mapping import leave_file
+from .mapping import Descriptor, leave_file
 from .peers import Peers
 from .progress import moving
+from .shared_ring import SharedRing
 from .staging import GpuStagings
 from .undeclared import Arrival
 
@@ -42,7 +42,7 @@ class HostStore:
     ``arriving``: what collectives may still write to the weights.  ``lent``: tensors of state_dicts that have the memory of
     weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
-    that share the weights, and their number.
+    that share the weights, and their number.  ``ring``: into which the first of these reads the drive for all.
     """
 
     _root: weakref.ref[nn.Module]
@@ -53,7 +53,7 @@ class HostStore:
     drive: Drive | None = None
     bound: int | None = None
     turn: tuple[int, int] | None = None
-    links: Links | None = None
+    ring: SharedRing | None = None
     agreed: int | None = None
     arriving: list[Arrival] = field(default_factory=list)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Home]]] = field(default_factory=list)
@@ -141,17 +141,18 @@ class HostStore:
                     home.unpin()  # not sooner: pinned memory is copied faster
                 moved(home.nbytes)
             self._homes.clear()
-        if self.links is not None:
-            self.links.close()
-            self.links = None
+        self.ring = None
 
     def agree(self, peers: Peers) -> None:
         """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
         drive = any(home.drive is not None for home in self.homes)
         told = peers.gather([self.pinnable(), drive])
         self.agreed = min(most for most, _ in told)
-        if self.links is None and all(each for _, each in told):
-            self.links = peers.stay()
+        if self.ring is None and all(each for _, each in told):
+            file = SharedRing.made() if peers.leads else Descriptor(peers.take())
+            if peers.leads:
+                peers.hand(file.number)
+            self.ring = SharedRing(file, peers.rank, peers.ranks, peers.seconds)
 
     def reclaim(self) -> None:
         """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.
@@ -280,10 +281,10 @@ class HostStore:
         )
 
 
-def links_of(homes: Iterable[Home]) -> Links | None:
-    """The links over which the weights on the drive may be read together; None if they are of several models, or of none."""
+def ring_of(homes: Iterable[Home]) -> SharedRing | None:
+    """The ring in which weights on the drive may be read for all ranks; None if they are of several models, or of none."""
     stores = {id(home.store): home.store for home in homes if home.drive is not None}
-    return next(iter(stores.values())).links if len(stores) == 1 else None
+    return next(iter(stores.values())).ring if len(stores) == 1 else None
 
 
 @contextlib.contextmanager

@@ -24,13 +24,14 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .host_memory import near_cpus
 from .limits import local_ranks
-from .links import Links
 from .meeting import PLACING, WRITING, Meeting, Occasion, meeting
 
 _log = logging.getLogger(__name__)
 
 _KEY = "chunkflow/peers"
 _GIVEN_UP = "given up"
+# For sockets without a timeout.
+_SECONDS = 600.0
 _LENGTH = struct.Struct("!Q")
 _CREDENTIALS = struct.Struct("3i")  # process, user, group
 
@@ -94,10 +95,10 @@ class Peers:
         os.set_inheritable(descriptors[0], False)  # recv_fds takes no flag for it
         return descriptors[0]
 
-    def stay(self) -> Links:
-        """The sockets for later, which :meth:`close` leaves open."""
-        kept, self._links = self._links, {}
-        return Links(self.rank, self.ranks, kept)
+    @property
+    def seconds(self) -> float:
+        """How long one waits for another."""
+        return min((s for link in self._links.values() if (s := link.gettimeout())), default=_SECONDS)
 
     def close(self, error: BaseException | None = None) -> None:
         """Close the sockets.  ``error``: why this rank cannot go on, which the others are told."""

@@ -1,11 +1,9 @@
-"""Reading together: ranks as readers of one process, with sockets between them and copies of their own pace."""
+"""Reading together: ranks as readers of one process, with a ring between them and copies of their own pace."""
 
 from __future__ import annotations
 
-import errno
 import gc
 import random
-import socket
 import threading
 import time
 from collections.abc import Callable
@@ -20,17 +18,11 @@ from hypothesis import strategies as st
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import ring_bytes, room
-from chunkflow_compile.runtime import drive_runs, leader
-from chunkflow_compile.runtime.drive_messages import (
-    READY,
-    Message,
-)
-from chunkflow_compile.runtime.follower import Follower
-from chunkflow_compile.runtime.leader import Leader
-from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
-from chunkflow_compile.runtime.ring_memory import RingMemory
-from chunkflow_compile.weights import links as weight_links
-from chunkflow_compile.weights.mapping import Descriptor
+from chunkflow_compile.runtime import drive_runs
+from chunkflow_compile.runtime.read_ahead import ReadAhead
+from chunkflow_compile.weights import shared_ring
+from chunkflow_compile.weights.ring_memory import RingMemory
+from chunkflow_compile.weights.shared_ring import SharedRing
 
 
 @pytest.mark.parametrize("count", [2, 3])
@@ -67,7 +59,7 @@ def test_every_copy_gets_its_bytes(spans: list[tuple[int, int]], acts: list[tupl
     """Whatever the sizes, and whether ranks start together, or one of them alone."""
     size = len(spans)
     with pytest.MonkeyPatch.context() as patch, ranks_of(2, spans) as ranks:
-        patch.setattr(leader, "_LEAVING_S", 0.02)
+        patch.setattr(shared_ring, "_LEAVING_S", 0.02)
         in_step(ranks, Rank.start)
         for kind, one, two in acts:
             if kind == "start":
@@ -111,22 +103,6 @@ def test_a_reader_that_does_not_wait_shows_wrong_bytes(monkeypatch: pytest.Monke
         monkeypatch.setattr(drive_runs.OwnRun, "_room", lambda self, n: self._memory.bytes[: room(n)])
         with pytest.raises(AssertionError):
             in_step(ranks, lambda rank: rank.copies(200))
-
-
-@pytest.mark.parametrize("who", [0, 1])
-def test_a_rank_that_ends_frees_its_share(who: int) -> None:
-    """It holds a part of the ring, and is killed: its links close, whatever else it was about to do."""
-    with ranks_of(3, EIGHT) as ranks:
-        meet(ranks)
-        gone = ranks[who]
-        left = [rank for rank in ranks if rank is not gone]
-        gone.reader.take(Reading(gone.reader, *gone.cycle[gone.place]))
-        for link in gone.links.sockets.values():
-            link.shutdown(socket.SHUT_RDWR)
-        if who == 0:  # its thread would go on in this process
-            gone.reader._live.run.stop()
-        in_step(left, lambda rank: rank.copies(40))
-        assert all(rank.alone for rank in left) if who == 0 else not left[-1].alone
 
 
 def test_one_that_starts_alone_reads_alone_and_comes_back() -> None:
@@ -195,7 +171,7 @@ def test_a_failed_call_waits_for_nobody() -> None:
 def test_a_rank_that_is_stuck_is_waited_for_as_long_as_by_a_collective(caplog: pytest.LogCaptureFixture) -> None:
     with ranks_of(2, EIGHT) as ranks:
         for rank in ranks:
-            rank.links.seconds = 0.3
+            rank.ring.seconds = 0.3
         meet(ranks)
         first, other = ranks
         in_step([first], lambda rank: rank.copies(40))
@@ -207,25 +183,6 @@ def test_a_rank_that_is_stuck_is_waited_for_as_long_as_by_a_collective(caplog: p
         in_step([other], lambda rank: rank.copies(40))
         assert "the first rank has read nothing from the drive for too long" in caplog.text
         in_step([first], lambda rank: rank.copies(40))
-
-
-def test_a_rank_that_does_not_listen_holds_up_no_read_for_ever(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """It is stopped, and the messages about many small reads find no room in its socket."""
-    monkeypatch.setattr(weight_links, "_TELLING_S", 1)
-    with ranks_of(2, [(i % 4000, 8) for i in range(4000)]) as ranks:
-        meet(ranks)
-        first, other = ranks
-        for rank in ranks:
-            rank.reader._live.together.seconds = 1.0
-        listens, heard = threading.Event(), Follower.heard
-        monkeypatch.setattr(Follower, "heard", lambda self, *told: (listens.wait(WITHIN), heard(self, *told))[1])
-        in_step([first], lambda rank: rank.copies(4000))
-        assert "another rank does not listen" in caplog.text
-        listens.set()
-        in_step([other], lambda rank: rank.copies(4000))
-        assert other.alone
 
 
 def test_a_drive_that_fails_ends_the_first_rank_and_not_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,14 +227,14 @@ def test_the_ring_is_pinned_once_on_each_rank_and_goes_with_the_readers() -> Non
 
 def test_a_ring_that_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     with ranks_of(2, EIGHT) as ranks:
-        mapped = RingMemory.of
+        mapped = SharedRing._mapped
 
-        def refused(descriptor: Descriptor, pin: Any) -> RingMemory:
-            if threading.current_thread().name == "chunkflow-drive-links":
+        def refused(ring: SharedRing, which: int, nbytes: int, pin: Any) -> RingMemory:
+            if not ring.leads:
                 raise ChunkflowError("A ring of 9 bytes cannot be mapped: Cannot allocate memory.")
-            return mapped(descriptor, pin)
+            return mapped(ring, which, nbytes, pin)
 
-        monkeypatch.setattr(RingMemory, "of", staticmethod(refused))
+        monkeypatch.setattr(SharedRing, "_mapped", refused)
         in_step(ranks, Rank.start)
         for _ in range(4):
             in_step(ranks, lambda rank: (rank.copies(8), rank.call())[0])
@@ -287,19 +244,19 @@ def test_a_ring_that_cannot_be_mapped(monkeypatch: pytest.MonkeyPatch, caplog: p
 def test_another_reader_of_the_same_weights_reads_alone() -> None:
     with ranks_of(2, EIGHT) as ranks:
         meet(ranks)
-        second = Rank(0, ranks[0].links, "/dev/null", EIGHT, unpinned)
+        second = Rank(0, ranks[0].ring, "/dev/null", EIGHT, unpinned)
         second.file = ranks[0].file
         second.cycle = ranks[0].cycle
         second.start()
         second.copies(20)
-        assert second.reader._live.together is None
+        assert second.reader._shared is None
         in_step(ranks, lambda rank: rank.copies(20))
         assert not ranks[1].alone
         second.reader.close()
 
 
 def test_readers_come_and_go() -> None:
-    """An arena that is freed has another reader when it is made again, over the same links."""
+    """An arena that is freed has another reader when it is made again, with the same ring."""
     with ranks_of(2, EIGHT) as ranks:
         for _ in range(3):
             meet(ranks)
@@ -319,84 +276,9 @@ def test_readers_that_are_dropped_end_their_threads() -> None:
         gc.collect()
 
 
-def test_a_rank_that_fails_to_listen_counts_as_gone(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-
-        def broken(*_: object) -> None:
-            raise KeyError("x")
-
-        monkeypatch.setattr(drive_runs.BroughtRun, "came", broken)
-        in_step(ranks, lambda rank: rank.copies(40))
-        assert ranks[1].alone and "the link to rank 0 fails" in caplog.text
-        eventually(lambda: ranks[0].reader._live.together._others[1].run == 0)  # it has left the ring
-        in_step(ranks, lambda rank: (rank.call(), rank.copies(40))[0])
-        assert caplog.text.count("the link to rank 0 fails") == 1 and ranks[1].alone
-
-
-def test_a_rank_that_fails_to_listen_still_copies_what_it_was_told_of() -> None:
-    """Its share of the ring is not free before that."""
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        first, other = ranks
-        eventually(lambda: other.reader._live.run.ready.qsize() >= 2)
-        other.reader._live.together.failed(0)
-        copies = threading.Thread(target=lambda: first.copies(24), daemon=True)
-        copies.start()
-        time.sleep(0.3)
-        assert copies.is_alive(), "the other rank has copied nothing"
-        in_step([other], lambda rank: rank.copies(24))
-        copies.join(WITHIN)
-        assert not copies.is_alive() and other.alone
-
-
-def test_the_first_rank_fails_to_listen(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        heard, failed = leader.Leader.heard, list[int]()
-
-        def broken(self: Leader, rank: int, *told: Any) -> None:
-            if not failed:
-                failed.append(rank)
-                raise KeyError("x")
-            heard(self, rank, *told)
-
-        monkeypatch.setattr(leader.Leader, "heard", broken)
-        in_step(ranks, lambda rank: rank.copies(40))
-        assert failed and ranks[1].alone and "the link to rank 1 fails" in caplog.text
-
-
-def test_a_rank_that_misses_a_message_takes_no_others_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        meet(ranks)
-        packed, missed = Message.packed, list[Message]()
-
-        def fails(message: Message) -> bytes:
-            if message.kind == READY and not missed:
-                missed.append(message)
-                raise OSError(errno.ENOMEM, "Cannot allocate memory")
-            return packed(message)
-
-        monkeypatch.setattr(Message, "packed", fails)
-        in_step(ranks, lambda rank: rank.copies(40))
-        assert missed and ranks[1].alone
-
-
-def test_a_rank_that_never_meets_the_first_one_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    with ranks_of(2, EIGHT) as ranks:
-        in_step(ranks, lambda rank: rank.start(plan=rank.number))
-        for _ in range(300):
-            for rank in ranks:
-                rank.call()
-        said = [r for r in caplog.records if "this rank reads the drive for itself, because" in r.getMessage()]
-        assert len(said) == 1
-
-
 def test_copies_that_are_still_out_do_not_hold_up_a_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first rank starts anew, and the other one still copies out of the ring: it gets another ring."""
-    monkeypatch.setattr(leader, "_LEAVING_S", 0.1)
+    monkeypatch.setattr(shared_ring, "_LEAVING_S", 0.1)
     with ranks_of(2, EIGHT) as ranks:
         meet(ranks)
         first, other = ranks

@@ -20,7 +20,6 @@ from chunkflow_compile import offload, programs, restore, writing
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.runtime.drive_runs import BroughtRun
-from chunkflow_compile.runtime.leader import Leader
 
 SIZE = Size(layers=2)
 LEAST = 1024
@@ -56,8 +55,9 @@ def reader_of(model: nn.Module) -> Any:
 def together(model: nn.Module) -> bool:
     """Whether this rank takes part: others copy what it reads, or it copies what the first rank has read."""
     found = reader_of(model)
-    if isinstance(found._live.together, Leader):
-        return all(o.run == found._live.together._run != 0 for o in found._live.together._others.values() if not o.gone)
+    shared = found._shared
+    if shared is not None and shared.leads:
+        return all(shared._words[other] == shared._run != 0 for other in shared._others)
     return isinstance(found._live.run, BroughtRun)
 
 
@@ -101,7 +101,7 @@ def read_by_the_first(rank: int, folder: str, world: int) -> None:
     assert read[1:] == [0] * (world - 1) and 0 < planned - ring <= read[0] <= planned + ring
     said = sum(m.read_bytes for m in program.measurements[told:])
     assert planned - ring <= said <= planned + ring, "reports say the same on all ranks"
-    assert Path("/proc/self/maps").read_text().count("memfd:chunkflow-ring") == 1
+    assert Path("/proc/self/maps").read_text().count("memfd:chunkflow-ring") == 3
     restore(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     torch._dynamo.reset()
@@ -214,7 +214,7 @@ def not_in_step(rank: int, folder: str) -> None:
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     for turn in range(3 + 5 * rank):
         step(run, twin, turn)
-    assert reader_of(model)._live.together is None and read_so_far(model) > 0
+    assert reader_of(model)._shared is None and read_so_far(model) > 0
     restore(model)
     dist.barrier()
 

@@ -1,0 +1,243 @@
+"""The shared ring: host memory into which the first rank of a machine reads the drive, for all of its ranks.
+
+Counters and the places of reads lie before it, in the same file without a name.  Each word has one writer, and nobody is
+waited for to agree: a rank that finds the first one at the place of its own order joins from a read on that has not begun,
+and one that finds it elsewhere reads for itself.  A rank that joined holds up the reads that would overwrite what it copies.
+
+Ranks read together only if collectives of their programs, in which all of them meet, keep them in step (``Executor``).  Then
+no wait is new: the graph of the waits between ranks maps onto that of one rank, in which each read waits for copies of
+earlier reads only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import mmap
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.ring import BLOCK
+
+from .mapping import Descriptor, map_file, prefer_huge_pages
+from .ring_memory import Pin, RingMemory
+
+# A call, by a number that is equal on all ranks: how many calls they have met in, and how many came after the last of them.
+Number = tuple[int, int]
+
+# Words of the first rank: its run (0 for none), the reads that have begun, those that have come, and the digest of the order.
+_RUN, _BEGUN, _CAME, _DIGEST = 0, 1, 2, 3
+# Then its newest calls: call, run, number of the first read from then on, its place in the order, and the sum of these.
+_CALLS, _CALL, _KEPT = 8, 5, 64
+# Then, for each other rank, the run that it has joined (0 for none), and the reads that it has copied.
+_RANKS = _CALLS + _CALL * _KEPT
+_COUNTERS = 8 * BLOCK
+# Of each read: where it begins in the ring, when it came, and how long it took, in ns.
+_PLACE = 3
+# Two rings, as ranks may still copy out of one when the first rank begins anew.  The file has no bytes between them.
+_APART = 1 << 40
+# How long the first rank waits for others to leave the ring, before it takes the other.  Their copies take milliseconds.
+_LEAVING_S = 0.2
+_POLL_S = 0.0005
+
+
+class Came(NamedTuple):
+    """A read that has come: where it begins in the ring; its seconds; and when it ended, by the clock."""
+
+    begin: int
+    seconds: float
+    at: float
+
+
+class SharedRing:
+    """One rank's view of it.  ``leads``: whether this rank reads.  ``seconds``: how long ranks wait for each other."""
+
+    def __init__(self, descriptor: Descriptor, rank: int, ranks: Sequence[int], seconds: float) -> None:
+        """Raises ChunkflowError if it cannot be mapped."""
+        self.leads = rank == ranks[0]
+        self.ranks = tuple(ranks)
+        self.seconds = seconds
+        self.memory: RingMemory | None = None
+        self._descriptor = descriptor
+        self._words = _words(descriptor, _COUNTERS, 0)
+        self._others = range(_RANKS, _RANKS + 2 * (len(ranks) - 1), 2)
+        self._mine = _RANKS + 2 * (self.ranks.index(rank) - 1)
+        self._table = self._words
+        self._run = 0  # that this rank reads, or has joined; its last bit says in which of two rings
+        self._which = 0, 0  # and its bytes
+        self._reader: weakref.ref[Any] | None = None
+        self._lock = threading.Lock()
+
+    @staticmethod
+    def made() -> Descriptor:
+        """A file for one, which grows with the ring.  Raises ChunkflowError if there is no memory."""
+        try:
+            found = Descriptor(os.memfd_create("chunkflow-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+            os.truncate(found.number, _COUNTERS)
+            fcntl.fcntl(found.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # no rank can cut what another one reads
+        except OSError as error:
+            raise ChunkflowError(f"A ring for all ranks cannot be made: {error.strerror or error}.") from error
+        return found
+
+    def claim(self, reader: Any) -> bool:
+        """Whether ``reader`` is the one that uses it: the first that asks, while it lasts."""
+        if self._reader is None or self._reader() is None:
+            self._reader = weakref.ref(reader)
+        return self._reader() is reader
+
+    def release(self) -> None:
+        """Its reader has ended."""
+        self.end()
+        self._reader = self.memory = None
+
+    # The first rank.
+
+    def begin(self, digest: bytes, nbytes: int, pin: Pin) -> RingMemory | None:
+        """Begin a run in this order; return a ring, of ``nbytes``, out of which no rank copies.  None if they copy out of both.
+
+        Raises ChunkflowError if there is no memory.
+        """
+        self.end()
+        deadline = time.monotonic() + _LEAVING_S
+        while (held := {self._words[o] & 1 for o in self._others if self._words[o]}) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if len(held) == 2:
+            return None
+        same = (self._run & 1) not in held
+        run = self._run + (2 if same else 1)
+        memory = self._mapped(run & 1, nbytes, pin)
+        self._words[_BEGUN] = self._words[_CAME] = 0
+        self._words[_DIGEST] = _word(digest)
+        self._fence()
+        self._words[_RUN] = self._run = run
+        return memory
+
+    def reached(self, call: Number, read: int, place: int) -> None:
+        """A call begins, from which on ``read`` is the first read, at ``place`` of the order."""
+        entry = [_code(call), self._words[_RUN], read, place]
+        at = _CALLS + _CALL * (sum(call) % _KEPT)
+        for i, word in enumerate((*entry, sum(entry))):
+            self._words[at + i] = word
+
+    def room(self, after: int) -> bool:
+        """Whether all ranks that have joined have copied the first ``after`` reads."""
+        run = self._words[_RUN]
+        return all(self._words[o] != run or self._words[o + 1] >= after for o in self._others)
+
+    def begins(self, number: int) -> None:
+        """A read is about to begin; a rank that joins from now on gets the reads after it."""
+        self._words[_BEGUN] = number + 1
+        self._fence()
+
+    def came(self, number: int, begin: int, seconds: float, at: float) -> None:
+        place = _PLACE * (number % (len(self._table) // _PLACE))
+        for i, word in enumerate((begin, int(at * 1e9), int(seconds * 1e9))):
+            self._table[place + i] = word
+        self._fence()
+        self._words[_CAME] = number + 1
+
+    def end(self) -> None:
+        """There are no more reads for the others."""
+        if self.leads:
+            self._words[_RUN] = 0
+
+    # The other ranks.
+
+    def ahead(self, digest: bytes, call: Number, read: int, place: int) -> int | None:
+        """How many reads more the first rank counts than this one, which at ``call`` was before ``read``, at ``place`` of
+        the order; None if it was elsewhere then, or reads in another order."""
+        run = self._words[_RUN]
+        at = _CALLS + _CALL * (sum(call) % _KEPT)
+        *entry, total = self._words[at : at + _CALL]
+        known = sum(entry) == total and entry[:2] == [_code(call), run] and entry[3] == place
+        if not run or not known or self._words[_DIGEST] != _word(digest):
+            return None
+        return int(entry[2]) - read
+
+    def join(self, least: int, nbytes: int, pin: Pin) -> int | None:
+        """Take part from a read on, ``least`` at least, by the numbers of the first rank; return it.  None if that fails.
+
+        Raises ChunkflowError if the ring cannot be mapped.
+        """
+        run: int = self._words[_RUN]
+        if not run:
+            return None
+        self._mapped(run & 1, nbytes, pin)
+        first = max(least, int(self._words[_BEGUN]))
+        self._words[self._mine + 1] = first
+        self._words[self._mine] = run
+        self._fence()
+        if (
+            self._words[_RUN] != run or self._words[_BEGUN] > first
+        ):  # it may not have seen this before it began the read
+            self._words[self._mine] = 0
+            return None
+        self._run = run
+        return first
+
+    def next(self, number: int) -> Came | None:
+        """A read, if it has come.  Raises EOFError if there are no more reads for this rank."""
+        if self._words[_RUN] != self._run:
+            raise EOFError
+        if self._words[_CAME] <= number:
+            return None
+        self._fence()
+        at = _PLACE * (number % (len(self._table) // _PLACE))
+        begin, ended, took = self._table[at : at + _PLACE]
+        return Came(begin, took / 1e9, ended / 1e9)
+
+    def freed(self, number: int) -> None:
+        """This rank has copied all reads before this one."""
+        self._words[self._mine + 1] = number
+
+    def leave(self) -> None:
+        """This rank copies nothing out of the ring any more."""
+        self._words[self._mine] = 0
+
+    def _mapped(self, which: int, nbytes: int, pin: Pin) -> RingMemory:
+        """The ring ``which``, and the table of its reads, which is as long as it may have reads at once."""
+        if self.memory is not None and (which, nbytes) == self._which:
+            return self.memory
+        table = -(-8 * _PLACE * (nbytes // BLOCK + 1) // BLOCK) * BLOCK
+        self.memory = None  # freed before the new one is mapped
+        begin = which * _APART + _COUNTERS
+        end = begin + table + nbytes
+        if self.leads and os.fstat(self._descriptor.number).st_size < end:
+            try:
+                os.truncate(self._descriptor.number, end)
+            except OSError as error:
+                raise ChunkflowError(f"A ring of {nbytes} bytes cannot be made: {error.strerror or error}.") from error
+        self._table = _words(self._descriptor, table, begin)
+        pages = map_file(self._descriptor, nbytes, mmap.MAP_SHARED, begin + table)
+        if pages is None:
+            raise ChunkflowError(f"A ring of {nbytes} bytes cannot be mapped: {os.strerror(ctypes.get_errno())}.")
+        prefer_huge_pages(pages)
+        self.memory, self._which = RingMemory(pages, pin), (which, nbytes)
+        return self.memory
+
+    def _fence(self) -> None:
+        """What was written before is seen before what is written after: a lock is a barrier."""
+        with self._lock:
+            pass
+
+
+def _words(descriptor: Descriptor, nbytes: int, offset: int) -> memoryview:
+    """Words of 8 bytes, which are written and read whole."""
+    try:
+        return memoryview(mmap.mmap(descriptor.number, nbytes, offset=offset)).cast("q")
+    except OSError as error:
+        raise ChunkflowError(f"A ring for all ranks cannot be mapped: {error.strerror or error}.") from error
+
+
+def _word(digest: bytes) -> int:
+    return int.from_bytes(digest[:7], "little")
+
+
+def _code(call: Number) -> int:
+    met, since = call
+    return met << 24 | since & 0xFFFFFF
