@@ -79,7 +79,6 @@ def guided(name: str, mesh: DeviceMesh, inside: bool) -> None:
     (program,) = programs(model)
     assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
     assert program.plan.moved_bytes > program.program.problem.total_bytes / 2
-    assert all(everywhere(program.arena.disagreement()) == [None] * 4 for _ in range(2))
     restore(model)
     torch._dynamo.reset()
 
@@ -191,7 +190,6 @@ def ring(rank: int) -> None:
     (program,) = programs(model)
     assert {c.kind for c in program.program.problem.collectives} == {"all-to-all", "all-gather"}
     assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
-    assert all(everywhere(program.arena.disagreement()) == [None] * 4 for _ in range(2))
 
 
 @pytest.mark.long
