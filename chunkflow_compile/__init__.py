@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from chunkflow_compile.explaining import explain
     from chunkflow_compile.passes.errors import ChunkflowError
     from chunkflow_compile.pipelines import apply, remove
-    from chunkflow_compile.placing import courses, offload, programs, restore, writing
+    from chunkflow_compile.placing import courses, offload, programs, restore
     from chunkflow_compile.replanning import replan
     from chunkflow_compile.runtime.arena import Arena
     from chunkflow_compile.saving import load, save
@@ -36,7 +36,6 @@ __all__ = [
     "replan",
     "restore",
     "save",
-    "writing",
 ]
 __version__ = "0.1.0"
 
@@ -54,7 +53,6 @@ _HOMES = {
     "replan": "chunkflow_compile.replanning",
     "restore": "chunkflow_compile.placing",
     "save": "chunkflow_compile.saving",
-    "writing": "chunkflow_compile.placing",
 }
 
 show_backend()

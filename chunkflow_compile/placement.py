@@ -42,7 +42,7 @@ PLACEMENT = "_chunkflow_placement"
 class Placement:
     """A placed model: its host store, its guards, and the programs that run on it.
 
-    ``min_bytes``: smaller weights stay on the device.  ``share``: see :func:`offload`.
+    ``min_bytes``: smaller weights stay on the device.
     ``progress``: of the compilation of its parts, if it is shown.  ``goal``: what replan has set, as fields of the settings,
     also for sizes that come later.
     """
@@ -58,7 +58,6 @@ class Placement:
         self._arenas: dict[DeviceKind, Arena] = {}
         self.progress: CompileProgress | None = None
         self.owner: Callable[[], str | None] = lambda: None  # what it belongs to, which alone may undo it
-        self.share: Any = False
         self.goal: Mapping[str, Any] = {}
 
     @staticmethod

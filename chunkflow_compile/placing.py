@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +24,6 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
 from chunkflow_compile.weights.peers import peers_of, stay_away
-from chunkflow_compile.weights.sharing_again import name_replaced, share_again
 from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 
@@ -83,7 +82,7 @@ def offload(
         raise
     peers = peers_of(share, target)
     placement = Placement.on(root, target, min_bytes)
-    placement.share, placement.store.bound = share, bound
+    placement.store.bound = bound
     with compile_lock:
         placement.guards.watch_calls()
         placement.move(weights, dtype_of, peers, on_drive)
@@ -171,29 +170,6 @@ def bring_back(model: nn.Module, device: torch.device | str | None = None) -> nn
         if isinstance(leaf, HostWeight):
             give_back(leaf, target or leaf.device, GpuStagings())
     return model
-
-
-@contextlib.contextmanager
-def writing(model: nn.Module) -> Iterator[None]:
-    """A context in which all ranks that share the weights of a model write the same values to them.
-
-    A write ends the sharing of a weight.  At the end of this context, the weights that all ranks have written are compared,
-    byte for byte, and shared again.  Raises ChunkflowError if a rank ends or fails.  Does nothing for other models.
-    A weight that got new memory, as by ``load_state_dict(assign=True)``, is not shared again; a warning names it.
-    """
-    sharing = [p for p in placements_of(model) if p.share is not False]
-    before = {p: {home.name for home in p.store.homes if home.was_shared} for p in sharing}
-    try:
-        yield
-    except BaseException as error:
-        for placement in sharing[:1]:  # the first one that the others want to share
-            stay_away(placement.share, placement.store.device, error)
-        raise
-    for placement in sharing:
-        if placement.lasts:
-            name_replaced(placement.root, before[placement])
-            with placement.quiet():
-                share_again(placement.store, placement.share)
 
 
 def programs(model: nn.Module) -> tuple[Session, ...]:

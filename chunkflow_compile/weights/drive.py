@@ -8,7 +8,6 @@ last process that has it open.
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import shutil
 import tempfile
@@ -24,66 +23,56 @@ from chunkflow_compile.passes.problem import Problem
 from .bytes import as_weight, flat_bytes, memory_of
 from .checkpoint import FilePart
 from .mapping import Descriptor, whole_pages
-from .source import DriveBytes, DriveFile, checksums
+from .source import DriveBytes, DriveFile
 
 # File systems in memory: a scratch file there would take what it is to save.
 _IN_MEMORY = ("tmpfs", "ramfs")
-# What to do where there is no room for weights that are placed, or that are written later.
-PLACING = "Set TMPDIR to a folder on a drive, or raise host_memory."
-WRITING = "Set TMPDIR to a folder on a drive before the model is placed, or free room in this one."
+_FIX = "Set TMPDIR to a folder on a drive, or raise host_memory."
 
 
 class Scratch:
     """A file without a name that weights are written to, each on pages of its own."""
 
-    def __init__(self, descriptor: Descriptor, where: str, fix: str = PLACING) -> None:
-        """``where``: for errors, as is ``fix``, what to do where there is no room."""
+    def __init__(self, descriptor: Descriptor, where: str) -> None:
+        """``where``: for errors."""
         self._where = where
-        self._fix = fix
         self.file = DriveFile(descriptor, f"the scratch file {where}")
 
     @staticmethod
-    def made(folder: Path, nbytes: int, fix: str = PLACING) -> Scratch:
+    def made(folder: Path, nbytes: int) -> Scratch:
         """A new one, in which ``nbytes`` are going to be written.
 
         Raises ChunkflowError if the file system is full, or is in memory itself.
         """
         where = f"in {folder}"
         if (kind := _file_system(folder)) in _IN_MEMORY:
-            raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})", fix))
+            raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})"))
         if (free := shutil.disk_usage(folder).free) < nbytes:
-            raise ChunkflowError(_no_room(where, f"{free} bytes are free", fix))
+            raise ChunkflowError(_no_room(where, f"{free} bytes are free"))
         try:
             with tempfile.TemporaryFile(prefix="chunkflow-", dir=folder) as made:
-                return Scratch(Descriptor(os.dup(made.fileno())), where, fix)
+                return Scratch(Descriptor(os.dup(made.fileno())), where)
         except OSError as error:
-            raise ChunkflowError(_no_room(where, error.strerror or str(error), fix)) from error
+            raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
-    def write(self, begin: int, weight: torch.Tensor) -> list[int]:
-        """Write a dense host tensor after all others; return its checksums.
-
-        Raises ChunkflowError if the file system is full.
-        """
+    def write(self, begin: int, weight: torch.Tensor) -> None:
+        """Write a dense host tensor after all others.  Raises ChunkflowError if the file system is full."""
         number, view, done = self.file.descriptor.number, memoryview(memory_of(flat_bytes(weight))).cast("B"), 0
         try:
             os.ftruncate(number, begin + whole_pages(weight.nbytes))
             while done < len(view):
                 done += os.pwritev(number, [view[done:]], begin + done)
         except OSError as error:
-            raise ChunkflowError(_no_room(self._where, error.strerror or str(error), self._fix)) from error
-        sums = checksums(view)
-        self.file.sums.add(begin, weight.nbytes, sums)
-        return sums
+            raise ChunkflowError(_no_room(self._where, error.strerror or str(error))) from error
 
 
 class Drive:
     """The files of the weights of one model that are on the drive, and that no other rank writes."""
 
-    def __init__(self, total: int = 0, folder: Path | None = None, fix: str = PLACING) -> None:
+    def __init__(self, total: int = 0, folder: Path | None = None) -> None:
         """``total``: bytes that are going to be written, if they are known.  ``folder``: of the scratch file; by default that
         for temporary files."""
         self._total = total
-        self._fix = fix
         self._files: dict[str, DriveFile] = {}
         self._folder = folder or scratch_folder()
         self._scratch: Scratch | None = None
@@ -109,21 +98,11 @@ class Drive:
 
         Raises ChunkflowError if the file system is full, or is in memory itself.
         """
-        kept = self._written(weight)
-        return as_weight(kept.mapped(mmap.MAP_SHARED), weight), kept
-
-    def keep_in_place(self, host: torch.Tensor) -> DriveBytes:
-        """The same for a tensor in a scratch file of all ranks, which keeps its address."""
-        kept = self._written(host)
-        kept.map_over(host, mmap.MAP_SHARED)
-        return kept
-
-    def _written(self, weight: torch.Tensor) -> DriveBytes:
-        self._scratch = self._scratch or Scratch.made(self._folder, max(self._total, weight.nbytes), self._fix)
+        self._scratch = self._scratch or Scratch.made(self._folder, max(self._total, weight.nbytes))
         kept = DriveBytes(self._scratch.file, self._end, weight.nbytes)
         self._scratch.write(self._end, weight)
         self._end += whole_pages(weight.nbytes)
-        return kept
+        return as_weight(kept.mapped(), weight), kept
 
 
 def scratch_folder() -> Path:
@@ -131,7 +110,7 @@ def scratch_folder() -> Path:
     try:
         return Path(tempfile.gettempdir())
     except OSError as error:
-        raise ChunkflowError(_no_room("in a folder for temporary files", "there is none", PLACING)) from error
+        raise ChunkflowError(_no_room("in a folder for temporary files", "there is none")) from error
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:
@@ -160,8 +139,8 @@ def with_drive(problem: Problem, names: Collection[str]) -> Problem:
     return replace(problem, weights=tuple(replace(w, drive=w.name in names) for w in problem.weights))
 
 
-def _no_room(where: str, cause: str, fix: str) -> str:
-    return f"There is no room for a scratch file {where}: {cause}. {fix}"
+def _no_room(where: str, cause: str) -> str:
+    return f"There is no room for a scratch file {where}: {cause}. {_FIX}"
 
 
 def _file_system(folder: Path) -> str:

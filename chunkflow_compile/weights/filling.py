@@ -33,15 +33,13 @@ class Placed:
     """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
 
     ``shared``: its place, if other ranks have the memory too.  ``drive``: its bytes in a file, if it is on the drive;
-    ``scratch``: in a scratch file; ``through``: writes to ``host`` go to the file.  ``before``: where
-    a weight lay that was in its checkpoint, which took no memory.
+    ``scratch``: in a scratch file.  ``before``: where a weight lay that was in its checkpoint, which took no memory.
     """
 
     host: torch.Tensor
     shared: SharedWeight | None = None
     drive: DriveBytes | None = None
     scratch: bool = False
-    through: bool = False
     before: Mapped | None = None
 
 
@@ -60,16 +58,14 @@ class Filling:
         pages: bool,
         peers: Peers | None = None,
         on_drive: Collection[str] = (),
-        again: bool = False,
         shards: Mapping[str, tuple[int, ...]] = _WHOLE,
     ) -> None:
         """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
         own.  ``peers``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
-        those that go to the drive instead.  ``again``: whether ``peers`` shared them before; one that is not shared again
-        stays where it is.  ``shards``: by name, which part of a weight this rank has; ranks share equal parts only."""
+        those that go to the drive instead.  ``shards``: by name, which part of a weight this rank
+        has; ranks share equal parts only."""
         self._device = device
         self._shards = shards
-        self._again = again
         self._nbytes = sum(w.nbytes for _, w in weights)
         self._pages = pages or peers is not None
         self._dtype_of = dtype_of
@@ -82,7 +78,7 @@ class Filling:
         try:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
             if peers is not None:
-                self._shared = SharedPages(peers, [w for w in self._weights.values() if not w.stays], again)
+                self._shared = SharedPages(peers, [w for w in self._weights.values() if not w.stays])
             self._taken = {name: self._takes(weight) for name, weight in self._weights.items()}
             self._todo = sum(self._taken.values())
             self._twice = max((min(w.nbytes, w.frees) for w in self._weights.values() if self._fills(w)), default=0)
@@ -118,15 +114,13 @@ class Filling:
             share = self._share_file if weight.drive else self._share_pages
             if (placed := share(self._shared, role, weight, values)) is not None:
                 return placed
-            if not (self._again or weight.drive):
+            if not weight.drive:
                 check_room(self._todo + weight.takes)  # another copy than was thought
-        if self._again:
-            return Placed(values)
         made, before = self._filled(weight, values), weight.lay_in(values)
         if not weight.drive:
             return Placed(made, before=before)
         host, kept = self._drive.keep(made)
-        return Placed(host, drive=kept, scratch=True, through=True, before=before)
+        return Placed(host, drive=kept, scratch=True, before=before)
 
     def _share_pages(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
         """The values in memory that other ranks map too; None if those there are others."""
@@ -168,8 +162,7 @@ class Filling:
         stays = same and not self._pages and values.device.type == "cpu"
         part = None if stays else self._mappings.part(values)
         stays = stays or (same and drive and part is not None and not values.is_inference())
-        # what is shared again leaves its memory at the end, all at once
-        frees = values.nbytes if values.device.type == "cpu" and part is None and not self._again else 0
+        frees = values.nbytes if values.device.type == "cpu" and part is None else 0
         shard = self._shards.get(name)
         return Wanted(
             name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard

@@ -229,14 +229,10 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     tensor.cell.check()
     home = tensor.cell.home()
-    if home is not None and home.through:
-        home.may_change()  # as part of the scratch file, unseen from here on
     while (shared := tensor.cell.shared) is not None:  # other ranks read it, and a write to it would go unnoticed here
         copy = shared.to_write(tensor.host)
-        if tensor.cell.shared is shared:  # else another thread has written it, and its place may be given back
+        if tensor.cell.shared is shared:  # else another thread has written it
             return copy
-    if home is not None and home.was_shared and home.drive is None:
-        return tensor.host.clone()  # ``writing`` may map shared memory at its address
     made = tensor.host.detach()
     if home is not None:
         home.store.lent.append((weakref.ref(made), weakref.ref(home)))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import mmap
-import os
 import time
 import warnings
 import weakref
@@ -18,13 +16,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import flat_bytes
 from .checkpoint import Mapped
-from .drive import WRITING, Drive
-from .filling import Placed
-from .holes import Place
 from .host_bytes import HostBytes
 from .host_weight import HostWeight
 from .limits import no_room
-from .mapping import own_memory, whole_pages
 from .reader import HostReader
 from .source import DriveBytes, Source
 from .staging import GpuStagings
@@ -42,7 +36,6 @@ class Home:
     """The place of one weight in a store; it ends with the weight.
 
     ``names``: all its names in the model.  ``host``: its values, on the CPU.  ``cell``: counts the writes to them.
-    ``left``: the place in a file of all ranks that it had before this rank wrote it.
     ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``before``: where it lay, while it moves.
     """
 
@@ -54,14 +47,10 @@ class Home:
     _weight: weakref.ref[HostWeight]
     grad: torch.Tensor | None = None
     before: Mapped | None = None
-    left: Place | None = None
-    was_shared: bool = False
-    through: bool = False  # writes to the host tensor go to the drive
     _drive: tuple[DriveBytes, int] | None = None  # and the version of the host tensor that it has the values of
     _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
     _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
     _copied_by: list[HostReader] = field(default_factory=list)
-    _process: int = field(default_factory=os.getpid)  # that has placed it
 
     @property
     def name(self) -> str:
@@ -81,20 +70,14 @@ class Home:
 
     @property
     def drive(self) -> DriveBytes | None:
-        """The bytes on the drive, None if the values are in host memory.
-
-        A mapping of a checkpoint, or of a scratch file that ranks share, is the process's own: the file does not see a write
-        to it.  A scratch file of this rank alone does.
-        """
-        if self._drive is None or (not self.through and self._drive[1] != self.host._version):
-            return None
-        return self._drive[0]
+        """The bytes on the drive, None if the values are in host memory: the file does not see a write to its mapping."""
+        return self._drive[0] if self._drive is not None and self._drive[1] == self.host._version else None
 
     @property
     def source(self) -> Source:
-        """The bytes that programs copy.  Raises as :meth:`may_change` for a part of a checkpoint that was written unseen."""
+        """The bytes that programs copy.  Raises as :meth:`may_change` for a weight on the drive that was written unseen."""
         if self.drive is None:
-            self._leave_checkpoint()
+            self._leave_drive()
         return self.drive or flat_bytes(self.host)
 
     @property
@@ -149,7 +132,7 @@ class Home:
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
         if not self.pins:
             return
-        self._leave_checkpoint()  # the pages must not change under a device
+        self._leave_drive()  # the pages must not change under a device
         if not fits:
             return
         try:
@@ -177,66 +160,22 @@ class Home:
     @property
     def shares(self) -> bool:
         """Whether other ranks have the same memory, or the same bytes on the drive."""
-        return self.cell.shared is not None or (self.cell.scratch and not self.through and self.drive is not None)
-
-    def share(self, placed: Placed) -> None:
-        """Replace the memory by the same bytes where other ranks have them, at the same address, if they do.
-
-        No program of the model may run.
-        """
-        if placed.through or (placed.shared is None and placed.drive is None):
-            return
-        self.settle()
-        self.unpin()
-        self.cell.version += 1  # programs pin it again
-        # What is shared is noted before it is mapped.  Ctrl-C between the two leaves the same bytes where no other rank
-        # writes; after a mapping that is not noted, a write would reach the other ranks.
-        if placed.shared is not None:
-            self.cell.shared = placed.shared.at(self.host)
-            self.cell.shared.map()
-        elif placed.drive is not None:
-            own = self._drive[0].place if self.through and self._drive is not None else None
-            self._drive, self.through = (placed.drive, self.host._version), False
-            placed.drive.map_over(self.host, mmap.MAP_PRIVATE)
-            if own is not None and not own.seen:
-                own.clear()  # no other rank has this file
+        return self.cell.shared is not None or (self.cell.scratch and self.drive is not None)
 
     def may_change(self) -> None:
-        """The values are about to be written: a scratch file of this rank sees it, and any other file does not.
+        """The values are about to be written: a weight on the drive goes to host memory for that, whatever the file.
 
-        A weight in a scratch file of all ranks goes to one of this rank first, and a part of a checkpoint to host memory, as
-        does a weight that a child of this process writes.
         Raises ChunkflowError if there is no room, or the checkpoint has changed.
         """
         self.check()
-        if self.drive is not None and self.cell.scratch and self._process != os.getpid():
-            self._leave_parent()
-        elif self.drive is not None and self.cell.scratch and not self.through:
-            drive, place = self.store.drive or Drive(fix=WRITING), self.drive.place
-            self.store.drive = drive
-            self._drive, self.through = (drive.keep_in_place(self.host), self.host._version), True
-            self.left = place
-        if self.through and self._drive is not None:
-            self._drive[0].may_change()
-        else:
-            self._leave_checkpoint()
-            self._drive = None  # of a mapping of a scratch file of all ranks, which stays one
+        self._leave_drive()
 
-    def _leave_parent(self) -> None:
-        """Give a weight in a scratch file host memory, in a child of the process that has placed it: both have the file."""
-        self.copied(self.nbytes)
-        try:
-            own_memory(self.host.data_ptr(), self.nbytes, whole_pages(self.nbytes))
-        except OSError as error:
-            raise ChunkflowError(f"{self.name} ({self.nbytes} bytes) cannot be written: {error.strerror}.") from error
-        self._drive, self.through = None, False
-
-    def _leave_checkpoint(self) -> None:
-        """Give a part of a checkpoint host memory, because it is or was written.  Any other weight stays where it is."""
-        if self._drive is not None and not self.cell.scratch:
+    def _leave_drive(self) -> None:
+        """Give a weight on the drive host memory, at the same address, because it is or was written."""
+        if self._drive is not None:
             self.check()
-            self.store.leave_checkpoint(self)
-            self._drive = None
+            self.store.leave_drive(self)
+            self._drive, self.cell.scratch = None, False
 
     @property
     def pinned(self) -> bool:

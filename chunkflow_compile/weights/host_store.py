@@ -17,7 +17,6 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .drive import Drive
 from .filling import Filling
 from .home import Home, home_of
 from .host_bytes import HostBytes
@@ -38,7 +37,7 @@ class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``; it ends with the model.
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
-    after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.  ``drive``: of weights this rank wrote.
+    after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.
     ``arriving``: what collectives may still write to the weights.  ``lent``: tensors of state_dicts that have the memory of
     weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
@@ -50,7 +49,6 @@ class HostStore:
     quiet: Callable[[], AbstractContextManager[object]]
     pins: bool = True
     fetched_bytes: int = 0
-    drive: Drive | None = None
     bound: int | None = None
     turn: tuple[int, int] | None = None
     ring: SharedRing | None = None
@@ -95,9 +93,8 @@ class HostStore:
             home = self._adopt(names, made, origin, tensor)
             home.grad = grad
             made.cell.shared, made.cell.scratch = placed.shared, placed.scratch
-            home.through = placed.through
             home._drive = None if placed.drive is None else (placed.drive, home.host._version)
-            home.was_shared, home.before = home.shares, placed.before
+            home.before = placed.before
             become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
             return home
 
@@ -209,15 +206,15 @@ class HostStore:
         """As ``held_bytes``, once this weight is among them."""
         return sum(h.nbytes for h in self.homes if h.drive is None or h is home)
 
-    def leave_checkpoint(self, home: Home) -> None:
-        """A weight goes from its checkpoint into host memory, because it is written.
+    def leave_drive(self, home: Home) -> None:
+        """A weight goes from the drive into host memory, because it is written.
 
         Raises ChunkflowError if there is no room; warns once if all of them then take more than the bound.
         """
         if (cause := no_room(home.nbytes)) is not None:
             raise ChunkflowError(
-                f"{home.name} is written, and goes from its checkpoint into host memory for that, but {home.nbytes} bytes "
-                f"find no room there: {cause}. Free host memory, or write the checkpoint instead and load the model again."
+                f"{home.name} is written, and goes from the drive into host memory for that, but {home.nbytes} bytes "
+                f"find no room there: {cause}. Free host memory, or write before the model is placed."
             )
         try:
             leave_file(home.host, self._owned)
@@ -226,7 +223,7 @@ class HostStore:
         if self.bound is not None and (held := self._held_with(home)) > self.bound:
             bound, self.bound = self.bound, None
             warnings.warn(
-                f"{home.name} is written, and goes from its checkpoint into host memory for that: the weights take {held} "
+                f"{home.name} is written, and goes from the drive into host memory for that: the weights take {held} "
                 f"bytes there now, more than host_memory, which is {bound}, and more with each one that is written. Save the "
                 "model with its new values (save_pretrained) and load it again to have them on the drive.",
                 stacklevel=2,
@@ -361,8 +358,6 @@ def _end_sharing(home: Home | None, cell: HostBytes) -> None:
         home.unpin()  # the pages that a device reads are those at the address when they were pinned
         cell.version += 1  # programs pin it again, also if there is no memory
     cell.shared.own_again()
-    if home is not None:
-        home.left = cell.shared.place
     cell.shared = None
 
 

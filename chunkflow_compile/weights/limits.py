@@ -109,14 +109,13 @@ def no_room(nbytes: int) -> str | None:
     return f"{memory.free} are free{memory.by}, and {reserve} must stay free{grows}"
 
 
-PLACING = "Load them in a smaller dtype, leave some on the drive with host_memory=, or raise the limit."
-WRITING = "Free host memory, write fewer of them inside one writing, or raise the limit."
-
-
-def check_room(nbytes: int, fix: str = PLACING) -> None:
-    """Raise ChunkflowError if there is no room for so many bytes of weights.  ``fix``: what to do then."""
+def check_room(nbytes: int) -> None:
+    """Raise ChunkflowError if there is no room for so many bytes of weights."""
     if (cause := no_room(nbytes)) is not None:
-        raise ChunkflowError(f"The weights take {nbytes} more bytes of host memory, and {cause}. {fix}")
+        raise ChunkflowError(
+            f"The weights take {nbytes} more bytes of host memory, and {cause}. Load them in a smaller dtype, leave some on "
+            "the drive with host_memory=, or raise the limit."
+        )
 
 
 def meminfo(root: Path = Path("/")) -> dict[str, int]:

@@ -21,14 +21,10 @@ _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
 
 class Descriptor:
-    """An open file, closed when nothing refers to it any more.
-
-    ``shown``: begins and ends in the file of what tensors beside the weights map.
-    """
+    """An open file, closed when nothing refers to it any more."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.shown: dict[object, tuple[int, int]] = {}
         weakref.finalize(self, os.close, number).atexit = False
 
 
@@ -55,16 +51,12 @@ def libc() -> Any:
     libc.mremap.argtypes = [ctypes.c_void_p, *2 * [ctypes.c_size_t], ctypes.c_int, ctypes.c_void_p]
     libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-    libc.fallocate.argtypes = [*2 * [ctypes.c_int], *2 * [ctypes.c_long]]
     return libc
 
 
-def map_file(
-    descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0, shown: bool = False
-) -> torch.Tensor | None:
+def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) -> torch.Tensor | None:
     """Bytes of a file, uint8, unmapped with the last tensor in them; None if the kernel refuses.
 
-    ``shown``: whether to count it as ``shown`` of the file.
     Python's mmap would keep the file open, and so its memory, after all weights in it have left.
     """
     system, size = libc(), whole_pages(nbytes)
@@ -73,10 +65,6 @@ def map_file(
         return None
     pages = (ctypes.c_ubyte * nbytes).from_address(made)
     weakref.finalize(pages, system.munmap, made, size).atexit = False
-    if shown:
-        key = object()
-        descriptor.shown[key] = offset, offset + size
-        weakref.finalize(pages, descriptor.shown.pop, key, None).atexit = False
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 

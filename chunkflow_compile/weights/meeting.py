@@ -1,4 +1,4 @@
-"""Meetings: the process groups whose ranks can find each other, and what they meet for."""
+"""Meetings: the process groups whose ranks can find each other."""
 
 from __future__ import annotations
 
@@ -62,33 +62,3 @@ def _real_backend(group: Any) -> Any:
             if backend.name() in _REAL:
                 return backend
     return None
-
-
-@dataclass(frozen=True)
-class Occasion:
-    """What ranks meet for, in the words of errors.
-
-    ``not_done``: what has not come to pass; ``during``: when a rank ended, and what to do then; ``absent``: what a rank that
-    does not come has not done; ``missed``: what it should have done.
-    """
-
-    not_done: str
-    during: str
-    absent: str
-    missed: str
-
-
-PLACING = Occasion(
-    "The weights are not placed",
-    "while the weights were placed. Look at its own error, and start all ranks again.",
-    "did not place the model",
-    "with share, every rank of the group calls offload. Pass share=False to place it on this rank alone, or share=group "
-    "with the ranks that place it.",
-)
-WRITING = Occasion(
-    "What was written is not shared",
-    "while written weights were shared again. The model stays placed, and each rank has what it has written. Look at the "
-    "error of that rank.",
-    "did not come to the end of writing",
-    "every rank that shares the weights enters it. The model stays placed, and each rank has what it has written.",
-)

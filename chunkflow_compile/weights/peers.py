@@ -24,7 +24,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .host_memory import near_cpus
 from .limits import local_ranks
-from .meeting import PLACING, WRITING, Meeting, Occasion, meeting
+from .meeting import Meeting, meeting
 
 _log = logging.getLogger(__name__)
 
@@ -42,13 +42,10 @@ class Peers:
     Every method is called by all of them, in the same order.  Raises ChunkflowError when another rank has ended or failed.
     """
 
-    def __init__(
-        self, rank: int, ranks: Sequence[int], links: Mapping[int, socket.socket], occasion: Occasion = PLACING
-    ) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], links: Mapping[int, socket.socket]) -> None:
         """``links``: of the leader to each other rank, and of each other rank to the leader."""
         self.rank = rank
         self.ranks = tuple(ranks)
-        self.occasion = occasion
         self._links = dict(links)
 
     @property
@@ -81,7 +78,7 @@ class Peers:
             try:
                 socket.send_fds(link, [b"f"], [descriptor])
             except OSError as error:
-                raise _ended(rank, error, self.occasion) from error
+                raise _ended(rank, error) from error
 
     def take(self) -> int:
         """The file that the leader hands over, which the caller closes."""
@@ -89,9 +86,9 @@ class Peers:
         try:
             _, descriptors, _, _ = socket.recv_fds(self._links[self.ranks[0]], 1, 1)
         except OSError as error:
-            raise _ended(self.ranks[0], error, self.occasion) from error
+            raise _ended(self.ranks[0], error) from error
         if not descriptors:
-            raise _ended(self.ranks[0], None, self.occasion)
+            raise _ended(self.ranks[0], None)
         os.set_inheritable(descriptors[0], False)  # recv_fds takes no flag for it
         return descriptors[0]
 
@@ -116,16 +113,16 @@ class Peers:
         except OSError as error:
             while not failed and isinstance(error, (BrokenPipeError, ConnectionResetError)):
                 self._receive(rank)  # it may have said why; this raises in any case
-            raise _ended(rank, error, self.occasion) from error
+            raise _ended(rank, error) from error
 
     def _receive(self, rank: int) -> Any:
         try:
             (length,) = _LENGTH.unpack(self._exactly(rank, _LENGTH.size))
             message = json.loads(self._exactly(rank, length))
         except OSError as error:
-            raise _ended(rank, error, self.occasion) from error
+            raise _ended(rank, error) from error
         if "failed" in message:
-            raise ChunkflowError(f"{self.occasion.not_done}, because another rank failed. {message['failed']}")
+            raise ChunkflowError(f"The weights are not placed, because another rank failed. {message['failed']}")
         return message["value"]
 
     def _exactly(self, rank: int, length: int) -> bytes:
@@ -133,12 +130,12 @@ class Peers:
         while len(found) < length:
             part = self._links[rank].recv(min(length - len(found), 1 << 20))
             if not part:
-                raise _ended(rank, None, self.occasion)
+                raise _ended(rank, None)
             found += part
         return bytes(found)
 
 
-def peers_of(share: Any, device: torch.device, occasion: Occasion = PLACING) -> Peers | None:
+def peers_of(share: Any, device: torch.device) -> Peers | None:
     """The ranks to share weights with that are placed for ``device``; None for none.
 
     ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.
@@ -158,7 +155,7 @@ def peers_of(share: Any, device: torch.device, occasion: Occasion = PLACING) -> 
         return None
     # each memory node has its own copy: a GPU reads the other node's memory more slowly
     near = near_cpus(device)
-    return meet(found, ",".join(map(str, sorted(near))), occasion)
+    return meet(found, ",".join(map(str, sorted(near))))
 
 
 def _group(share: Any) -> Any:
@@ -205,7 +202,7 @@ def _next(found: Meeting) -> str:
             return key
 
 
-def meet(found: Meeting, near: str = "", occasion: Occasion = PLACING) -> Peers | None:
+def meet(found: Meeting, near: str = "") -> Peers | None:
     """The peers of this rank, None if there are none.  All ranks of the meeting must call it.
 
     ``near``: the memory node to share on; ranks on others share among themselves.
@@ -215,15 +212,15 @@ def meet(found: Meeting, near: str = "", occasion: Occasion = PLACING) -> Peers 
     listener, name = _listener()
     with listener:
         mine = {"machine": _machine(), "reach": f"{os.getuid()} {_network()}", "near": near, "name": name}
-        records = _exchange(found, key, mine, occasion)
+        records = _exchange(found, key, mine)
         ranks = _sharing(found, records)
         if len(ranks) < 2:
             return None
         seconds = found.timeout.total_seconds()
         if found.rank != ranks[0]:
-            link = _connected(found.rank, ranks[0], records[ranks[0]]["name"], seconds, occasion)
-            return Peers(found.rank, ranks, {ranks[0]: link}, occasion)
-        return Peers(found.rank, ranks, _accepted(listener, ranks[1:], seconds, occasion), occasion)
+            link = _connected(found.rank, ranks[0], records[ranks[0]]["name"], seconds)
+            return Peers(found.rank, ranks, {ranks[0]: link})
+        return Peers(found.rank, ranks, _accepted(listener, ranks[1:], seconds))
 
 
 def _sharing(found: Meeting, records: Mapping[int, Mapping[str, str]]) -> list[int]:
@@ -251,7 +248,7 @@ def _sharing(found: Meeting, records: Mapping[int, Mapping[str, str]]) -> list[i
     return ranks
 
 
-def _exchange(found: Meeting, key: str, mine: Mapping[str, str], occasion: Occasion) -> dict[int, dict[str, str]]:
+def _exchange(found: Meeting, key: str, mine: Mapping[str, str]) -> dict[int, dict[str, str]]:
     """What each rank says of itself."""
     keys = [f"{key}/{rank}" for rank in found.ranks]
     found.store.set(f"{key}/{found.rank}", json.dumps(mine))
@@ -261,15 +258,15 @@ def _exchange(found: Meeting, key: str, mine: Mapping[str, str], occasion: Occas
         absent = [rank for rank, k in zip(found.ranks, keys, strict=True) if not found.store.check([k])]
         found.store.set(f"{key}/{_GIVEN_UP}", "")
         raise ChunkflowError(
-            f"{_numbers(absent).capitalize()} {occasion.absent} within {found.timeout.total_seconds():.0f} s: "
-            f"{occasion.missed}"
+            f"{_numbers(absent).capitalize()} did not place the model within {found.timeout.total_seconds():.0f} s: with "
+            "share, every rank of the group calls offload. Pass share=False to place it on this rank alone, or share=group "
+            "with the ranks that place it."
         ) from error
     records = {rank: json.loads(found.store.get(k)) for rank, k in zip(found.ranks, keys, strict=True)}
     for rank, record in records.items():
         if "failed" in record:
             cause = f"because rank {rank} failed: {str(record['failed']).rstrip('.')}"
-            fix = "Each rank keeps what it has written. Call writing again on all ranks to share it."
-            raise ChunkflowError(f"{occasion.not_done}, {cause}. {fix if occasion is WRITING else ''}".rstrip())
+            raise ChunkflowError(f"The weights are not placed, {cause}.")
     return records
 
 
@@ -282,7 +279,7 @@ def _listener() -> tuple[socket.socket, str]:
     return made, name
 
 
-def _connected(rank: int, leader: int, name: str, seconds: float, occasion: Occasion = PLACING) -> socket.socket:
+def _connected(rank: int, leader: int, name: str, seconds: float) -> socket.socket:
     link = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     link.settimeout(seconds)
     try:
@@ -296,13 +293,11 @@ def _connected(rank: int, leader: int, name: str, seconds: float, occasion: Occa
         link.close()
         if not isinstance(error, OSError):
             raise
-        raise _ended(leader, error, occasion) from error
+        raise _ended(leader, error) from error
     return link
 
 
-def _accepted(
-    listener: socket.socket, ranks: Sequence[int], seconds: float, occasion: Occasion = PLACING
-) -> dict[int, socket.socket]:
+def _accepted(listener: socket.socket, ranks: Sequence[int], seconds: float) -> dict[int, socket.socket]:
     """The links to ``ranks``.  A process of another user is turned away: an abstract name can be reached by anyone."""
     links: dict[int, socket.socket] = {}
     listener.settimeout(seconds)
@@ -321,7 +316,7 @@ def _accepted(
         except (OSError, struct.error) as error:
             for link in links.values():
                 link.close()
-            raise _ended(absent[0], error, occasion) from error
+            raise _ended(absent[0], error) from error
     return {rank: links[rank] for rank in ranks}
 
 
@@ -331,9 +326,11 @@ def _user(link: socket.socket) -> int:
     return int(_CREDENTIALS.unpack(told)[1])
 
 
-def _ended(rank: int, error: Exception | None, occasion: Occasion) -> ChunkflowError:
+def _ended(rank: int, error: Exception | None) -> ChunkflowError:
     cause = "did not answer in time" if isinstance(error, TimeoutError) else "has ended"
-    return ChunkflowError(f"Rank {rank} {cause} {occasion.during}")
+    return ChunkflowError(
+        f"Rank {rank} {cause} while the weights were placed. Look at its own error, and start all ranks again."
+    )
 
 
 def _numbers(ranks: Collection[int]) -> str:

@@ -98,7 +98,7 @@ class SharedRing:
     # The first rank.
 
     def begin(self, digest: bytes, nbytes: int, pin: Pin) -> RingMemory | None:
-        """Begin a run in this order; return a ring, of ``nbytes``, out of which no rank copies.  None if they copy out of both.
+        """Begin a run in this order; return a ring of ``nbytes`` out of which no rank copies, None if they copy out of both.
 
         Raises ChunkflowError if there is no memory.
         """

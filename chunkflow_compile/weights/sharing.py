@@ -22,8 +22,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .checkpoint import FilePart, Mapped
 from .drive import Scratch, scratch_folder
-from .holes import Place, note_forks
-from .limits import PLACING, WRITING, check_room, no_room
+from .limits import check_room, no_room
 from .mapping import (
     ACCESS,
     MAP_FIXED,
@@ -105,10 +104,6 @@ class SharedWeight:
         self._descriptor = descriptor
         self._offset = offset
 
-    @property
-    def place(self) -> Place:
-        return Place.of(self._descriptor, self._offset, self.host.nbytes)
-
     def own_again(self) -> None:
         """Give the weight memory of its own, at the same address: views of it stay views, and other ranks see no write.
 
@@ -132,23 +127,12 @@ class SharedWeight:
         with contextlib.suppress(OSError):  # else it stays shared, which is right until it is written
             map_over(self.host, self._descriptor, mmap.MAP_PRIVATE, self._offset)
 
-    def at(self, host: torch.Tensor) -> SharedWeight:
-        """The shared memory for ``host``, a weight of the same bytes in pages of its own, until :meth:`map` replaces them."""
-        return SharedWeight(self._descriptor, self._offset, host)
-
-    def map(self) -> None:
-        """Map the shared memory at the address of the weight.  Raises ChunkflowError if the kernel refuses."""
-        try:
-            map_over(self.host, self._descriptor, mmap.MAP_SHARED, self._offset)
-        except OSError as error:
-            raise ChunkflowError(f"A weight cannot be shared again: {error.strerror}.") from error
-
     def to_write(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values as an ordinary tensor.  It takes no memory until it is written, and only it sees the writes.
 
         Raises ChunkflowError if there is no memory.
         """
-        pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset, shown=True)
+        pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
         if pages is None:
             raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
         begin = (view.data_ptr() - self.host.data_ptr()) // view.element_size()
@@ -158,14 +142,9 @@ class SharedWeight:
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file, and what this rank does with each."""
 
-    def __init__(self, peers: Peers, wanted: Sequence[Wanted], again: bool = False) -> None:
-        """All peers create it, each with its own weights.  ``again``: whether they were shared before, and written since.
-
-        Raises ChunkflowError if there is no room, or a peer has ended.
-        """
-        note_forks()
+    def __init__(self, peers: Peers, wanted: Sequence[Wanted]) -> None:
+        """All peers create it, each with its own weights.  Raises ChunkflowError if there is no room, or a peer has ended."""
         self._peers = peers
-        self._again = again
         self._pages: dict[str, SharedWeight] = {}
         self._on_drive: dict[str, tuple[int, Wanted]] = {}  # and where each begins in the scratch file
         self._roles: dict[str, Role] = {}
@@ -181,12 +160,7 @@ class SharedPages:
         order = [repr(w["as"]) for w in told[0]]
         mine = {repr(w.told()["as"]): w for w in wanted}
         common = [mine[key] for key in order if key in mine and len(sources[key]) == len(told) and mine[key].nbytes]
-        if again and len(common) < len(wanted):
-            own = sorted({w.name for w in wanted} - {w.name for w in common})
-            _log.warning(
-                "rank %s has written %s, and not every rank has: it keeps its own copy", peers.rank, _some_of(own)
-            )
-        elif not again and 2 * len([w for w in common if w.shard is None]) < max(map(_whole, told)):
+        if 2 * len([w for w in common if w.shard is None]) < max(map(_whole, told)):
             _log.warning(
                 "rank %s shares %s of its %s weights: another rank places another model. Ranks that share place the same "
                 "models in the same order; pass share=False for a model that only some have",
@@ -237,7 +211,7 @@ class SharedPages:
         if not self._peers.leads:
             descriptor = Descriptor(self._peers.take())
         else:
-            check_room(takes, WRITING if self._again else PLACING)
+            check_room(takes)
             descriptor = memory_file("chunkflow-weights", total)
             self._peers.hand(descriptor.number)
         pages = map_file(descriptor, total, mmap.MAP_SHARED)
@@ -278,15 +252,16 @@ class SharedPages:
         for name in self._pages.keys() - kept:
             self._pages.pop(name).leave()
 
-    def written(self, name: str, sums: Sequence[int] = ()) -> None:
-        """Tell the others that a weight is written, if they wait for it.  ``sums``: its checksums on the drive."""
+    def written(self, name: str) -> None:
+        """Tell the others that a weight is written, if they wait for it."""
         if name in self._awaited:
             self._written.add(name)
-            self._peers.say([name, sums])
+            self._peers.say(name)
 
     def keep(self, name: str, made: torch.Tensor) -> None:
         """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
-        self.written(name, self._scratch.write(self._on_drive[name][0], made))
+        self._scratch.write(self._on_drive[name][0], made)
+        self.written(name)
 
     def kept(self, name: str) -> tuple[torch.Tensor, DriveBytes]:
         """A weight in the scratch file, and its bytes there; waits until the leader has written it.
@@ -296,7 +271,7 @@ class SharedPages:
         self._wait(name)
         begin, weight = self._on_drive[name]
         found = DriveBytes(self._scratch.file, begin, weight.nbytes)
-        return weight.view(found.mapped(mmap.MAP_PRIVATE)), found
+        return weight.view(found.mapped()), found
 
     def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""
@@ -308,11 +283,7 @@ class SharedPages:
 
     def _wait(self, name: str) -> None:
         while name not in self._written:
-            written, sums = self._peers.hear()
-            self._written.add(written)
-            if written in self._on_drive:
-                begin, weight = self._on_drive[written]
-                self._scratch.file.sums.add(begin, weight.nbytes, sums)
+            self._written.add(self._peers.hear())
 
     def finish(self) -> None:
         """Wait until all weights are written and compared.  Those that differ are named on all ranks."""

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import mmap
 import os
-import zlib
-from bisect import bisect_left
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,64 +14,18 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK
 
 from .bytes import copy_host_bytes, memory_of
-from .holes import Place
-from .mapping import Descriptor, map_file, map_over
-
-# Bytes with one checksum.  A chunk holds whole ones, and a weight of a few MiB has few.
-_SUMMED = 1 << 18
-
-
-def checksums(written: memoryview) -> list[int]:
-    """Those of bytes that are written to a file."""
-    return [zlib.crc32(written[start : start + _SUMMED]) for start in range(0, len(written), _SUMMED)]
-
-
-class Checksums:
-    """Of what was written to a file.  Each is compared once, when its bytes are read back for the first time: a checksum
-    takes longer than a fast drive."""
-
-    def __init__(self) -> None:
-        self._starts: list[int] = []
-        self._sums: dict[int, tuple[int, int]] = {}
-
-    def add(self, begin: int, nbytes: int, sums: Sequence[int]) -> None:
-        """Note bytes that were written after all others, with the :func:`checksums` of them."""
-        for start, found in zip(range(0, nbytes, _SUMMED), sums, strict=True):
-            self._starts.append(begin + start)
-            self._sums[begin + start] = min(_SUMMED, nbytes - start), found
-
-    def forget(self, offset: int, nbytes: int) -> None:
-        """Bytes may be written where the file sees it, but this does not."""
-        for start in self._within(offset, nbytes):
-            self._sums.pop(start, None)
-
-    def wrong(self, offset: int, read: memoryview) -> int | None:
-        """The position in the file of the first bytes that are not those written, None if all are."""
-        for start in self._within(offset, len(read)):
-            nbytes, expected = self._sums.get(start, (0, 0))
-            if not nbytes or start + nbytes > offset + len(read):
-                continue
-            if zlib.crc32(read[start - offset : start - offset + nbytes]) != expected:
-                return start
-            self._sums.pop(start, None)
-        return None
-
-    def _within(self, offset: int, nbytes: int) -> list[int]:
-        return self._starts[bisect_left(self._starts, offset) : bisect_left(self._starts, offset + nbytes)]
+from .mapping import Descriptor, map_file
 
 
 class DriveFile:
     """An open file of weights.  ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a file that
-    must not change; None for any other.
-
-    ``read_bytes``: those read so far.  ``sums``: of what was written to it.
+    must not change; None for any other.  ``read_bytes``: those read so far.
     """
 
     def __init__(self, descriptor: Descriptor, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
         self.descriptor = descriptor
         self.name = name
         self.read_bytes = 0
-        self.sums = Checksums()
         self._stamp = stamp
         self._beside: Descriptor | None = None  # for reads beside the page cache
         self._blocks = hasattr(os, "O_DIRECT")  # whether the file system may have them
@@ -125,11 +77,6 @@ class DriveFile:
         if done < len(wanted):
             raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
         self.check()
-        if (wrong := self.sums.wrong(offset, wanted)) is not None:
-            raise ChunkflowError(
-                f"{self.name} does not have at byte {wrong} what was written there. Check the drive, and load the model "
-                "again."
-            )
         self.read_bytes += len(wanted)
 
     def check(self) -> None:
@@ -165,14 +112,6 @@ class DriveBytes:
         begin, end, _ = part.indices(self._nbytes)
         return DriveBytes(self.file, self._offset + begin, max(0, end - begin))
 
-    @property
-    def place(self) -> Place:
-        return Place.of(self.file.descriptor, self._offset, self._nbytes)
-
-    def may_change(self) -> None:
-        """They may be written from now on."""
-        self.file.sums.forget(self._offset, self._nbytes)
-
     def read(self, target: torch.Tensor) -> None:
         """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`DriveFile.read`."""
         self.file.read(target, self._offset)
@@ -184,24 +123,15 @@ class DriveBytes:
     @property
     def identity(self) -> tuple[int, ...]:
         """Device and inode of the file, offset and bytes: equal on two ranks only if the bytes are the same."""
-        return (*self.place.told, self._nbytes)
+        told = os.fstat(self.file.descriptor.number)
+        return told.st_dev, told.st_ino, self._offset, self._nbytes
 
-    def mapped(self, kind: int) -> torch.Tensor:
-        """A mapping of them, uint8.  ``kind``: MAP_SHARED for one whose writes go to the file.
-
-        Raises ChunkflowError if the kernel refuses.
-        """
-        found = map_file(self.file.descriptor, self._nbytes, kind, self._offset)
+    def mapped(self) -> torch.Tensor:
+        """A mapping of them, uint8, whose writes the file does not see.  Raises ChunkflowError if the kernel refuses."""
+        found = map_file(self.file.descriptor, self._nbytes, mmap.MAP_PRIVATE, self._offset)
         if found is None:
             raise ChunkflowError(f"A weight in {self.file.name} cannot be mapped: {os.strerror(ctypes.get_errno())}.")
         return found
-
-    def map_over(self, host: torch.Tensor, kind: int) -> None:
-        """As ``mapped``, at the address of ``host``, a mapping of the same bytes, which it replaces."""
-        try:
-            map_over(host, self.file.descriptor, kind, self._offset)
-        except OSError as error:
-            raise ChunkflowError(f"A weight in {self.file.name} cannot be mapped: {error.strerror}.") from error
 
     def read_all(self) -> torch.Tensor:
         """Read them into new host memory."""

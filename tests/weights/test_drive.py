@@ -166,7 +166,7 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
     for m in (model, twin):
         m.get_parameter(name).mul_(2)
     assert torch.equal(view, twin.get_parameter(name)[1:])
-    assert (found[name].drive is not None) == scratch, "a written part of a checkpoint is in host memory from then on"
+    assert found[name].drive is None, "it is in host memory from then on"
     steps(run, twin, seed=3)
     other = "blocks.2.ffn.net.0.proj.weight"
     model.state_dict()[other].mul_(2)
@@ -318,18 +318,6 @@ def test_copies_of_weights_on_the_drive(saved: Path, monkeypatch: pytest.MonkeyP
     with pytest.warns(UserWarning, match="is no longer on the drive: such weights are in host memory") as told:
         model.to(torch.bfloat16)
     assert len([w for w in told if "no longer on the drive" in str(w.message)]) == 1
-
-
-def test_a_scratch_file_that_loses_what_was_written(tmp_path: Path) -> None:
-    files, weight = Drive(folder=tmp_path), torch.randn(3, 50_000)
-    first, found = files.keep(weight), files.keep(weight + 1)[1]
-    number = found.file.descriptor.number
-    at = first[1].numel() + 400_000  # in the second weight, which begins at a page
-    os.pwrite(number, b"spoilt", at)
-    assert torch.equal(first[1].read_all(), weight.view(torch.uint8).flatten())
-    with pytest.raises(ChunkflowError, match=r"scratch file in .* does not have at byte \d+ what was written there"):
-        found.read_all()
-    found[:4096].read_all()  # not whole: no checksum covers it
 
 
 def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

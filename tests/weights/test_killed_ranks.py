@@ -21,7 +21,7 @@ from conftest import WITHIN, forking
 from helpers import Stack
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, restore, writing
+from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.weights import filling
@@ -275,48 +275,3 @@ def killed_beside(rank: int, folder: str) -> None:
 @pytest.mark.long
 def test_a_rank_of_another_group_is_killed(tmp_path: Path) -> None:
     nothing_is_left(run_all(killed_beside, str(tmp_path), ranks=4), (0,), tmp_path)
-
-
-def killed_in_writing(rank: int, folder: str, who: tuple[int, ...]) -> None:
-    """At the end of ``writing``, while weights on the drive are written or compared; the other has what it has written."""
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=WITHIN)
-    )
-    torch.set_grad_enabled(False)
-    model, files = large(), without_name()
-    offload(model, min_bytes=LEAST, share=True, host_memory=0)
-    names = [name for name, p in model.named_parameters() if home_of(p) is not None][:4]
-    if rank in who:
-        owner, name = (filling.SharedPages, "same") if rank else (filling.SharedPages, "keep")
-        plain, left = getattr(owner, name), [3]
-
-        def dies(*args: Any) -> Any:
-            left[0] -= 1
-            if not left[0]:
-                kill(folder, rank)
-            return plain(*args)
-
-        setattr(owner, name, dies)
-    began, said = time.monotonic(), ""
-    try:
-        with writing(model):
-            for i, name in enumerate(names):
-                model.get_parameter(name).fill_(i + 1)
-    except ChunkflowError as error:
-        said = str(error)
-    if len(who) > 1:
-        kill(folder, rank)  # the other one was the first
-    assert f"Rank {who[0]} has ended while written weights were shared again. The model stays placed" in said
-    assert time.monotonic() - began < WITHIN
-    assert all(bool((model.get_parameter(name) == i + 1).all()) for i, name in enumerate(names))
-    restore(model)
-    assert all(bool((model.get_parameter(name) == i + 1).all()) for i, name in enumerate(names))
-    gc.collect()
-    assert without_name() == files
-    os._exit(0)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("who", WHO)
-def test_a_rank_is_killed_in_writing(tmp_path: Path, who: tuple[int, ...]) -> None:
-    nothing_is_left(run_all(killed_in_writing, str(tmp_path), who), who, tmp_path)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from conftest import WITHIN
 from test_killed_ranks import run_all
 
-from chunkflow_compile import ChunkflowError, offload, restore, writing
+from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import peers
 from chunkflow_compile.weights.home import home_of
@@ -103,7 +103,7 @@ def in_two_containers(rank: int) -> None:
     offload(model, min_bytes=LEAST, share=True)
     homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
     assert homes and not any(home.cell.shared for home in homes)
-    with writing(model), torch.no_grad():
+    with torch.no_grad():
         for m in (model, twin):
             next(m.parameters()).mul_(2)
     restore(model)
@@ -179,36 +179,6 @@ def test_memory_is_not_taken_from_another_user() -> None:
         os.waitpid(child, 0)
         for end in (*ready, *over):
             os.close(end)
-
-
-def one_fails_to_write(rank: int) -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    offload(model, min_bytes=LEAST, share=True)
-    name = next(n for n, p in model.named_parameters() if home_of(p) is not None)
-    error, message = (
-        (ChunkflowError, "because rank 1 failed: ValueError: no such file. .*Call writing again")
-        if rank == 0
-        else (ValueError, "no such file")
-    )
-    began = time.monotonic()
-    with pytest.raises(error, match=message), writing(model):
-        if rank == 1:
-            raise ValueError("no such file")
-        for m in (model, twin):
-            m.get_parameter(name).mul_(2)
-    assert time.monotonic() - began < WITHIN, "not the half hour of the process group"
-    assert (home_of(model.get_parameter(name)).cell.shared is None) == (rank == 0)  # type: ignore[union-attr]
-    assert torch.equal(model.get_parameter(name), twin.get_parameter(name))
-    with writing(model):  # the next time is no worse for it
-        for m in (model, twin):
-            m.get_parameter(name).fill_(0.5)
-    assert home_of(model.get_parameter(name)).cell.shared is not None  # type: ignore[union-attr]
-    restore(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_a_write_that_fails_on_one_rank(on_ranks: Callable[..., None]) -> None:
-    on_ranks(one_fails_to_write)
 
 
 def one_fails_early(rank: int) -> None:

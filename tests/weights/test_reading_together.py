@@ -16,7 +16,7 @@ from test_drive import homes, planned_reads, read_so_far
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile import offload, programs, restore, writing
+from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.runtime.drive_runs import BroughtRun
@@ -114,7 +114,7 @@ def test_one_rank_reads_for_all(on_ranks: Callable[..., None], saved: str, world
 
 
 def writes(rank: int, folder: str) -> None:
-    """A rank that writes a weight has another order from then on: its own, and again a common one after ``writing``."""
+    """A rank that writes a weight has an order of its own from then on, and a common one again when all have written it."""
     model, twin = pair(folder, 2, torch.bfloat16)
     offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=torch.bfloat16)  # to a scratch file
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
@@ -131,9 +131,8 @@ def writes(rank: int, folder: str) -> None:
         read, planned, ring = counted(model, run, twin, 20)
         assert not any(everywhere(together(model))), "a file of its own"
         assert all(planned - ring <= nbytes <= planned + ring for nbytes in read)
-        with writing(model):
-            for m in (model, twin):
-                m.get_parameter(name).fill_(0.01 * (writer + 1))
+        for m in (model, twin):
+            m.get_parameter(name).fill_(0.01 * (writer + 1))
         until_together(model, run, twin, 40)
     restore(model)
     torch._dynamo.reset()
@@ -141,7 +140,7 @@ def writes(rank: int, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_ranks_that_write_read_alone_until_they_share_again(on_ranks: Callable[..., None], saved: str) -> None:
+def test_ranks_that_write_read_alone_until_all_have_written(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(writes, saved)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import gc
 import logging
 import os
@@ -17,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, offload, programs, restore, writing
+from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights import limits
 from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
@@ -103,36 +104,6 @@ def test_ranks_share_and_write(on_ranks: Callable[..., None], world: int) -> Non
     on_ranks(same_model, world=world)
 
 
-def written_together(rank: int) -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    offload(model, min_bytes=LEAST, share=True)
-    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
-    steps(run, twin)
-    one, other = "blocks.0.ffn.net.0.proj.weight", "blocks.1.ffn.net.0.proj.weight"
-    places = addresses(model)
-    with writing(model), torch.no_grad():
-        for m in (model, twin):
-            m.get_parameter(one).mul_(2)
-            m.get_parameter(other).mul_(rank + 3)
-        assert {one, other}.isdisjoint(shared(model))
-        steps(run, twin, 3)
-    # both ranks wrote the first alike; the second is rank 0's, and rank 1 keeps its own
-    assert (one in shared(model)) and (other in shared(model)) == (rank == 0)
-    assert addresses(model) == places
-    steps(run, twin, 7)
-    with writing(model), torch.no_grad():
-        for m in (model, twin):
-            m.get_parameter(other).fill_(0.01)
-    assert shared(model) == large(twin)
-    steps(run, twin, 9)
-    restore(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_ranks_write_together(on_ranks: Callable[..., None]) -> None:
-    on_ranks(written_together)
-
-
 def a_spoilt_element(rank: int) -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     name = "blocks.1.attn1.to_q.weight"
@@ -154,6 +125,21 @@ def a_spoilt_element(rank: int) -> None:
 
 def test_a_spoilt_element_is_named_on_all_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(a_spoilt_element)
+
+
+def sealed(rank: int) -> None:
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    offload(model, min_bytes=LEAST, share=True, device="cpu")
+    number = home_of(model[0].weight).cell.shared._descriptor.number  # type: ignore[union-attr,arg-type]
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(number, size)
+
+
+def test_no_rank_can_cut_the_memory_of_all(on_ranks: Callable[..., None]) -> None:
+    on_ranks(sealed)
 
 
 def full() -> HostMemory:
@@ -279,15 +265,9 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
                     m.get_parameter(home.name).mul_(2)
         dist.barrier()
         steps(run, twin, 5, dtype)
-    # a written part of a checkpoint is in the rank's own memory from then on
+    # what a rank has written is in memory of its own from then on
     assert shared(model) == (memory - {one.name} if rank else memory)
-    assert (other.drive is None) == (rank == 1 and cast is None) and other.through == (rank == 1 and cast is not None)
-    with writing(model), torch.no_grad():
-        for m in (model, twin):
-            for home in (one, other):
-                m.get_parameter(home.name).fill_(0.01)
-    assert shared(model) == memory
-    steps(run, twin, 9, dtype)
+    assert (other.drive is None) == (rank == 1)
     restore(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
