@@ -45,6 +45,7 @@ class Phase:
         self.cap = Cap()
         self.calls = 0
         self.retries = 0
+        self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
         self._ran: list[tuple[weakref.ref[Session], int]] = []  # in the newest call, and how often

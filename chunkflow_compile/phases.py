@@ -26,7 +26,6 @@ from chunkflow_compile.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phase import Entry, Phase, kept_by
 from chunkflow_compile.placing import courses, programs
-from chunkflow_compile.refusals import Refusals
 from chunkflow_compile.replanning import replan
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.retrying import Cap, Draws, given_to, has_ranks, keeps_state, out_of_memory
@@ -58,7 +57,6 @@ class Budget:
         self._allocator: Allocator = allocator_of(device)
         self.most: int | None = None  # bytes that the device held in a call since apply, if anything counts them
         self._alternating = Alternating()
-        self._refusals = Refusals()
         self._told = False  # that phases run without gradients
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
@@ -114,33 +112,22 @@ class Budget:
         phase.arena.grows = None
         self._last = [other for other in self._last if other is not phase]
         self._alternating.forget(phase)
-        self._refusals.forget(phase)
         self._settled = False
 
     @contextlib.contextmanager
-    def generation(self, asked: object) -> Iterator[None]:
-        """The call of a pipeline.  The caller holds the turn.  ``asked``: see :func:`sizes_asked`.
-
-        Raises ChunkflowError if the budget was too little for an earlier one that was asked for the same.
-        """
-        with self.lock():
-            self._refusals.generation(asked)
+    def generation(self) -> Iterator[None]:
+        """The call of a pipeline.  The caller holds the turn."""
         self._alternating.generation()
         try:
             yield
         finally:
             with self.lock():
-                self._refusals.ended()
                 if self._alternating.ended():
                     self._separate()
 
     def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
-        """Run a call of a phase, after the calls of other threads.
-
-        Raises ChunkflowError if the budget was too little for an earlier one of these sizes.
-        """
+        """Run a call of a phase, after the calls of other threads.  Raises ChunkflowError if it does not fit the budget."""
         with self.lock(), self._without_gradients(phase, call):
-            self._refusals.check(phase, call)
             phase.calls += 1
             self._make_room(phase)
             before, self._running = self._running, (phase, threading.get_ident())
@@ -185,8 +172,9 @@ class Budget:
             try:
                 self._note(phase, held, others, peak)
             except ChunkflowError as error:  # the result is right, and may have taken minutes
-                _log.warning("The next call of %s at these sizes is refused: %s", phase.name, error)
-                self._refusals.note(phase, call, error)
+                if peak is not None and peak > phase.warned:
+                    phase.warned = peak
+                    _log.warning("A call of %s took more than the budget: %s", phase.name, error)
             return result
         # outside of the handler: the error's traceback would keep the activations
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
