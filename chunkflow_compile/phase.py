@@ -16,7 +16,6 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.report.phases import PhaseFigures
-from chunkflow_compile.retrying import Cap
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -30,8 +29,8 @@ class Phase:
 
     ``name``: in the pipeline.  ``root``: the model, kept weakly.  ``beside``: most bytes that the device held during a call
     beside the weights of this and other phases, activations and small weights included; 0 until a call was measured.
-    ``goal``: bytes of weights on the device that its plans may take, None until then.  ``cap``: most of them after a call
-    ran out of memory.
+    ``goal``: bytes of weights on the device that its plans may take, None until then.  ``most``: most of them until the
+    generation ends in which a call ran out of memory, None otherwise.
     """
 
     def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
@@ -42,7 +41,7 @@ class Phase:
         self.beside = 0
         self.steady = False  # whether ``beside`` was measured in a call that did not change the arena
         self.goal: int | None = None
-        self.cap = Cap()
+        self.most: int | None = None
         self.calls = 0
         self.retries = 0
         self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget

@@ -28,7 +28,7 @@ from chunkflow_compile.phase import Entry, Phase, kept_by
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.replanning import replan
 from chunkflow_compile.report.phases import PipelineFigures
-from chunkflow_compile.retrying import Cap, Draws, given_to, has_ranks, keeps_state, out_of_memory
+from chunkflow_compile.retrying import Draws, given_to, has_ranks, keeps_state, out_of_memory
 from chunkflow_compile.runtime.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
@@ -122,6 +122,8 @@ class Budget:
             yield
         finally:
             with self.lock():
+                for phase in self.phases:
+                    phase.most = None
                 if self._alternating.ended():
                     self._separate()
 
@@ -167,8 +169,6 @@ class Budget:
                 raise self._does_not_fit(phase, error) from error
         else:
             phase.ended(steps, time.perf_counter() - begun)
-            if not again:
-                phase.cap.succeeded()
             try:
                 self._note(phase, held, others, peak)
             except ChunkflowError as error:  # the result is right, and may have taken minutes
@@ -260,14 +260,14 @@ class Budget:
             self._allocator.trim()
 
     def _give_back(self, phase: Phase) -> None:
-        """Free all weights on the device, and lower what the next plans of the phase may take."""
+        """Free all weights on the device, and give the phase a smaller plan until the generation ends."""
         self._vacate(self.phases)
         planned = [p.plan.device_bytes for p in programs(phase.root)]
         planned += [r.course.plan.device_bytes for r in courses(phase.root)]
         for share in (0.5, 0.75) if planned else ():
             with contextlib.suppress(ChunkflowError):  # below the least; if all are, only the other phases give way
-                self._set_goal(phase, cap := int(share * max(planned)))
-                phase.cap.lower(cap)
+                self._set_goal(phase, most := int(share * max(planned)))
+                phase.most = most
                 return
 
     def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
@@ -311,12 +311,12 @@ class Budget:
         """
         while True:
             rests = self._rests(phase)
-            goals = {p: p.cap.of(rest) for p, rest in rests.items()}
+            goals = {p: r if p.most is None else min(r, max(p.most, p.least)) for p, r in rests.items()}
             least = _WORTH_A_PLAN * self.total
             goals = {p: goal for p, goal in goals.items() if p.goal is None or not p.goal <= goal <= p.goal + least}
             try:
                 for p, goal in goals.items():
-                    self._set_capped_goal(p, goal, rests[p])
+                    self._set_goal(p, goal)
             except ChunkflowError:
                 if phase not in self._alternating.members:
                     raise
@@ -332,16 +332,6 @@ class Budget:
                 return {p: share + p.kept for p, share in shares.items()}
             self._separate(for_good=True)
         return {phase: self.usable - phase.beside + phase.kept}
-
-    def _set_capped_goal(self, phase: Phase, goal: int, rest: int) -> None:
-        """Set a goal; if it is below ``rest`` and a plan needs more, such as one for another size, set ``rest``."""
-        try:
-            self._set_goal(phase, goal)
-        except ChunkflowError:
-            if goal >= rest:
-                raise
-            phase.cap = Cap()
-            self._set_goal(phase, rest)
 
     def _set_goal(self, phase: Phase, goal: int) -> None:
         try:
