@@ -16,7 +16,6 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.report.phases import PhaseFigures
-from chunkflow_compile.retrying import Cap
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -28,23 +27,24 @@ _KEPT_SECONDS = 32  # of the newest calls
 class Phase:
     """A component of a pipeline.
 
-    ``name``: in the pipeline.  ``root``: the model, kept weakly.  ``beside``: most bytes that the device held during a call
-    beside the weights of this and other phases, activations and small weights included; 0 until a call was measured.
-    ``goal``: bytes of weights on the device that its plans may take, None until then.  ``cap``: most of them after a call
-    ran out of memory.
+    ``name``: in the pipeline.  ``root``: the model, kept weakly.  ``arena``: where its weights live, which it may share.
+    ``beside``: most bytes that the device held during a call beside the weights of this and other phases, activations and
+    small weights included; 0 until a call was measured.  ``goal``: bytes of weights on the device that its plans may take,
+    None until then.  ``most``: most of them until the generation ends in which a call ran out of memory, None otherwise.
     """
 
-    def __init__(self, name: str, root: nn.Module, device: torch.device) -> None:
+    def __init__(self, name: str, root: nn.Module, arena: Arena) -> None:
         self.name = name
         self.gone: Callable[[Phase], object] = lambda _: None  # called when the model no longer exists
         self._root = weakref.ref(root, functools.partial(_went, weakref.ref(self)))
-        self.arena = Arena(device)
+        self.arena = arena
         self.beside = 0
         self.steady = False  # whether ``beside`` was measured in a call that did not change the arena
         self.goal: int | None = None
-        self.cap = Cap()
+        self.most: int | None = None
         self.calls = 0
         self.retries = 0
+        self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)
         self._ran: list[tuple[weakref.ref[Session], int]] = []  # in the newest call, and how often
@@ -95,21 +95,28 @@ class Phase:
         counts = {session: count - before.get(session, 0) for session, count in self.steps().items()}
         self._ran = [(weakref.ref(session), count) for session, count in counts.items() if count]
 
-    def figures(self, small: int) -> PhaseFigures:
-        """What is known of it now.  ``small``: bytes of the weights of all phases that never leave the device."""
+    def figures(self, small: int, first: Phase) -> PhaseFigures:
+        """What is known of it now.
+
+        ``small``: bytes of the weights of all phases that never leave the device.  ``first``: of those that share its arena,
+        the one that this memory is counted with.
+        """
         predicted, measured = self._predicted(), self._measured()
+        notes = dict.fromkeys(note for session in programs(self.root) for note in session.code.notes)
+        if first is not self:
+            notes[f"shares memory on the device with {first.name}, where it is counted"] = None
         return PhaseFigures(
             name=self.name,
             model=type(self.root).__name__,
             weights=sum(leaf.nbytes for leaf in self.weights),
             streamed=self.streamed,
-            on_device=self.kept + self.arena.held,
+            on_device=self.kept + (self.arena.held if first is self else 0),
             activations=max(0, self.beside - small) or None,
             calls=self.calls,
             predicted_s=predicted,
             measured_s=measured,
             retries=self.retries,
-            notes=tuple(dict.fromkeys(note for session in programs(self.root) for note in session.code.notes)),
+            notes=tuple(notes),
         )
 
     def _newest(self) -> list[tuple[Session, int]]:
@@ -117,12 +124,12 @@ class Phase:
         return [(session, count) for ref, count in self._ran if (session := ref()) is not None]
 
     def _predicted(self) -> float | None:
-        """Seconds of the newest call, by the plan of its course, or else by the plans of its programs."""
+        """Seconds of the newest call, by its part of a course, or else by the plans of its programs."""
         found = self._newest()
         for route in courses(self.root)[:1]:
-            cuts, plan = {id(call.cut) for call in route.calls}, route.course.plan
-            if plan.predicted is not None and all(id(session.code.cut) in cuts for session, _ in found):
-                return plan.predicted.step_s
+            cuts = {id(call.cut) for call in route.calls}
+            if all(id(session.code.cut) in cuts for session, _ in found):
+                return route.predicted({session.key for session, _ in found})
         times = [(count, s.plan.predicted.step_s) for s, count in found if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 

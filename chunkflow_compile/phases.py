@@ -1,8 +1,9 @@
 """Phases: the components of a pipeline, which run one after another on one device and share its memory.
 
-A phase is a component's call.  Its weights live in an arena of its own.  Before a phase begins, the arenas of other phases
-are freed, least recently used first, until the weights and the activations of the phase have room.  What a phase needs
-beside its weights is measured: the plan of its weights gets the rest of the budget.
+A phase is a component's call.  Its weights live in an arena of its own, or in one that it shares with the phases that it
+alternates with: their programs run as one course, which is planned for all of them.  Before a phase begins, other arenas are
+freed, least recently used first, until the weights and the activations of the phase have room.  What a phase needs beside
+its weights is measured: the plan of its weights gets the rest of the budget.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import logging
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -21,15 +22,14 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.allocators import Allocator, allocator_of
-from chunkflow_compile.alternating import Alternating
 from chunkflow_compile.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phase import Entry, Phase, kept_by
 from chunkflow_compile.placing import courses, programs
-from chunkflow_compile.refusals import Refusals
 from chunkflow_compile.replanning import replan
 from chunkflow_compile.report.phases import PipelineFigures
-from chunkflow_compile.retrying import Cap, Draws, given_to, has_ranks, keeps_state, out_of_memory
+from chunkflow_compile.retrying import Draws, given_to, has_ranks, keeps_state, out_of_memory
+from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.locks import ProcessLock
 
 _log = logging.getLogger(__name__)
@@ -57,8 +57,6 @@ class Budget:
         self.generated = False  # whether a generation has ended since apply
         self._allocator: Allocator = allocator_of(device)
         self.most: int | None = None  # bytes that the device held in a call since apply, if anything counts them
-        self._alternating = Alternating()
-        self._refusals = Refusals()
         self._told = False  # that phases run without gradients
         self._last: list[Phase] = []  # the newest last
         self._settled = False  # whether the newest has its room
@@ -71,8 +69,8 @@ class Budget:
 
     def figures(self) -> PipelineFigures:
         """What is known of the phases now, in the order of the components."""
-        small = kept_by(self.phases)
-        return PipelineFigures(tuple(p.figures(small) for p in self.phases), self.total, self.most)
+        small, first = kept_by(self.phases), {p.arena: p for p in reversed(self.phases)}
+        return PipelineFigures(tuple(p.figures(small, first[p.arena]) for p in self.phases), self.total, self.most)
 
     def show(self) -> None:
         """Print what is known of the phases now, on the first rank only."""
@@ -87,7 +85,7 @@ class Budget:
         """Make the calls of a component a phase: those of the module, or of its ``methods`` if there are any."""
         self.phases.append(phase)
         phase.gone = self._forget
-        phase.arena.grows = functools.partial(self._grows, phase)
+        phase.arena.grows = functools.partial(self._grows, phase.arena)
         if methods:
             for name in methods:
                 phase.methods[name] = phase.root.__dict__.get(name)
@@ -104,43 +102,31 @@ class Budget:
                 phase.root.__dict__.pop(name, None)
             else:
                 phase.root.__dict__[name] = before
-        if phase in self._alternating.members:
-            self._separate()
         self._forget(phase)
 
     def _forget(self, phase: Phase) -> None:
         """A phase is removed, or its component no longer exists: only the pipelines keep it."""
         self.phases = [other for other in self.phases if other is not phase]  # another list: it may be read now
-        phase.arena.grows = None
+        if not (sharing := self._sharing(phase)):
+            phase.arena.grows = None
+        if len(sharing) < 2:
+            phase.arena.most = None
         self._last = [other for other in self._last if other is not phase]
-        self._alternating.forget(phase)
-        self._refusals.forget(phase)
         self._settled = False
 
     @contextlib.contextmanager
-    def generation(self, asked: object) -> Iterator[None]:
-        """The call of a pipeline.  The caller holds the turn.  ``asked``: see :func:`sizes_asked`.
-
-        Raises ChunkflowError if the budget was too little for an earlier one that was asked for the same.
-        """
-        with self.lock():
-            self._refusals.generation(asked)
-        self._alternating.generation()
+    def generation(self) -> Iterator[None]:
+        """The call of a pipeline.  The caller holds the turn."""
         try:
             yield
         finally:
             with self.lock():
-                self._refusals.ended()
-                if self._alternating.ended():
-                    self._separate()
+                for phase in self.phases:
+                    phase.most = None
 
     def run(self, phase: Phase, call: functools.partial[Any]) -> Any:
-        """Run a call of a phase, after the calls of other threads.
-
-        Raises ChunkflowError if the budget was too little for an earlier one of these sizes.
-        """
+        """Run a call of a phase, after the calls of other threads.  Raises ChunkflowError if it does not fit the budget."""
         with self.lock(), self._without_gradients(phase, call):
-            self._refusals.check(phase, call)
             phase.calls += 1
             self._make_room(phase)
             before, self._running = self._running, (phase, threading.get_ident())
@@ -180,13 +166,12 @@ class Budget:
                 raise self._does_not_fit(phase, error) from error
         else:
             phase.ended(steps, time.perf_counter() - begun)
-            if not again:
-                phase.cap.succeeded()
             try:
                 self._note(phase, held, others, peak)
             except ChunkflowError as error:  # the result is right, and may have taken minutes
-                _log.warning("The next call of %s at these sizes is refused: %s", phase.name, error)
-                self._refusals.note(phase, call, error)
+                if peak is not None and peak > phase.warned:
+                    phase.warned = peak
+                    _log.warning("A call of %s took more than the budget: %s", phase.name, error)
             return result
         # outside of the handler: the error's traceback would keep the activations
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
@@ -195,9 +180,13 @@ class Budget:
         draws.rewind()
         return self._run(phase, call, again=True)
 
+    def _sharing(self, phase: Phase) -> list[Phase]:
+        """The phases whose weights live in the arena of this one, itself included."""
+        return [other for other in self.phases if other.arena is phase.arena]
+
     def _held_beside(self, phase: Phase) -> int:
-        """Bytes that the arenas of the other phases hold."""
-        return sum(other.arena.held for other in self.phases if other is not phase)
+        """Bytes that the other arenas hold."""
+        return sum(arena.held for arena in {p.arena for p in self.phases} - {phase.arena})
 
     def _vacate(self, phases: Iterable[Phase]) -> None:
         """Free the arenas of ``phases``, and give their memory back to the device."""
@@ -209,19 +198,20 @@ class Budget:
         """Free the arenas of other phases, least recently used first, until this one fits."""
         if self._settled and self._last[-1] is phase:
             return
-        if not self._last or self._last[-1] is not phase:
-            self._begin(phase)
         self._settled = True
         self._last = [*(other for other in self._last if other is not phase), phase]
+        if phase.goal is None and len(self._sharing(phase)) > 1:  # what another phase left
+            self._vacate([phase])
         self._evict(phase)
         self._give_cache_back(phase)
 
-    def _grows(self, phase: Phase, nbytes: int) -> None:
-        """The arena of a phase is about to have ``nbytes``: other phases give way before.
+    def _grows(self, arena: Arena, nbytes: int) -> None:
+        """An arena is about to have ``nbytes``: the others give way before.
 
         A course fetches a weight for each call that reads it, so its plan may take more than the weights of the phase.
         """
-        if self._running == (phase, threading.get_ident()):  # otherwise this thread does not hold the lock
+        phase, thread = self._running or (None, None)
+        if phase is not None and phase.arena is arena and thread == threading.get_ident():  # it holds the lock
             self._evict(phase, nbytes)
 
     def _evict(self, phase: Phase, nbytes: int = 0) -> None:
@@ -232,30 +222,14 @@ class Budget:
         for other in self._last:
             if self._held_beside(phase) <= room:
                 break
-            if other is not phase and other.arena.held:
+            if other.arena is not phase.arena and other.arena.held:
                 self._vacate([other])
 
     def _taken(self, phase: Phase, goal: int, nbytes: int = 0) -> int:
-        """Bytes of weights that calls of a phase bring to the device, ``nbytes`` of them in an arena that it does not have
-        yet, as far as is known before they run."""
-        return max(phase.arena.held + nbytes, min(phase.streamed, goal - phase.kept))
-
-    def _begin(self, phase: Phase) -> None:
-        """A phase begins after another: if they take turns again and again, the device is divided between them."""
-        if not (found := self._alternating.begins(phase)):
-            return
-        both = found | self._alternating.members.keys()
-        self._alternating.join(both)
-        self._vacate(both)  # memory that was as large as their goals until now
-        with contextlib.suppress(ChunkflowError):  # it keeps its plan
-            self._plan(phase)
-
-    def _separate(self, for_good: bool = False) -> None:
-        """Phases that shared the device no longer do: each gets what the others leave when they give way."""
-        for phase in self._alternating.part(for_good):
-            with contextlib.suppress(ChunkflowError):  # it keeps its plan
-                self._plan(phase)
-        self._settled = False
+        """Bytes of weights that calls of a phase, and of those that share its arena, bring to the device, ``nbytes`` of them
+        in an arena that it does not have yet, as far as is known before they run."""
+        streamed = sum(other.streamed for other in self._sharing(phase))
+        return max(phase.arena.held + nbytes, min(streamed, goal - phase.kept))
 
     def _give_cache_back(self, phase: Phase) -> None:
         """Give what the allocator keeps for nothing back to the device, if the phase could exceed the budget beside it.
@@ -272,14 +246,16 @@ class Budget:
             self._allocator.trim()
 
     def _give_back(self, phase: Phase) -> None:
-        """Free all weights on the device, and lower what the next plans of the phase may take."""
+        """Free all weights on the device, and give the phase a smaller plan until the generation ends."""
         self._vacate(self.phases)
         planned = [p.plan.device_bytes for p in programs(phase.root)]
         planned += [r.course.plan.device_bytes for r in courses(phase.root)]
         for share in (0.5, 0.75) if planned else ():
             with contextlib.suppress(ChunkflowError):  # below the least; if all are, only the other phases give way
-                self._set_goal(phase, cap := int(share * max(planned)))
-                phase.cap.lower(cap)
+                for other in self._sharing(phase):
+                    if other is phase or other.goal is not None:
+                        self._set_goal(other, most := int(share * max(planned)))
+                        other.most = most
                 return
 
     def _does_not_fit(self, phase: Phase, error: BaseException) -> ChunkflowError:
@@ -317,43 +293,22 @@ class Budget:
             self._settled = False  # others may have to give way again
 
     def _plan(self, phase: Phase) -> bool:
-        """Plan a phase for its part of the budget, and those it alternates with, if it is less or much more than before.
+        """Plan a phase, and those that share its arena, for the rest of the budget, if it is less or much more than before.
 
         Returns whether.
         """
-        while True:
-            rests = self._rests(phase)
-            goals = {p: p.cap.of(rest) for p, rest in rests.items()}
-            least = _WORTH_A_PLAN * self.total
-            goals = {p: goal for p, goal in goals.items() if p.goal is None or not p.goal <= goal <= p.goal + least}
-            try:
-                for p, goal in goals.items():
-                    self._set_capped_goal(p, goal, rests[p])
-            except ChunkflowError:
-                if phase not in self._alternating.members:
-                    raise
-                self._separate(for_good=True)
-            else:
-                return bool(goals)
+        planned = [p for p in self._sharing(phase) if p is phase or p.goal is not None]
+        rest = self.usable - max(p.beside for p in planned)
+        goals = {p: self._goal(p, rest + p.kept) for p in planned}
+        least = _WORTH_A_PLAN * self.total
+        goals = {p: goal for p, goal in goals.items() if p.goal is None or not p.goal <= goal <= p.goal + least}
+        for p, goal in goals.items():
+            self._set_goal(p, goal)
+        return bool(goals)
 
-    def _rests(self, phase: Phase) -> Mapping[Phase, int]:
-        """Bytes for the plans of a phase, and of those it alternates with, with what each keeps, as ``beside`` has it too."""
-        if phase in (members := self._alternating.members):
-            shares = self._alternating.shares(self.usable - max(p.beside for p in members))
-            if shares is not None:
-                return {p: share + p.kept for p, share in shares.items()}
-            self._separate(for_good=True)
-        return {phase: self.usable - phase.beside + phase.kept}
-
-    def _set_capped_goal(self, phase: Phase, goal: int, rest: int) -> None:
-        """Set a goal; if it is below ``rest`` and a plan needs more, such as one for another size, set ``rest``."""
-        try:
-            self._set_goal(phase, goal)
-        except ChunkflowError:
-            if goal >= rest:
-                raise
-            phase.cap = Cap()
-            self._set_goal(phase, rest)
+    def _goal(self, phase: Phase, rest: int) -> int:
+        """What the plans of a phase may take of ``rest``, what the budget has for them."""
+        return rest if phase.most is None else min(rest, max(phase.most, phase.least))
 
     def _set_goal(self, phase: Phase, goal: int) -> None:
         try:
@@ -371,6 +326,7 @@ class Budget:
                 f"memory={budget_for(least + phase.beside - phase.kept)}, or the pipeline with smaller sizes."
             ) from error
         phase.goal = goal
+        phase.arena.most = goal - phase.kept if len(self._sharing(phase)) > 1 else None
         if phase.arena.held > goal - phase.kept:
             self._vacate([phase])
 

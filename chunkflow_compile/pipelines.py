@@ -30,6 +30,7 @@ from chunkflow_compile.phase import Phase, kept_by
 from chunkflow_compile.phases import Budget, budget_of, claim, unclaim
 from chunkflow_compile.placement import placement_of
 from chunkflow_compile.placing import offload
+from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.turns import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.units import parse_bytes
@@ -39,6 +40,9 @@ from chunkflow_compile.weights.limits import host_memory as machine_memory
 from chunkflow_compile.weights.progress import moving
 
 _log = logging.getLogger(__name__)
+
+# Components whose steps a ControlNet takes part in.
+_DENOISERS = ("transformer", "unet")
 
 Dtypes = torch.dtype | Mapping[str, torch.dtype]
 
@@ -142,7 +146,7 @@ def _extend(
         check_component(name, model, budget.device)
     free(dropped, budget)
     given = {**budget.arguments, **given}
-    _add(fresh, budget, **given)
+    _add(fresh, budget, _arenas(models, budget), **given)
     budget.arguments = given
     pipe.__class__ = in_turns(type(pipe))
     budget.pipelines[pipe] = frozenset(models)
@@ -152,6 +156,7 @@ def _extend(
 def _add(
     models: Mapping[str, nn.Module],
     budget: Budget,
+    arenas: Mapping[str, Arena],
     *,
     dtype: Dtypes | None = None,
     share: Any = None,
@@ -184,12 +189,20 @@ def _add(
                     model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part
                 )
                 placed.append(model)
-                _compile(Phase(name, model, budget.device), budget, given, chosen, dynamic)
+                _compile(Phase(name, model, arenas[name]), budget, given, chosen, dynamic)
                 moved(_bytes(model))
     except BaseException:
         for model in placed:
             undo(model, budget)
         raise
+
+
+def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]:
+    """An arena for each component; ControlNets have that of the model that they alternate with in every step."""
+    turns = [n for n, m in models.items() if n in _DENOISERS or "ControlNet" in type(m).__name__]
+    known = [phase.arena for name in turns if (phase := budget.phase_of(models[name])) is not None]
+    shared = known[0] if known else Arena(budget.device)
+    return {name: shared if name in turns else Arena(budget.device) for name in models}
 
 
 def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any, room: int | None) -> str:

@@ -1,4 +1,4 @@
-"""Calls that ran out of memory: whether one may run again, on which random numbers, and with how many weights."""
+"""Calls that ran out of memory: whether one may run again, and on which random numbers."""
 
 from __future__ import annotations
 
@@ -12,43 +12,7 @@ from torch import nn
 
 from chunkflow_compile.kinds import caching_hook
 
-# A cap grows after so many calls in which memory was enough; after twice as many for each call that ran out of it.
-_CLEAN_CALLS = 4
-_MOST_DOUBLINGS = 10
-
 Given = TypeVar("Given")
-
-
-class Cap:
-    """Most bytes that the plans of a phase may take after a call ran out of memory.
-
-    It doubles as calls succeed, and ends when it is no less than what the phase may have by its budget.  Each call that
-    runs out of memory makes the next rise come later.
-    """
-
-    def __init__(self) -> None:
-        self.nbytes: int | None = None
-        self._lowered = 0
-        self._clean = 0
-
-    def lower(self, nbytes: int) -> None:
-        """A call ran out of memory: plans get ``nbytes``."""
-        self.nbytes, self._clean = nbytes, 0
-        self._lowered = min(self._lowered + 1, _MOST_DOUBLINGS)
-
-    def succeeded(self) -> None:
-        """A call did not run out of memory."""
-        if self.nbytes is None:
-            return
-        self._clean += 1
-        if self._clean >= _CLEAN_CALLS << self._lowered:
-            self.nbytes, self._clean = 2 * self.nbytes, 0
-
-    def of(self, rest: int) -> int:
-        """What plans may take of ``rest``, what the budget has for them."""
-        if self.nbytes is not None and self.nbytes >= rest:
-            self.nbytes = None
-        return rest if self.nbytes is None else self.nbytes
 
 
 class Draws:

@@ -14,7 +14,6 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phase import Phase
 from chunkflow_compile.phases import Budget, budget_of, unclaim
 from chunkflow_compile.placing import bring_back
-from chunkflow_compile.refusals import sizes_asked
 
 # Attribute of a class that ``in_turns`` made: the class that it was made of.
 _PLAIN = "_chunkflow_plain"
@@ -40,7 +39,7 @@ def in_turns(cls: type) -> type:
                 _check(self, budget)
                 with budget.lock():
                     free(unused(budget), budget)
-                with budget.generation(sizes_asked(call, self, args, kwargs)):
+                with budget.generation():
                     result = call(self, *args, **kwargs)
                 if not budget.generated:
                     budget.generated = True

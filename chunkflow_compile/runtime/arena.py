@@ -103,6 +103,7 @@ class Arena:
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
         self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
+        self.most: int | None = None  # bytes of weights, of all models together; None for the sum of their budgets
         self._make = make
         self._calls = 0  # so far
         # the ranks of a process group -> how many calls they have met in, and which call was the newest of them
@@ -158,6 +159,8 @@ class Arena:
             known = budgets.get(model, 0)
             budgets[model] = None if budget is None or known is None else max(budget, known)
         most = sum(math.inf if budget is None else budget for budget in budgets.values())
+        if self.most is not None:
+            most = min(most, self.most)
         if self.held + max(0, nbytes - self.nbytes) + beside > most:
             self.vacate()
 

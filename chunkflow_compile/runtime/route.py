@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -133,6 +133,15 @@ class Route:
         if self._occupancy is not None:
             self.arena.streams.collect(wait)
         return list(self._passes.whole)
+
+    def predicted(self, keys: Collection[Key | None]) -> float | None:
+        """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
+        if (found := self.course.plan.predicted) is None:
+            return None
+        regions = [span.start for span in found.spans if span.lane == "compute"]
+        begun = [regions[start - 1] for start in self.course.starts]
+        ended = [*begun[1:], begun[0] + found.step_s]
+        return sum(e - b for key, b, e in zip(self.keys, begun, ended, strict=True) if key in keys)
 
     def find(self, key: Key) -> int | None:
         """The place of a call, the expected one first; None if it is not in the course."""

@@ -42,65 +42,33 @@ class Uneven(Counting):
 
 
 def test_a_result_is_returned_though_it_took_too_much(caplog: pytest.LogCaptureFixture) -> None:
-    """The decoder's call succeeded: the video is there, and the next decoding of this size is refused."""
+    """The decoder's call succeeded: the video is there.  That it took too much is said once, and once more if it grows."""
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
     apply(pipe, memory="1MiB", **EAGER)
     budget = budget_of(pipe)
     assert budget is not None
-    allocator = budget._allocator = Uneven(budget, vae=2 << 20)
+    allocator = budget._allocator = Uneven(budget)
     want = WAN.generate(twin)
-    with caplog.at_level(logging.WARNING):
+    assert torch.equal(WAN.generate(pipe), want)
+    goal = budget.phase_of(pipe.vae).goal
+    for activations, told in ((2 << 20, 1), (2 << 20, 1), (3 << 20, 2), (1000, 2)):
+        allocator.sizes = {"vae": activations}
         assert torch.equal(WAN.generate(pipe), want)
-    assert "The next call of vae at these sizes is refused: memory=1048576 bytes is too little for vae" in caplog.text
-    calls = budget.phase_of(pipe.transformer).calls
-    with pytest.raises(ChunkflowError, match=r"too little for vae \(AutoencoderKLWan\): its calls take \d+ bytes"):
-        WAN.generate(pipe, 1, prompt="two cats")
-    assert budget.phase_of(pipe.transformer).calls == calls, "it is known before the denoising"
-    allocator.sizes = {}
-    assert torch.equal(WAN.generate(pipe), want)
-    allocator.sizes = {"vae": 2 << 20}
-    assert torch.equal(WAN.generate(pipe), want)
-    allocator.sizes = {}
+        said = "A call of vae took more than the budget: memory=1048576 bytes is too little for vae (AutoencoderKLWan): its"
+        assert caplog.text.count(said) == told
+        assert budget.phase_of(pipe.vae).goal == goal, "a smaller call may fit"
     small = {"height": 16, "width": 16}
-    assert torch.equal(WAN.generate(pipe, **small), WAN.generate(twin, **small)), "a smaller call may fit"
-    remove(pipe)
-
-
-_LONG = [pytest.param(changed, marks=pytest.mark.long) for changed in ("sizes", "tiling", "callback")]
-
-
-@pytest.mark.parametrize("changed", ["output", *_LONG])
-def test_a_generation_that_may_take_less_begins(changed: str) -> None:
-    """Only the call that took too much is refused then, if it comes to that with inputs as large."""
-    pipe, latents = small_pipeline("flux"), None
-    apply(pipe, memory="2MiB", **EAGER)
-    budget = budget_of(pipe)
-    assert budget is not None
-    budget._allocator = Uneven(budget, vae=4 << 20)
-    given: dict[str, Any] = {"num_inference_steps": 1}
-    FLUX.generate(pipe, **given)
-    calls = budget.phase_of(pipe.transformer).calls
-    if changed == "output":
-        latents = FLUX.generate(pipe, **given, output_type="latent")
-    elif changed == "sizes":
-        FLUX.generate(pipe, **given, height=16)
-    else:
-        if changed == "tiling":
-            pipe.vae.enable_tiling()
-        more = {"callback_on_step_end": lambda *a: {}} if changed == "callback" else {}
-        with pytest.raises(ChunkflowError, match="too little for vae"):
-            FLUX.generate(pipe, **given, **more)
-    assert budget.phase_of(pipe.transformer).calls == calls + 1
-    assert latents is None or latents.isfinite().all()
+    assert torch.equal(WAN.generate(pipe, **small), WAN.generate(twin, **small))
     remove(pipe)
 
 
 @pytest.mark.long
-def test_the_advice_can_be_followed() -> None:
-    """Each component is refused at most once, and then there is enough memory for it."""
-    memory, refused = 1024, list[str]()
+def test_the_advice_can_be_followed(caplog: pytest.LogCaptureFixture) -> None:
+    """Each component has too little at most once, and then there is enough memory for it."""
+    memory, short = 1024, list[str]()
     for _ in range(6):
         pipe, twin = small_pipeline("flux"), small_pipeline("flux")
+        caplog.clear()
         try:
             apply(pipe, memory=memory, **EAGER)
             budget = budget_of(pipe)
@@ -109,16 +77,17 @@ def test_the_advice_can_be_followed() -> None:
             for seed in range(2):
                 got, want = (FLUX.generate(p, seed, num_inference_steps=2) for p in (pipe, twin))
                 assert torch.equal(got, want)
-                for refusal in budget._refusals._found.values():
-                    raise refusal.error
-            break
+            said = next((r.getMessage() for r in caplog.records if "took more than the budget" in r.getMessage()), None)
         except ChunkflowError as error:
-            refused.append(re.search(r"too little for (pipe\.)?(\w+)", str(error))[2])
-            (advised,) = re.findall(r"at least memory=(\d+)", str(error))
-            assert int(advised) > memory, "more than what was too little"
-            memory = int(advised)
-            remove(pipe)
-    assert len(refused[1:]) == len(set(refused[1:])) >= 1, refused
+            said = str(error)
+        if said is None:
+            break
+        short.append(re.search(r"too little for (pipe\.)?(\w+)", said)[2])
+        (advised,) = re.findall(r"at least memory=(\d+)", said)
+        assert int(advised) > memory, "more than what was too little"
+        memory = int(advised)
+        remove(pipe)
+    assert len(short[1:]) == len(set(short[1:])) >= 1, short
     assert budget.total == memory
     remove(pipe)
 

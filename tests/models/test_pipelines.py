@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -275,7 +276,7 @@ def test_components_give_way_in_the_first_generation() -> None:
     remove(pipe)
 
 
-def test_a_call_that_is_too_large_and_smaller_ones_after_it() -> None:
+def test_a_call_that_is_too_large_and_smaller_ones_after_it(caplog: pytest.LogCaptureFixture) -> None:
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
     apply(pipe, memory="1MiB", **EAGER)
     budget = budget_of(pipe)
@@ -284,8 +285,8 @@ def test_a_call_that_is_too_large_and_smaller_ones_after_it() -> None:
     counting.budget = budget
     assert torch.equal(WAN.generate(pipe), want := WAN.generate(twin))
     counting.activations = 1 << 20
-    with pytest.raises(ChunkflowError, match=r"memory=1048576 bytes is too little for text_encoder .* smaller sizes"):
-        WAN.generate(pipe)
+    assert torch.equal(WAN.generate(pipe), want)
+    assert re.search(r"memory=1048576 bytes is too little for text_encoder .* smaller sizes", caplog.text)
     counting.activations = 1000
     for _ in range(2):
         assert torch.equal(WAN.generate(pipe), want)

@@ -135,23 +135,27 @@ def test_a_failure_that_passes_does_not_cost_residency_for_good(pressed: tuple[A
     assert torch.equal(WAN.generate(pipe), want)
     assert allocator.failed == phase.retries == 1 and allocator.held <= full // 2
     allocator.room = None
+    assert torch.equal(WAN.generate(pipe), want)
+    assert phase.goal == goal, "in the next generation it is planned for what the activations leave"
     settle(pipe, phase, allocator, want, held=full - 1)
     assert phase.goal == goal and allocator.held == full
     assert phase.retries == 1
 
 
 @pytest.mark.long
-def test_a_failure_that_stays_does_not_come_back_in_every_call(pressed: tuple[Any, Phase, Pressed]) -> None:
-    """What the activations take changes meanwhile: that does not lift the cap."""
+def test_a_failure_that_stays_comes_once_in_a_generation(pressed: tuple[Any, Phase, Pressed]) -> None:
+    """What the activations take changes meanwhile."""
     pipe, phase, allocator = pressed
     want = WAN.generate(small_pipeline("wan"))
     settle(pipe, phase, allocator, want)
     allocator.room = 3 * allocator.held // 4
-    for _ in range(12):
+    for count in range(1, 4):
+        before = phase.calls
         allocator.activations += 1000
         assert torch.equal(WAN.generate(pipe), want)
         phase.arena.courses.settle()
-    assert 1 <= phase.retries <= 4, "rarer and rarer"
+        assert phase.calls > before + 1 and phase.retries <= count
+    assert phase.retries > 0
 
 
 def test_a_plan_that_is_refused_is_no_goal(pressed: tuple[Any, Phase, Pressed]) -> None:

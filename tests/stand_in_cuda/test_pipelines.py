@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -91,15 +92,14 @@ def test_what_the_allocator_keeps_between_phases() -> None:
     remove(pipe)
 
 
-def test_a_budget_below_the_activations() -> None:
-    """Known after the first call of the component, which the error names at the next one."""
+def test_a_budget_below_the_activations(caplog: pytest.LogCaptureFixture) -> None:
+    """Known after the first call of the component, which a warning names."""
     pipe = apply(small_pipeline("wan"), "cuda", memory=3 * MIB // 2, min_bytes=2048, lowering="eager")
-    with pytest.raises(ChunkflowError, match=r"memory=1572864 bytes is too little for \w+ .* take \d+ bytes"):
-        for _ in range(2):  # the first result is returned, with a warning, if only the last component takes too much
-            WAN.generate(pipe, 0)
+    got = WAN.generate(pipe, 0)
+    assert re.search(r"memory=1572864 bytes is too little for \w+ .* take \d+ bytes", caplog.text)
     remove(pipe)
     pipe.to("cuda")
-    assert WAN.generate(pipe, 0).isfinite().all()
+    assert torch.equal(got, WAN.generate(pipe, 0))
 
 
 def test_a_pipeline_that_is_moved_after() -> None:
