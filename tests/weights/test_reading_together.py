@@ -119,8 +119,8 @@ def writes(rank: int, folder: str) -> None:
     offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=torch.bfloat16)  # to a scratch file
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     until_together(model, run, twin)
-    name = "blocks.1.ffn.net.0.proj.weight"
     for writer in (1, 0):
+        name = f"blocks.{writer}.ffn.net.0.proj.weight"
         dist.barrier()
         if rank == writer:
             for m in (model, twin):
@@ -129,8 +129,8 @@ def writes(rank: int, folder: str) -> None:
         for turn in range(6):
             step(run, twin, turn)
         read, planned, ring = counted(model, run, twin, 20)
-        assert not any(everywhere(together(model))), "a file of its own"
-        assert all(planned - ring <= nbytes <= planned + ring for nbytes in read)
+        assert not any(everywhere(together(model))), "an order of its own"
+        assert planned - ring <= read[rank] <= planned + ring
         for m in (model, twin):
             m.get_parameter(name).fill_(0.01 * (writer + 1))
         until_together(model, run, twin, 40)
