@@ -40,7 +40,6 @@ from chunkflow_compile.frames import (
 )
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
@@ -114,8 +113,6 @@ def chunkflow(
     device = check_device(device_of(found, example_inputs, graph))
     chosen = chosen.on(device)
     _check_options(chosen, device)
-    if chosen.lowering != "eager":
-        warm_up(device)
     parameters = describe_parameters(example_inputs, index, min_bytes)
     if chosen.policy != "resident":
         warn_if_no_module_holds((found[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
@@ -186,7 +183,7 @@ class _MakeRunner:
             program=program,
             cut=stage.cut,
             settings=self.settings,
-            regions=lower_regions(program, chosen.lowering, chosen.inductor, self.device, self.told, notes.append),
+            regions=lower_regions(program, chosen.lowering, chosen.inductor, self.told, notes.append),
             notes=_logged(notes),
             make=make,
             replan_after=chosen.replan_after,

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.backends.registry import lookup_backend
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.fx import GraphModule
 
 from chunkflow_compile.frames import guard_hooks
 from chunkflow_compile.guards import needed
 from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook, calls_of_hooks, kinds_of, parts_of
-from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placement import Placement, placement_of
@@ -71,9 +69,6 @@ def compile(
     if placement is None:
         offload(model, device, min_bytes=min_bytes, dtype=dtype, share=share, host_memory=host_memory)
         placement = placement_of(model)
-    if placement is not None and chosen.lowering != "eager":
-        with compile_lock:
-            warm_up(placement.store.device)
     compile_by_kind(model, placement, given, min_bytes, dynamic)
     return model
 

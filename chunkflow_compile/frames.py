@@ -19,7 +19,6 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import Lowering
-from chunkflow_compile.lowering.warm_up import await_warm_up, warm_up
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
@@ -43,8 +42,6 @@ def lower_without_weights(
     """Lower a frame that reads no weight, as it is: there is nothing to stream."""
     if lowering == "eager":
         return graph.forward
-    warm_up(next((v.device for v in inputs if isinstance(v, torch.Tensor)), torch.device("cpu")))
-    await_warm_up()
     return compile_fx(graph, list(inputs), config_patches=dict(inductor))
 
 

@@ -95,8 +95,7 @@ class Options:
     """Inductor configuration for every region, as in torch._inductor.config."""
 
     disable: Sequence[str] = ()
-    """Passes to leave out, to see whether one is to blame: "views", "sharing", "refine", "verify",
-    "course"."""
+    """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "course"."""
 
     pin_memory: int | str | None = None
     """Most host bytes to pin for the model, as bytes or "64GB"; weights beyond that are copied from pageable memory,
@@ -132,7 +131,7 @@ class Options:
         if not isinstance(self.disable, (list, tuple, set, frozenset)) or not all(
             isinstance(name, str) for name in self.disable
         ):
-            raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, such as ["refine"].')
+            raise ChunkflowError(f'Option disable={self.disable!r} must be a list of names, such as ["verify"].')
         check_disabled(self.disable)
         if not isinstance(self.arena, (Arena, type(None))):
             raise ChunkflowError(f"Option arena={self.arena!r} must be a chunkflow_compile.Arena(device).")

@@ -25,7 +25,6 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import cpu_vec_isa
 from torch._inductor.standalone_compile import CompiledArtifact
 
-from chunkflow_compile.lowering.warm_up import await_warm_up, warm_up
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.placing import programs
 from chunkflow_compile.plan_cache import DiskPlans
@@ -145,16 +144,16 @@ def load(path: str | Path) -> int:
 def _machine() -> dict[str, Any]:
     """What a file of regions is for.  Without a GPU, Inductor's kernels are for the vector instructions of the CPU."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
+    instructions = "any"
     if gpu is None:
-        with compile_lock:
-            warm_up(torch.device("cpu"))
-        await_warm_up()
+        with compile_lock:  # Inductor's search for them is not made for two threads
+            instructions = str(cpu_vec_isa.pick_vec_isa())
     return {
         "format": _FORMAT,
         "torch": torch.__version__,
         "python": platform.python_version(),
         "machine": platform.machine(),
-        "instructions": "any" if gpu is not None else str(cpu_vec_isa.pick_vec_isa()),
+        "instructions": instructions,
         "gpu": "none" if gpu is None else f"{gpu.name} {gpu.major}.{gpu.minor}",
     }
 

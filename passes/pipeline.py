@@ -116,7 +116,6 @@ def make_plan(problem: Problem, settings: Settings, *, inside: bool = False) -> 
         like=like,
         inside=inside,
         outside=settings.outside,
-        disabled=settings.disabled,
         timings=settings.timings,
     )
     if cache is not None:
@@ -134,7 +133,7 @@ def _check_known(problem: Problem, memory: int | None, plan: Plan) -> None:
 def plan_key(problem: Problem, settings: Settings, like: Plan | None, inside: bool) -> str:
     """Digest of all that :func:`place` makes a plan from.  Floats count with all their digits."""
     bare = replace(settings, likes=(), disabled=frozenset())
-    made_from = problem, bare, sorted(settings.disabled), None if like is None else like.digest, inside
+    made_from = problem, bare, None if like is None else like.digest, inside
     return hashlib.sha256(repr(made_from).encode()).hexdigest()
 
 

@@ -109,9 +109,7 @@ class CourseBench:
         occupancy = self.occupancies.setdefault(arena, Occupancy(arena.streams, len(marks.marked)))
         hosts = {n: flat_bytes(self.weights[n]) for n in slots}
         binding = Binding(arena, values, slots, hosts, occupancy, marks)
-        return Executor(
-            program, lower_regions(program, "eager", {}, torch.device("cpu")), binding, poison=True, course=course
-        )
+        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, course=course)
 
     def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}

@@ -205,7 +205,7 @@ class Bench:
             hosts[weight.name] = flat_bytes(host)
             values[weight.name] = as_weight(slot, host)
         binding = Binding(arena, values, slots, hosts)
-        return Executor(program, lower_regions(program, "eager", {}, torch.device("cpu")), binding, poison=True)
+        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True)
 
     def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
         """The inputs of the traced graph: the activation, and a placeholder for each weight."""

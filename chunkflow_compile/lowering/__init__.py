@@ -1,5 +1,4 @@
 """Lowering: the regions of a program come in, one callable for each unique region goes out.
 
-lower.py leaves them eager, or compiles them through inductor.py or tensorrt.py.  warm_up.py prepares Inductor while the
-model is traced; beside.py and worker.py lower regions in other processes.
+lower.py leaves them eager, or compiles them through inductor.py or tensorrt.py.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -16,10 +15,8 @@ from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import release_of
 
-from .beside import Workers
 from .inductor import Region, through_inductor
 from .tensorrt import through_tensorrt
-from .warm_up import await_warm_up
 
 Lowering = Literal["inductor", "eager", "tensorrt"]
 
@@ -28,7 +25,6 @@ def lower_regions(
     program: Program,
     lowering: Lowering,
     inductor: Mapping[str, Any],
-    device: torch.device,
     told: Callable[[str], object] = str,
     note: Callable[[str], object] = str,
 ) -> dict[str, Region]:
@@ -41,7 +37,6 @@ def lower_regions(
     modules = {name: region.module for name, region in program.regions.items()}
     if lowering == "eager":
         return {name: module.forward for name, module in modules.items()}
-    await_warm_up()
     lowered = dict[str, Region]()
     if lowering == "tensorrt":
         for number, (name, module) in enumerate(modules.items(), 1):
@@ -51,23 +46,10 @@ def lower_regions(
             except Exception as error:  # noqa: BLE001  (any op or type that TensorRT does not support)
                 note(f"{name} goes to Inductor: TensorRT says {first_line(error)}")
     rest = {name: _named_by_place(module) for name, module in modules.items() if name not in lowered}
-    lowered |= _through_inductor(rest, inductor, device, told)
+    for number, (name, module) in enumerate(rest.items(), 1):
+        told(f"lowering region {number} of {len(rest)}")
+        lowered[name] = _with_room(module, inductor)
     return {name: lowered[name] for name in modules}
-
-
-def _through_inductor(
-    modules: Mapping[str, GraphModule], inductor: Mapping[str, Any], device: torch.device, told: Callable[[str], object]
-) -> dict[str, Region]:
-    """All of them, with the help of workers where that pays."""
-    left, lowered = dict(modules), dict[str, Region]()
-    start = time.perf_counter()
-    with Workers(inductor, device) as workers:
-        while left:
-            told(f"lowering region {len(lowered) + 1} of {len(modules)}")
-            name = workers.next(left)
-            lowered[name] = _with_room(left.pop(name), inductor)
-            workers.lend(left, (time.perf_counter() - start) / len(lowered))
-    return lowered
 
 
 def _with_room(module: GraphModule, inductor: Mapping[str, Any]) -> Region:

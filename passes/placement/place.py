@@ -9,7 +9,7 @@ Contract
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -21,7 +21,6 @@ from chunkflow_compile.passes.problem import Problem, Weight
 
 from .policies import blocks_of, layerwise, next_block_barriers
 from .reasons import reason
-from .refine import MOST_CHUNKS, Improve, refine, unrefined
 from .schedule import schedule, transfers
 from .search import ROUNDING, Candidate, Planner, barriers
 from .slots import Lifetime, Piece, assign_slots
@@ -46,7 +45,6 @@ def place(
     like: Plan | None = None,
     inside: bool = False,
     outside: int = 0,
-    disabled: Collection[str] = (),
     timings: Timings | None = None,
 ) -> Plan:
     """Decide the home, slot and windows of every weight.
@@ -59,7 +57,6 @@ def place(
     meets the goal here, so that the two programs may run in turns without a cold start.  ``inside``: resident weights lie
     in the arena too, which other programs use in turns, so that all weights together never exceed the largest plan.
     ``outside``: bytes of the model's weights on the device that the program does not read; they count against ``memory``.
-    ``disabled``: "refine", or nothing.
     ``timings``: measurements of the problem, in place of the profile's rates.
     Raises ChunkflowError if both goals are passed, if ``slowdown`` is below 1, if ``memory`` is below the least that
     the program needs, if the policy ignores an argument, or if the timings are of another problem.
@@ -75,16 +72,15 @@ def place(
     planner = Planner(problem, Simulator(problem, hardware, chunk_bytes, timings), yields, outside)
     builder = Builder(planner, planner.simulator.hardware, policy, inside)
     if policy == "chunkflow":
-        improve = unrefined if "refine" in disabled else refine
         taken = None if like is None else _taken_over(planner, builder, like, memory, slowdown)
         if taken is not None:
             plan = taken
         elif part:
             plan = _within_call(planner, builder, memory)
         elif memory is None:
-            plan = _smallest(planner, builder, improve, slowdown)
+            plan = _smallest(planner, builder, slowdown)
         else:
-            plan = _fastest(planner, builder, improve, memory)
+            plan = _fastest(planner, builder, memory)
     elif policy == "layerwise-prefix":
         plan = _prefix(planner, builder, memory)
     else:
@@ -126,14 +122,9 @@ def _prefix(planner: Planner, builder: Builder, memory: int | None) -> Plan:
     return builder.candidate(streamed)
 
 
-def _smallest(planner: Planner, builder: Builder, improve: Improve, slowdown: float | None) -> Plan:
+def _smallest(planner: Planner, builder: Builder, slowdown: float | None) -> Plan:
     target = (slowdown or DEFAULT_SLOWDOWN) * planner.resident.step_s
     found = planner.smallest(target)
-
-    def bound(nbytes: int, step_s: float) -> tuple[float, ...]:
-        return step_s > target * (1 + ROUNDING), nbytes, step_s
-
-    found = improve(planner, found, lambda c: bound(c.nbytes, c.step_s), bound)
     # Slots are rounded up and resident weights are not, so the plan with all weights resident may be smaller.
     return builder.candidate(min(found, planner.everything(), key=builder.slots))
 
@@ -173,24 +164,14 @@ def _barely(planner: Planner, builder: Builder, memory: int) -> Candidate:
     return barely
 
 
-def _fastest(planner: Planner, builder: Builder, improve: Improve, memory: int) -> Plan:
-    barely = _barely(planner, builder, memory)
-    quick = len(planner.chunks) > MOST_CHUNKS  # thorough slot assignment takes half a second for 2,000 chunks
-
-    def cost(candidate: Candidate) -> tuple[float, ...]:
-        return max(0, builder.slots(candidate, quick) - memory), candidate.step_s, candidate.nbytes
-
-    def bound(nbytes: int, step_s: float) -> tuple[float, ...]:
-        return max(0, nbytes - memory), step_s, nbytes
-
-    fitting = [c for c in (improve(planner, barely, cost, bound), planner.everything()) if builder.slots(c) <= memory]
+def _fastest(planner: Planner, builder: Builder, memory: int) -> Plan:
+    fitting = [c for c in (_barely(planner, builder, memory), planner.everything()) if builder.slots(c) <= memory]
     found = planner.fastest(memory) if memory >= planner.floor() else None
     cut = 0
     while found is not None:
-        better = improve(planner, found, cost, bound)
-        over = builder.slots(better, quick) - memory
+        over = builder.slots(found, quick=True) - memory  # a thorough one takes half a second for 2,000 chunks
         if over <= 0:
-            fitting += [better, *(c for c in (found,) if builder.slots(c) <= memory)]  # found may bear strain better
+            fitting.append(found)
             break
         # Gaps between slots take some percent of the arena: search again with that much less memory.
         cut = max(2 * cut, over)

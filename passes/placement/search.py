@@ -107,7 +107,7 @@ class Planner:
         hard = hard or self.yields == "hard"
         timeline = self.simulator.play(schedule(self.problem, self._ops(placed, hard)), spans=False)
         return Candidate(
-            placed=tuple(placed), residents=residents, hard=hard, nbytes=self.nbytes(placed), timeline=timeline
+            placed=tuple(placed), residents=residents, hard=hard, nbytes=self._nbytes(placed), timeline=timeline
         )
 
     def _ops(self, placed: Sequence[int | None], hard: bool) -> Transfers:
@@ -120,7 +120,7 @@ class Planner:
         """All weights resident."""
         return self.play([None] * len(self.chunks))
 
-    def nbytes(self, placed: Sequence[int | None]) -> int:
+    def _nbytes(self, placed: Sequence[int | None]) -> int:
         """Weight bytes on the device of a placement, if slots fit without gaps."""
         streamed = [(c, w) for c, w in zip(self.chunks, placed, strict=True) if w is not None]
         kept = sum(c.nbytes for c, w in zip(self.chunks, placed, strict=True) if w is None)

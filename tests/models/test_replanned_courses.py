@@ -120,7 +120,7 @@ def test_a_course_for_another_goal() -> None:
 
 
 def test_a_course_that_fits_a_smaller_budget_goes_on() -> None:
-    model, step = pair(memory=sum(p.nbytes for p in Stack(4).parameters()) // 2, slowdown=None)
+    model, step = pair(memory=sum(p.nbytes for p in Stack(4).parameters()) // 2, slowdown=None, hardware="cpu")
     before = run(model, step)
     needed = before.course.plan.device_bytes + before.settings.outside
     replan(model, memory=needed)

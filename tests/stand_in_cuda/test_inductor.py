@@ -9,12 +9,10 @@ import pytest
 import torch
 from helpers import Scaled, graphs
 from torch._dynamo.utils import counters
-from torch._inductor import config
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
 
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.lowering import beside
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 
@@ -120,20 +118,3 @@ def test_beyond_two_to_the_31_elements_indices_are_longer(monkeypatch: pytest.Mo
             assert lengths == ["i32"] * (len(rows) - 1) + ["i64"]
             assert graphs() == len(rows)
             restore(model)
-
-
-def test_workers_lower_for_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What they lower is found, and they leave nothing on the card."""
-    monkeypatch.setattr(beside, "_CACHED_S", 0.0)
-    monkeypatch.setattr(beside, "_START_S", 0.0)
-    torch.manual_seed(0)
-    model = small_model("wan", SIZE).eval()
-    offload(model, "cuda", min_bytes=4096)
-    with fresh_cache(), config.patch(compile_threads=2):
-        run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-        run(**on_the_card("wan", 0))
-    found = counters["aot_autograd"]
-    regions = len(programs(model)[0].code.regions)
-    assert found["autograd_cache_hit"] == (regions - 1) // 2 > 0
-    assert found["autograd_cache_hit"] + found["autograd_cache_miss"] == regions
-    restore(model)
