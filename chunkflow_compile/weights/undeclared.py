@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .host_bytes import HostBytes
+from .home import Arriving, Home
 
 if TYPE_CHECKING:
     from .host_weight import HostWeight
@@ -67,7 +67,7 @@ def on_copies(kind: type[HostWeight], func: Any, args: Sequence[Any], kwargs: Ma
     memory = {copies[key].untyped_storage()._cdata: weight for key, weight in weights.items()}
     work = next((dist.Work.unbox(x) for x in pytree.tree_leaves(result) if _is_a("Work", x)), None)
     arrival = Arrival(
-        [(w.host, w.cell, copies[key]) for key, w in weights.items()], work, coalesced=any(map(_coalesces, args))
+        [(w.host, w.home, copies[key]) for key, w in weights.items()], work, coalesced=any(map(_coalesces, args))
     )
 
     def returned(value: Any) -> Any:
@@ -115,15 +115,13 @@ class Arrival:
     None.  ``coalesced``: whether it says nothing.
     """
 
-    def __init__(
-        self, copies: Sequence[tuple[torch.Tensor, HostBytes, torch.Tensor]], work: Any, coalesced: bool
-    ) -> None:
+    def __init__(self, copies: Sequence[tuple[torch.Tensor, Home, torch.Tensor]], work: Any, coalesced: bool) -> None:
         self.work = None if work is None else Landing(self, work)  # kept: C++ does not keep what is made in Python
         self._copies = list(copies)
         self._on_device = any(values.is_cuda for _, _, values in copies)
         self._coalesced = coalesced
         self._followed = False
-        self._waiting: list[list[Arrival]] = []
+        self._waiting: list[list[Arriving]] = []
         self._lock = threading.Lock()
 
     def expect(self) -> None:
@@ -131,7 +129,7 @@ class Arrival:
         if self.work is None:
             self._land()
             return
-        self._waiting = [*{id(cell.arriving): cell.arriving for _, cell, _ in self._copies}.values()]
+        self._waiting = [*{id(home.arriving): home.arriving for _, home, _ in self._copies}.values()]
         for waiting in self._waiting:
             waiting.append(self)
 
@@ -158,29 +156,29 @@ class Arrival:
             for device in {values.device for _, _, values in self._copies if values.is_cuda}:
                 torch.cuda.synchronize(device)  # whichever stream the batch was sent on
         while self._copies:
-            host, cell, values = self._copies[-1]
+            host, home, values = self._copies[-1]
             found = values.to(host.device)
-            cell.check()
+            home.check()
             if not same_bits(host, found):
-                with cell.writing(), torch.no_grad():
+                with home.write(), torch.no_grad():
                     host.copy_(found)
-                    cell.version += 1
+                    home.written += 1
             self._copies.pop()
 
-    def follow_to(self, cell: HostBytes, before: torch.Tensor, now: torch.Tensor) -> None:
+    def follow_to(self, home: Home, before: torch.Tensor, now: torch.Tensor) -> None:
         """The weight with the memory ``before`` is an ordinary tensor now: it gets what arrives."""
         with self._lock:
             for number, (host, of, values) in enumerate(self._copies):
-                if of is cell:
+                if of is home:
                     offset = now.storage_offset() + host.storage_offset() - before.storage_offset()
-                    self._copies[number] = now.as_strided(host.shape, host.stride(), offset), HostBytes(), values
+                    self._copies[number] = now.as_strided(host.shape, host.stride(), offset), Home(now), values
 
     def follow(self) -> None:
         """The stream of the caller waits for the work from here on."""
         self._followed = True
 
 
-def arrive(arriving: Sequence[Arrival]) -> None:
+def arrive(arriving: Sequence[Arriving]) -> None:
     """Let weights take what collectives that are over have written.  No lock of an arena is held."""
     for arrival in [a for a in arriving if a.over]:
         arrival.land()

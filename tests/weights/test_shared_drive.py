@@ -62,7 +62,7 @@ def file_of(home: Home) -> tuple[int, int]:
 
 
 def in_scratch(model: nn.Module) -> dict[str, Home]:
-    return {name: home for name, home in homes(model).items() if home.cell.scratch}
+    return {name: home for name, home in homes(model).items() if home.scratch}
 
 
 def one_file(rank: int, folder: str) -> None:
@@ -75,7 +75,7 @@ def one_file(rank: int, folder: str) -> None:
     (file,) = {home.drive.file for home in found.values() if home.drive is not None}
     ((device, inode),) = {file_of(home) for home in found.values()}
     assert everywhere((device, inode)) == [(device, inode)] * 2, "one file a machine"
-    placed = [home for home in next(iter(found.values())).store.homes if home.cell.scratch]  # with buffers
+    placed = [home for home in next(iter(found.values())).store.homes if home.scratch]  # with buffers
     assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(home.nbytes) for home in placed)
 
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)

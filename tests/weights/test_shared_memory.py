@@ -41,7 +41,7 @@ def files() -> Iterator[Path]:
 
 
 def shared(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if (home := home_of(p)) and home.cell.shared is not None}
+    return {name for name, p in model.named_parameters() if (home := home_of(p)) and home.shared is not None}
 
 
 def addresses(model: nn.Module) -> dict[str, int]:
@@ -130,7 +130,7 @@ def test_a_spoilt_element_is_named_on_all_ranks(on_ranks: Callable[..., None]) -
 def sealed(rank: int) -> None:
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
     offload(model, min_bytes=LEAST, share=True, device="cpu")
-    number = home_of(model[0].weight).cell.shared._descriptor.number  # type: ignore[union-attr,arg-type]
+    number = home_of(model[0].weight).shared._descriptor.number  # type: ignore[union-attr,arg-type]
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
     for size in (0, 1 << 20):
@@ -251,10 +251,10 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
     assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(homes)
     # buffers are shared too, and each begins at a page
     one, other = homes[min(memory)], homes[min(drive)]
-    assert one.cell.shared is not None and other.cell.scratch == (cast is not None)
+    assert one.shared is not None and other.scratch == (cast is not None)
     placed = [home for home in one.store.homes if home.drive is None]
     assert sum(home.nbytes for home in placed) <= budget
-    held = os.fstat(one.cell.shared._descriptor.number).st_size
+    held = os.fstat(one.shared._descriptor.number).st_size
     assert held == sum(whole_pages(home.nbytes) for home in placed) and memfds() == 1
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     steps(run, twin, dtype=dtype)
