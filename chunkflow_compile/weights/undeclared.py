@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,9 +18,6 @@ import torch.utils._pytree as pytree
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .home import Arriving, Home
-
-if TYPE_CHECKING:
-    from .host_weight import HostWeight
 
 _aten = torch.ops.aten
 # Namespaces of torch whose schemas declare every write.
@@ -35,6 +32,17 @@ _STATISTICS = frozenset(
 _UNSEEN = frozenset(("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops", "inductor::resize_storage_bytes_"))
 # Integers of the same size, in which equal means equal bit by bit.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Weight(Protocol):
+    """An offloaded weight, as this module knows it: its memory, a view of that, and its name for errors."""
+
+    home: Home
+    host: torch.Tensor
+    label: str
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the values on the device; on the CPU the host memory itself."""
 
 
 def declares(func: Any) -> bool:
@@ -54,12 +62,12 @@ def settled(func: Any, values: Sequence[torch.Tensor]) -> None:
             torch.ops._c10d_functional.wait_tensor(value)
 
 
-def on_copies(kind: type[HostWeight], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on copies of the weights among its arguments, and give the weights what it writes to them.
 
     Raises ChunkflowError if the op returns other memory of a copy, because a write to that would go unnoticed.
     """
-    weights = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
+    weights: dict[int, Weight] = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
     copies = {key: _copy(weight) for key, weight in weights.items()}
     found, named = pytree.tree_map_only(kind, lambda w: copies[id(w)], (tuple(args), dict(kwargs)))
     result = func(*found, **named)
@@ -87,7 +95,7 @@ def on_copies(kind: type[HostWeight], func: Any, args: Sequence[Any], kwargs: Ma
     return result
 
 
-def _copy(weight: HostWeight) -> torch.Tensor:
+def _copy(weight: Weight) -> torch.Tensor:
     """The values on the device, in memory of their own."""
     values = weight.fetch()
     return values.clone() if values is weight.host else values
