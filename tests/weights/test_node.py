@@ -1,14 +1,14 @@
-"""Ranks that find each other to share memory: who is let in, who is not, and what is said."""
+"""Ranks that find each other to share memory: who is let in, who is not, what is said, and how a file reaches them."""
 
 from __future__ import annotations
 
-import contextlib
+import json
 import logging
 import os
-import socket
+import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -22,44 +22,82 @@ from test_killed_ranks import run_all
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
-from chunkflow_compile.weights import peers
+from chunkflow_compile.weights import groups, node
+from chunkflow_compile.weights.groups import Group
 from chunkflow_compile.weights.home import home_of
-from chunkflow_compile.weights.peers import Meeting, Peers, meet, peers_of
+from chunkflow_compile.weights.mapping import Descriptor, memory_file
+from chunkflow_compile.weights.node import Node, meet, node_of
 
 SIZE = Size(layers=1)
 LEAST = 1024
-GROUP = "chunkflow_compile.weights.peers"
+LOG = "chunkflow_compile.weights"
 
 
-def ranks_meet(near: list[str], seconds: float = 20, **of_rank: Callable[[int], Any]) -> list[Peers | None]:
+class Store:
+    """A store in memory that keeps count of the characters that are set."""
+
+    def __init__(self) -> None:
+        self.inner = dist.HashStore()
+        self.sent = 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def set(self, key: str, value: str) -> None:
+        self.sent += len(value)
+        self.inner.set(key, value)
+
+    @property
+    def keys(self) -> list[str]:
+        """Those that are left, without the counts of how often each rank has come."""
+        return [key for key in self.inner.list_keys() if "/count/" not in key]
+
+
+def together(nodes: list[Node], work: Callable[[Node], Any]) -> list[Any]:
+    """What each rank gets, on a thread of its own: a result or an error."""
+
+    def tried(each: Node) -> Any:
+        try:
+            return work(each)
+        except ChunkflowError as error:
+            return error
+
+    with ThreadPoolExecutor(len(nodes)) as threads:
+        return [*threads.map(tried, nodes)]
+
+
+def ranks_meet(near: list[str], store: Any = None, **of_rank: Callable[[int], Any]) -> list[Node | None]:
     """What threads get that meet as ranks, each at a memory node.  ``of_rank``: functions of the module, by rank."""
-    store, ranks = dist.HashStore(), tuple(range(len(near)))
-    found = threading.local()
+    found, ranks, store = threading.local(), tuple(range(len(near))), store or Store()
 
-    def work(rank: int) -> Peers | None:
+    def work(rank: int) -> Node | None:
         found.rank = rank
-        return meet(Meeting(store, rank, ranks, timedelta(seconds=seconds)), near[rank])
+        return meet(Group(store, rank, ranks, timedelta(seconds=20)), near[rank])
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(near)) as threads:
         for name, value in of_rank.items():
-            patch.setattr(peers, name, lambda value=value: value(found.rank))
+            patch.setattr(node, name, lambda value=value: value(found.rank))
         return [*threads.map(work, ranks)]
 
 
+def several(count: int, store: Any = None) -> list[Node]:
+    return [n for n in ranks_meet([""] * count, store) if n is not None]
+
+
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return sorted(r.getMessage() for r in caplog.records if r.name == GROUP)
+    return sorted(r.getMessage() for r in caplog.records if r.name.startswith(LOG))
 
 
 def test_each_memory_node_has_a_group(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO, GROUP)
-    found = ranks_meet(["0-7", "8-15", "0-7", "8-15", "16-23"])
-    assert [None if p is None else p.ranks for p in found] == [(0, 2), (1, 3), (0, 2), (1, 3), None]
-    with ThreadPoolExecutor(4) as threads:
-        told = [*threads.map(lambda p: p.gather(p.rank), [p for p in found if p is not None])]
-    assert told == [[0, 2], [1, 3], [0, 2], [1, 3]]
-    for p in found:
-        if p is not None:
-            p.close()
+    caplog.set_level(logging.INFO, LOG)
+    store = Store()
+    found = ranks_meet(["0-7", "8-15", "0-7", "8-15", "16-23"], store)
+    assert [None if n is None else n.ranks for n in found] == [(0, 2), (1, 3), (0, 2), (1, 3), None]
+    nodes = [n for n in found if n is not None]
+    assert together(nodes, lambda n: n.gather(n.rank)) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for n in nodes:
+        n.close()
+    assert not store.keys
     assert len(said(caplog)) == 5 and [r.levelname for r in caplog.records].count("WARNING") == 1
     (alone,) = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
     assert alone == (
@@ -70,10 +108,10 @@ def test_each_memory_node_has_a_group(caplog: pytest.LogCaptureFixture) -> None:
 
 @pytest.mark.parametrize("missed", [1, 2])
 def test_a_rank_that_was_absent_meets_the_others_the_next_time(missed: int) -> None:
-    store = dist.HashStore()
+    store = Store()
 
-    def come(rank: int, seconds: float = 20) -> Peers | None:
-        return meet(Meeting(store, rank, (0, 1, 2), timedelta(seconds=seconds)))
+    def come(rank: int, seconds: float = 20) -> Node | None:
+        return meet(Group(store, rank, (0, 1, 2), timedelta(seconds=seconds)))
 
     for _ in range(missed):
         with ThreadPoolExecutor(2) as threads:
@@ -82,23 +120,202 @@ def test_a_rank_that_was_absent_meets_the_others_the_next_time(missed: int) -> N
                     met.result()
     for _ in range(2):
         with ThreadPoolExecutor(3) as threads:
-            for peers_ in threads.map(come, range(3)):
-                assert peers_ is not None and peers_.ranks == (0, 1, 2)
-                peers_.close()
+            for met_ in threads.map(come, range(3)):
+                assert met_ is not None and met_.ranks == (0, 1, 2)
+                met_.close()
+    assert not store.keys
 
 
 @pytest.mark.parametrize("near", [["", ""], ["0-7", "0-7"]])
 def test_ranks_in_different_containers(caplog: pytest.LogCaptureFixture, near: list[str]) -> None:
-    assert ranks_meet(near, _network=lambda rank: f"net:[{rank}]") == [None, None]
+    assert ranks_meet(near, _reach=lambda rank: f"0 shm {rank}") == [None, None]
     assert said(caplog) == [
-        f"rank {rank} shares no weights with rank {1 - rank} on this machine: another user, or another network name space"
+        f"rank {rank} shares no weights with rank {1 - rank} on this machine: another user, or a container with another "
+        "/dev/shm (--ipc)"
         for rank in range(2)
     ]
 
 
+def test_long_values_travel_only_where_ranks_differ() -> None:
+    store = Store()
+    nodes, long, other = several(4, store), ["a weight"] * 2000, ["another"] * 2000
+    store.sent = 0
+    assert together(nodes, lambda n: n.gather(long)) == [[long] * 4] * 4 and store.sent < 1000
+    mixed: Mapping[int, Any] = {0: long, 1: 7, 2: other, 3: long}
+    assert together(nodes, lambda n: n.gather(mixed[n.rank])) == [[*mixed.values()]] * 4
+    assert store.sent < 1000 + len(json.dumps(long) + json.dumps(other))
+    assert together(nodes, lambda n: n.gather({"rank": n.rank})) == [[{"rank": rank} for rank in range(4)]] * 4
+    for n in nodes:
+        n.close()
+    assert not store.keys
+
+
+def test_the_steps_of_the_leader() -> None:
+    nodes, done = several(3), list[int]()
+
+    def work(n: Node) -> list[int]:
+        for step in range(1, 6):
+            if n.leads:
+                done.append(step)
+                n.step()
+            else:
+                n.wait(step)
+                assert len(done) >= step
+        return done
+
+    assert together(nodes, work) == [[1, 2, 3, 4, 5]] * 3
+
+
+def test_a_rank_that_fails_is_heard_at_once() -> None:
+    store = Store()
+    nodes, began = several(3, store), time.monotonic()
+
+    def work(n: Node) -> None:
+        with n:
+            if n.rank == 1:
+                raise ChunkflowError("The drive is full.")
+            n.wait(1) if n.rank else n.gather(0)
+
+    assert {str(e) for e in together(nodes, work)} == {
+        "The drive is full.",
+        "The weights are not placed, because rank 1 failed: The drive is full.",
+    }
+    assert time.monotonic() - began < 10 and not store.keys
+
+
+def test_a_store_that_has_ended() -> None:
+    nodes = several(2)
+
+    def gone(*_: object) -> None:
+        raise dist.DistNetworkError("Connection reset by peer")
+
+    for n in nodes:
+        n._store.inner, n._store.set = None, gone
+    with pytest.raises(
+        ChunkflowError, match=r"store .* cannot be reached .* \(DistNetworkError: Connection reset by peer"
+    ):
+        nodes[1].gather(1)
+
+
+def share(n: Node, folder: Path) -> Descriptor:
+    return n.share(memory_file("chunkflow-test", 4096) if n.leads else None, folder)
+
+
+def test_a_file_without_a_name() -> None:
+    files = together(several(3), lambda n: share(n, Path("/dev/shm")))
+    os.pwrite(files[0].number, b"weights", 0)
+    assert {os.pread(f.number, 7, 0) for f in files} == {b"weights"} and len({f.number for f in files}) == 3
+    for file in files:
+        with pytest.raises(PermissionError):
+            os.ftruncate(file.number, 0)
+
+
+@pytest.fixture
+def without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The files of another process cannot be opened."""
+    plain = node.reopened
+
+    def refused(path: str, *args: Any) -> Descriptor:
+        if path.startswith("/proc"):
+            raise PermissionError(13, "Permission denied")
+        return plain(path, *args)
+
+    monkeypatch.setattr(node, "reopened", refused)
+
+
+def test_a_file_with_a_name_for_a_moment(tmp_path: Path, without_proc: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, modes = node.reopened, list[int]()
+
+    def opened(path: str, *args: Any) -> Descriptor:
+        found = plain(path, *args)
+        modes.append(os.stat(path).st_mode & 0o777)
+        return found
+
+    monkeypatch.setattr(node, "reopened", opened)
+    files = together(several(3), lambda n: share(n, tmp_path))
+    assert modes[-2:] == [0o600] * 2 and not [*tmp_path.iterdir()]
+    os.pwrite(files[0].number, b"weights", 0)
+    assert {os.pread(f.number, 7, 0) for f in files} == {b"weights"}
+    assert {os.fstat(f.number).st_size for f in files} == {4096}
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_name_does_not_stay_where_a_rank_fails(
+    tmp_path: Path, without_proc: None, monkeypatch: pytest.MonkeyPatch, who: int
+) -> None:
+    nodes, plain = several(2), Node._offer
+
+    def offer(n: Node, made: Descriptor | None, path: str, cause: str = "") -> Any:
+        if n.rank == who and (str(tmp_path) in path or not n.leads) and n._rounds > 4:
+            assert not n.leads or [*tmp_path.iterdir()]
+            raise ChunkflowError("Ctrl-C")
+        return plain(n, made, path, cause)
+
+    monkeypatch.setattr(Node, "_offer", offer)
+
+    def work(n: Node) -> Descriptor:
+        with n:
+            return share(n, tmp_path)
+
+    found = together(nodes, work)
+    assert str(found[who]) == "Ctrl-C" and f"because rank {who} failed: Ctrl-C" in str(found[1 - who])
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_file_that_no_way_leads_to(tmp_path: Path, without_proc: None) -> None:
+    nodes = several(2)
+    for folder, cause in (
+        (tmp_path / "none", "No such file or directory"),
+        (tmp_path, "0 bytes are free, and 4096 are"),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("shutil.disk_usage", free(0) if folder == tmp_path else free(1 << 30))
+            for error in together(nodes, lambda n, folder=folder: share(n, folder)):
+                assert f"neither in /proc (Permission denied) nor in {folder} ({cause}" in str(error)
+                assert "--shm-size, TMPDIR), or pass share=False" in str(error)
+    assert not [*tmp_path.iterdir()]
+
+
+def free(nbytes: int) -> Callable[[object], Any]:
+    return lambda _: type("", (), {"free": nbytes})
+
+
+def test_ranks_that_no_file_reaches_share_nothing(
+    without_proc: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", free(0))
+    store = Store()
+    assert ranks_meet(["", ""], store) == [None, None] and not store.keys
+    assert len(said(caplog)) == 2
+    assert said(caplog)[0].startswith("each of ranks 0, 1 keeps weights of its own: A file of rank 0 cannot be opened")
+
+
+def test_another_file_is_not_opened(tmp_path: Path) -> None:
+    """As under a process number of another container, or a name that another process took."""
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(OSError, match="another file"):
+        node.reopened(str(tmp_path / "pipe"), (0, 0))
+
+
+def killed(rank: int, folder: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    found = node_of(True, torch.device("cpu"))
+    assert found is not None and found.gather(rank) == [0, 1]
+    if rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    with pytest.raises(ChunkflowError, match="Rank 1 has ended while the weights were placed"):
+        found.gather(rank)
+    assert time.monotonic() - began < 30, "not the half hour of the process group"
+    os._exit(0)
+
+
+def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
+    assert run_all(killed, str(tmp_path)) == [0, -signal.SIGKILL]
+
+
 def in_two_containers(rank: int) -> None:
-    network = peers._network()
-    peers._network = lambda: network + str(rank)
+    node._reach = lambda: str(rank)
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=LEAST, share=True)
     homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
@@ -110,75 +327,8 @@ def in_two_containers(rank: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
-def test_weights_are_private_where_no_peer_is_reached(on_ranks: Callable[..., None]) -> None:
+def test_weights_are_private_where_no_rank_is_reached(on_ranks: Callable[..., None]) -> None:
     on_ranks(in_two_containers)
-
-
-def as_another_user(work: Callable[[], None]) -> None:
-    """Run ``work`` in a process of another user."""
-    child = os.fork()
-    if not child:
-        try:
-            os.setgid(65534)
-            os.setuid(65534)
-            work()
-        finally:
-            os._exit(0)
-    os.waitpid(child, 0)
-
-
-needs_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can start a process of another user")
-
-
-@needs_root
-def test_an_impostor_is_turned_away(caplog: pytest.LogCaptureFixture) -> None:
-    """Anyone can read the name of the socket, and connect."""
-    listener, name = peers._listener()
-    got = os.pipe()
-
-    def impostor() -> None:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
-            link.connect(f"\0{name}")
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-                link.sendall(peers._LENGTH.pack(1))
-                link.recv(1)  # until the leader hangs up
-            os.write(got[1], b"out")
-
-    with listener, ThreadPoolExecutor(2) as threads:
-        leader = threads.submit(peers._accepted, listener, [1], 20)
-        as_another_user(impostor)
-        assert os.read(got[0], 3) == b"out" and not leader.done()
-        link = peers._connected(1, 0, name, 20)
-        links = leader.result()
-    assert said(caplog) == ["a process of user 65534 asked for the weights, and was turned away"]
-    for made in (link, *links.values()):
-        made.close()
-    for end in got:
-        os.close(end)
-
-
-@needs_root
-def test_memory_is_not_taken_from_another_user() -> None:
-    """Who takes the name of a leader that has ended."""
-    ready, over = os.pipe(), os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            os.setuid(65534)
-            _held, name = peers._listener()
-            os.write(ready[1], name.encode())
-            os.read(over[0], 1)
-        finally:
-            os._exit(0)
-    name = os.read(ready[0], 100).decode()
-    try:
-        with pytest.raises(ChunkflowError, match=r"Rank 0 has ended, and user 65534 answers in its place"):
-            peers._connected(1, 0, name, 5)
-    finally:
-        os.write(over[1], b"o")
-        os.waitpid(child, 0)
-        for end in (*ready, *over):
-            os.close(end)
 
 
 def one_fails_early(rank: int) -> None:
@@ -219,14 +369,14 @@ def test_share_that_is_no_group(share: object) -> None:
 
 
 def test_no_group_by_default_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    peers._say_why_none.cache_clear()
-    assert peers_of(None, torch.device("cuda")) is None and not said(caplog)
-    peers._say_why_none.cache_clear()
+    groups._say_why_none.cache_clear()
+    assert node_of(None, torch.device("cuda")) is None and not said(caplog)
+    groups._say_why_none.cache_clear()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     for _ in range(2):
-        assert peers_of(None, torch.device("cuda")) is None
+        assert node_of(None, torch.device("cuda")) is None
     assert said(caplog) == [
         "each of the 8 ranks of this machine keeps a copy of the weights, because there is no process group yet; call "
         "torch.distributed.init_process_group before offload"
     ]
-    peers._say_why_none.cache_clear()
+    groups._say_why_none.cache_clear()
