@@ -36,7 +36,7 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Course, border
 from chunkflow_compile.passes.program.reads import Reads, reads_from
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.weights.meeting import ranks_of
+from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.shared_ring import Number
 from chunkflow_compile.weights.source import Source
 

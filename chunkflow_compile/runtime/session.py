@@ -24,10 +24,10 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
+from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.home import Home, home_of
 from chunkflow_compile.weights.host_store import ring_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
-from chunkflow_compile.weights.meeting import ranks_of
 from chunkflow_compile.weights.pinning import pin_all
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.staging import GpuStagings

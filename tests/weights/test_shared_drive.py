@@ -271,7 +271,7 @@ def no_room(rank: int, folder: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(*change)
-            with pytest.raises(ChunkflowError, match=told if rank == 0 else f"another rank failed. rank 0: {told}"):
+            with pytest.raises(ChunkflowError, match=told if rank == 0 else f"because rank 0 failed: {told}"):
                 offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=BF16)
         assert all(
             torch.equal(a.to(BF16), b.to(BF16)) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
