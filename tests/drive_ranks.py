@@ -18,7 +18,7 @@ from chunkflow_compile.runtime.drive_runs import Item, Order, OwnRun
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, Start
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.shared_ring import SharedRing
-from chunkflow_compile.weights.source import DriveBytes, DriveFile
+from chunkflow_compile.weights.source import DriveBytes, WeightFile
 
 CONTENT = random.Random(0).randbytes(4096)
 EIGHT = [(64 * i + i, 64) for i in range(8)]
@@ -41,7 +41,7 @@ class Event:
         assert self._reached.wait(WITHIN)
 
 
-def cycle_of(file: DriveFile, spans: list[tuple[int, int]]) -> list[tuple[tuple[str, int, int], DriveBytes]]:
+def cycle_of(file: WeightFile, spans: list[tuple[int, int]]) -> list[tuple[tuple[str, int, int], DriveBytes]]:
     return [((str(i), 0, 1), DriveBytes(file, begin, size)) for i, (begin, size) in enumerate(spans)]
 
 
@@ -50,7 +50,7 @@ class Rank:
 
     def __init__(self, number: int, ring: SharedRing, path: str, spans: Sequence[tuple[int, int]], pin: Any) -> None:
         self.number, self.ring, self.spans = number, ring, spans
-        self.file = DriveFile(Descriptor(os.open(path, os.O_RDONLY)), "the file")
+        self.file = WeightFile(Descriptor(os.open(path, os.O_RDONLY)), "the file")
         self.cycle = cycle_of(self.file, [*spans])
         self.reader = ReadAhead(pin)
         self.calls = 0

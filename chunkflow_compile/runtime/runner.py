@@ -89,7 +89,7 @@ class Runner:
             parameters = dict(zip(self._position, weights, strict=True))
             for weight in parameters.values():
                 if isinstance(weight, HostWeight):
-                    arrive(weight.cell.arriving)
+                    arrive(weight.home.arriving)
             with self._lock():
                 if (
                     self._sessions.get(key) is session and sizes in self.codes

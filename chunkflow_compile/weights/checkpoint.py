@@ -16,16 +16,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .bytes import cast_alone, copy_host_bytes, flat_bytes, memory_of
+from .bytes import cast_alone, copy_host_bytes, flat_bytes
 from .host_memory import running_on
 from .mapping import PAGE
-from .source import changed, read_into
+from .source import WeightFile
 
 # What one thread reads at a time: enough for a drive's full rate.
 BLOCK = 8 << 20
@@ -148,7 +147,7 @@ class CheckpointReader:
         self._cpus = cpus
         self._local = threading.local()
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="chunkflow-read")
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, WeightFile] = {}
 
     def read(self, part: FilePart, made: torch.Tensor, dtype: torch.dtype) -> None:
         """Read a part, whose elements are of ``dtype``, into a dense host tensor, and cast them to its dtype.
@@ -162,15 +161,9 @@ class CheckpointReader:
         todo: list[Future[None]] = []
         try:
             file = self._file(part)
-            todo += [self._threads.submit(self._block, file, part, flat, dtype, span) for span in spans]
+            todo += [self._threads.submit(self._block, file, part.offset, flat, dtype, span) for span in spans]
             for block in todo:
                 block.result()
-            file.check(part)
-        except OSError as error:
-            raise ChunkflowError(
-                f"The checkpoint {part.path} cannot be read at byte {part.offset}: {error.strerror or error}. Check "
-                "the drive, or copy the file to another one and load the model again."
-            ) from error
         finally:
             for block in todo:
                 block.cancel()
@@ -178,73 +171,42 @@ class CheckpointReader:
     def close(self) -> None:
         """Wait for the threads, and close the files."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        for file in self._files.values():
-            file.close()
         self._files.clear()
 
-    def _file(self, part: FilePart) -> _File:
+    def _file(self, part: FilePart) -> WeightFile:
         if part.path not in self._files:
-            self._files[part.path] = _File(part.path, self._direct)
-        self._files[part.path].check(part)
+            self._files[part.path] = WeightFile.checkpoint(part.path, part.inode, part.modified)
         return self._files[part.path]
 
     def _block(
-        self, file: _File, part: FilePart, flat: torch.Tensor, dtype: torch.dtype, span: tuple[int, int]
+        self, file: WeightFile, offset: int, flat: torch.Tensor, dtype: torch.dtype, span: tuple[int, int]
     ) -> None:
         with running_on(self._cpus):
-            begin, end = (part.offset + place * dtype.itemsize for place in span)
+            begin, end = (offset + place * dtype.itemsize for place in span)
             target = flat[span[0] : span[1]]
-            if not file.direct and dtype == flat.dtype:
-                file.read(memory_of(target), begin, part)
+            if not self._direct and dtype == flat.dtype:
+                file.read(flat_bytes(target), begin)
                 return
-            first = begin - begin % PAGE
-            buffer = self._buffer()[: -(-(end - first) // PAGE) * PAGE]
-            file.read(buffer, first, part, least=end - first)
-            read = torch.frombuffer(buffer, dtype=torch.uint8)
-            values = read[begin - first : end - first]
+            buffer = self._buffer()
+            values = buffer[: end - begin]
+            if self._direct:
+                values = file.read_beside(buffer, begin, end - begin)
+            else:
+                file.read(values, begin)
             if dtype == flat.dtype:
                 copy_host_bytes(flat_bytes(target), values)
                 return
-            if (begin - first) % dtype.itemsize:  # a checkpoint may begin a weight at any byte
-                copy_host_bytes(read[: end - begin], values)  # memmove: they may overlap
-                values = read[: end - begin]
+            if values.data_ptr() % dtype.itemsize:  # a checkpoint may begin a weight at any byte
+                copy_host_bytes(buffer[: end - begin], values)  # memmove: they may overlap
+                values = buffer[: end - begin]
             cast_alone(target, values.view(dtype))
 
-    def _buffer(self) -> memoryview:
+    def _buffer(self) -> torch.Tensor:
         """Whole pages of the calling thread, as reads beside the page cache need."""
-        found: memoryview | None = getattr(self._local, "buffer", None)
+        found: torch.Tensor | None = getattr(self._local, "buffer", None)
         if found is None:
-            found = self._local.buffer = memoryview(mmap.mmap(-1, BLOCK + 2 * PAGE))
+            found = self._local.buffer = torch.frombuffer(mmap.mmap(-1, BLOCK + 2 * PAGE), dtype=torch.uint8)
         return found
-
-
-class _File:
-    """An open file.  ``direct``: whether its reads bypass the page cache."""
-
-    def __init__(self, path: str, direct: bool) -> None:
-        self.direct = direct and hasattr(os, "O_DIRECT")
-        if self.direct:
-            try:
-                self._number = os.open(path, os.O_RDONLY | os.O_DIRECT)
-            except OSError:  # a file system that has no such reads
-                self.direct = False
-        if not self.direct:
-            self._number = os.open(path, os.O_RDONLY)
-
-    def read(self, target: Any, offset: int, part: FilePart, least: int | None = None) -> None:
-        """Fill ``target`` from ``offset``; at the end of the file ``least`` bytes are enough."""
-        least = len(target) if least is None else least
-        if read_into(self._number, target, offset, least) < least:
-            raise ChunkflowError(changed(part.path))
-
-    def check(self, part: FilePart) -> None:
-        """Raise ChunkflowError if this is no longer the file that was mapped."""
-        told = os.fstat(self._number)
-        if (told.st_dev, told.st_ino) != part.inode or told.st_mtime_ns != part.modified:
-            raise ChunkflowError(changed(part.path))
-
-    def close(self) -> None:
-        os.close(self._number)
 
 
 def _mapped() -> Iterator[_Mapping]:

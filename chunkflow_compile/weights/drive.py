@@ -23,7 +23,7 @@ from chunkflow_compile.passes.problem import Problem
 from .bytes import as_weight, flat_bytes, memory_of
 from .checkpoint import FilePart
 from .mapping import Descriptor, whole_pages
-from .source import DriveBytes, DriveFile
+from .source import DriveBytes, WeightFile
 
 # File systems in memory: a scratch file there would take what it is to save.
 _IN_MEMORY = ("tmpfs", "ramfs")
@@ -36,7 +36,7 @@ class Scratch:
     def __init__(self, descriptor: Descriptor, where: str) -> None:
         """``where``: for errors."""
         self._where = where
-        self.file = DriveFile(descriptor, f"the scratch file {where}")
+        self.file = WeightFile(descriptor, f"the scratch file {where}")
 
     @staticmethod
     def made(folder: Path, nbytes: int) -> Scratch:
@@ -73,7 +73,7 @@ class Drive:
         """``total``: bytes that are going to be written, if they are known.  ``folder``: of the scratch file; by default that
         for temporary files."""
         self._total = total
-        self._files: dict[str, DriveFile] = {}
+        self._files: dict[str, WeightFile] = {}
         self._folder = folder or scratch_folder()
         self._scratch: Scratch | None = None
         self._end = 0
@@ -81,16 +81,7 @@ class Drive:
     def part(self, part: FilePart) -> DriveBytes:
         """A weight that stays in its checkpoint.  Raises ChunkflowError if the file is gone, or has changed."""
         if part.path not in self._files:
-            try:
-                number = os.open(part.path, os.O_RDONLY)
-            except OSError as error:
-                raise ChunkflowError(
-                    f"The checkpoint {part.path} cannot be opened: {error.strerror or error}. Bring the file back, and load "
-                    "the model again."
-                ) from error
-            file = DriveFile(Descriptor(number), part.path, (part.inode, part.modified))
-            file.check()  # another file may have its name by now
-            self._files[part.path] = file
+            self._files[part.path] = WeightFile.checkpoint(part.path, part.inode, part.modified)
         return DriveBytes(self._files[part.path], part.offset, part.nbytes)
 
     def keep(self, weight: torch.Tensor) -> tuple[torch.Tensor, DriveBytes]:

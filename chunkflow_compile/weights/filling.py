@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from .backing import Backing, FileSlice
 from .bytes import ordinary
 from .checkpoint import CheckpointReader, Mapped, Mappings
 from .drive import Drive
@@ -17,8 +18,7 @@ from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
 from .mapping import whole_pages
 from .peers import Peers
-from .sharing import Role, SharedPages, SharedWeight, Wanted
-from .source import DriveBytes
+from .sharing import Role, SharedPages, Wanted
 from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
@@ -32,14 +32,12 @@ DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 class Placed:
     """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
 
-    ``shared``: its place, if other ranks have the memory too.  ``drive``: its bytes in a file, if it is on the drive;
-    ``scratch``: in a scratch file.  ``before``: where a weight lay that was in its checkpoint, which took no memory.
+    ``backing``: what lies behind it, None for memory of this process alone.  ``before``: where a weight lay that was in its
+    checkpoint, which took no memory.
     """
 
     host: torch.Tensor
-    shared: SharedWeight | None = None
-    drive: DriveBytes | None = None
-    scratch: bool = False
+    backing: Backing | None = None
     before: Mapped | None = None
 
 
@@ -73,6 +71,7 @@ class Filling:
         self._peers = peers
         self._on_drive = on_drive
         self._kept: set[str] = set()
+        self._owned: set[int] = set()  # pages of weights that have left their checkpoint
         self._unchecked = 0
         self._shared: SharedPages | None = None
         try:
@@ -107,7 +106,7 @@ class Filling:
         weight, values = self._weights[name], tensor.detach()
         if weight.stays:
             if weight.drive and weight.part is not None:
-                return Placed(values, drive=self._drive.part(weight.part))
+                return Placed(values, FileSlice(values, self._drive.part(weight.part), self._owned, scratch=False))
             return Placed(ordinary(values))
         self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:
@@ -120,7 +119,7 @@ class Filling:
         if not weight.drive:
             return Placed(made, before=before)
         host, kept = self._drive.keep(made)
-        return Placed(host, drive=kept, scratch=True, before=before)
+        return Placed(host, FileSlice(host, kept, self._owned, scratch=True), before)
 
     def _share_pages(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
         """The values in memory that other ranks map too; None if those there are others."""
@@ -131,7 +130,7 @@ class Filling:
         elif role == "compare" and not shared.same(name, found.host, values):
             return None
         self._kept.add(name)
-        return Placed(found.host, shared=found, before=weight.lay_in(values, unread=role == "leave"))
+        return Placed(found.host, found, weight.lay_in(values, unread=role == "leave"))
 
     def _share_file(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
         """The values in the scratch file of all ranks; None if those there are others."""
@@ -140,7 +139,7 @@ class Filling:
         host, kept = shared.kept(weight.name)
         if role == "compare" and not shared.same(weight.name, host, values):
             return None
-        return Placed(host, drive=kept, scratch=True, before=weight.lay_in(values))
+        return Placed(host, FileSlice(host, kept, self._owned, scratch=True), weight.lay_in(values))
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""

@@ -227,15 +227,14 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
-    tensor.cell.check()
-    home = tensor.cell.home()
-    while (shared := tensor.cell.shared) is not None:  # other ranks read it, and a write to it would go unnoticed here
+    tensor.home.check()
+    while (shared := tensor.home.shared) is not None:  # other ranks read it, and a write to it would go unnoticed here
         copy = shared.to_write(tensor.host)
-        if tensor.cell.shared is shared:  # else another thread has written it
+        if tensor.home.shared is shared:  # else another thread has written it
             return copy
     made = tensor.host.detach()
-    if home is not None:
-        home.store.lent.append((weakref.ref(made), weakref.ref(home)))
+    if (home := tensor.home).placed:
+        home.store.lend(made, home)
     return made
 
 

@@ -1,4 +1,7 @@
-"""The home of one offloaded weight: where its values are, and what copies of them exist."""
+"""The host memory of one weight: where its values are, what copies of them exist, and who may write them.
+
+All views of a weight have one.  It may be in the store of a placed model; else it is memory and a count of writes.
+"""
 
 from __future__ import annotations
 
@@ -6,78 +9,163 @@ import contextlib
 import time
 import warnings
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .backing import Backing, FileSlice, SharedMemory
 from .bytes import flat_bytes
 from .checkpoint import Mapped
-from .host_bytes import HostBytes
-from .host_weight import HostWeight
-from .limits import no_room
+from .limits import Room, no_room
 from .reader import HostReader
+from .shared_ring import SharedRing
 from .source import DriveBytes, Source
 from .staging import GpuStagings
-
-if TYPE_CHECKING:
-    from .host_store import HostStore
-
 
 # Until pages are pinned again that another rank may have been pinning: as long as it takes for a large weight.
 _AGAIN_S = 0.2
 
 
-@dataclass(eq=False)
-class Home:
-    """The place of one weight in a store; it ends with the weight.
+class Arriving(Protocol):
+    """What a collective may still write to weights.  ``over``: whether nothing more is to come."""
 
-    ``names``: all its names in the model.  ``host``: its values, on the CPU.  ``cell``: counts the writes to them.
-    ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``before``: where it lay, while it moves.
+    @property
+    def over(self) -> bool: ...
+
+    def land(self) -> None:
+        """Give the weights what was written."""
+
+    def follow_to(self, home: Home, before: torch.Tensor, now: torch.Tensor) -> None:
+        """The weight with the memory ``before`` is the ordinary tensor ``now``: it gets what arrives."""
+
+
+class Store(Protocol):
+    """A placed model, as its weights know it.  The store knows more (host_store.py)."""
+
+    device: torch.device
+    pins: bool
+    turn: tuple[int, int] | None
+    ring: SharedRing | None
+    arriving: list[Arriving]
+    lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Home]]]
+
+    def quiet(self) -> AbstractContextManager[object]: ...
+
+    def reclaim(self) -> None: ...
+
+    @property
+    def root(self) -> Any: ...
+
+    def room(self, budget: int | None) -> Room: ...
+
+    def pageable(self, home: Home, error: OSError) -> None: ...
+
+    def came_from_the_drive(self, home: Home) -> None: ...
+
+    def replaced(self, home: Home) -> None: ...
+
+    def count(self, name: str, nbytes: int) -> None: ...
+
+    def lend(self, tensor: torch.Tensor, home: Home) -> None: ...
+
+
+class Home:
+    """The host memory of one weight.
+
+    ``host``: its values, on the CPU.  ``backing``: where they lie, None for memory of this process alone.  ``written``:
+    counts the writes through weights; those to the memory itself are in its tensor's ``_version``.  ``names``: all its names
+    in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``before``: where it lay,
+    while it moves.  ``arriving``: what collectives may still write to it and to the others of its store, oldest first.
     """
 
-    names: tuple[str, ...]
-    host: torch.Tensor
-    cell: HostBytes
-    store: HostStore
-    origin: torch.device
-    _weight: weakref.ref[HostWeight]
-    grad: torch.Tensor | None = None
-    before: Mapped | None = None
-    _drive: tuple[DriveBytes, int] | None = None  # and the version of the host tensor that it has the values of
-    _resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
-    _unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
-    _copied_by: list[HostReader] = field(default_factory=list)
+    def __init__(self, host: torch.Tensor, backing: Backing | None = None, before: Mapped | None = None) -> None:
+        self.host = host
+        self.backing = backing
+        self.before = before
+        self.written = 0
+        self.names: tuple[str, ...] = ("a weight",)
+        self.origin = host.device
+        self.grad: torch.Tensor | None = None
+        self.arriving: list[Arriving] = []
+        self._store: Store | None = None
+        self._weight: Callable[[], torch.Tensor | None] = _no_weight
+        self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
+        self._unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
+        self._copied_by: list[HostReader] = []
+
+    def join(
+        self, store: Store, names: tuple[str, ...], origin: torch.device, host: torch.Tensor, weight: torch.Tensor
+    ) -> None:
+        """Be in a store from now on, as the memory of ``weight``, whose values are in ``host``."""
+        self.host, self.names, self.origin = host, names, origin
+        self._store, self._weight = store, weakref.ref(weight)
+        store.arriving += self.arriving
+        self.arriving = store.arriving
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     @property
-    def weight(self) -> HostWeight | None:
+    def store(self) -> Store:
+        """That of the placed model.  Only a weight that :func:`home_of` finds has one."""
+        assert self._store is not None
+        return self._store
+
+    @property
+    def placed(self) -> bool:
+        """Whether it is in a store."""
+        return self._store is not None
+
+    @property
+    def order(self) -> int:
+        """In which order an op that writes several weights holds up programs: two threads never hold each other up."""
+        return id(self._store)
+
+    @property
+    def weight(self) -> Any:
         """The weight, None if it was dropped or got other memory."""
         weight = self._weight()
         return weight if home_of(weight) is self else None
 
+    def lasts_in(self, store: object) -> bool:
+        """Whether it is in this store, and its weight exists."""
+        return self._store is store and self.weight is not None
+
+    def is_of(self, weight: object) -> bool:
+        """Whether it is in a store as the memory of this weight, and not of a view."""
+        return self._store is not None and self._weight() is weight
+
     @property
     def version(self) -> int:
         """Changes with every write to the values, through a weight or to the host tensor itself."""
-        weight = self._weight()
-        return self.cell.version + self.host._version if weight is None else weight.writes
+        weight: Any = self._weight()
+        return self.written + self.host._version if weight is None else int(weight.writes)
+
+    @property
+    def shared(self) -> SharedMemory | None:
+        """The memory, if other ranks map it too."""
+        return self.backing if isinstance(self.backing, SharedMemory) else None
+
+    @property
+    def scratch(self) -> bool:
+        """Whether the host tensor is a mapping of a scratch file."""
+        return isinstance(self.backing, FileSlice) and self.backing.scratch
 
     @property
     def drive(self) -> DriveBytes | None:
-        """The bytes on the drive, None if the values are in host memory: the file does not see a write to its mapping."""
-        return self._drive[0] if self._drive is not None and self._drive[1] == self.host._version else None
+        """The bytes on the drive, None if the values are in host memory."""
+        return self.backing.bytes if isinstance(self.backing, FileSlice) else None
 
     @property
     def source(self) -> Source:
-        """The bytes that programs copy.  Raises as :meth:`may_change` for a weight on the drive that was written unseen."""
-        if self.drive is None:
-            self._leave_drive()
+        """The bytes that programs copy.  Raises as :meth:`write` for a weight on the drive that was written unseen."""
+        if self.drive is None and isinstance(self.backing, FileSlice):
+            self.make_private()
         return self.drive or flat_bytes(self.host)
 
     @property
@@ -105,8 +193,47 @@ class Home:
 
         That also matters once it was written, as through a tensor of ``state_dict``: pages that were not are the file's.
         """
-        if self._drive is not None:
-            self._drive[0].file.check()
+        if self.backing is not None:
+            self.backing.check()
+
+    def read(self, nbytes: int) -> None:
+        """An op outside programs reads the values."""
+        if self._store is not None:
+            self.check()
+            self._store.count(self.name, nbytes)
+
+    @contextlib.contextmanager
+    def write(self) -> Iterator[None]:
+        """Hold the steps of the model's programs, wait for the copies that read the weight, and make it private.
+
+        Raises ChunkflowError if there is no room, or the checkpoint has changed.
+        """
+        with self._quiet():
+            self.settle()
+            self.make_private()
+            yield
+
+    @contextlib.contextmanager
+    def leave(self) -> Iterator[None]:
+        """As :meth:`write`, for a weight that gets other memory: what it had stays as it is."""
+        with self._quiet():
+            self.settle()
+            if self._store is not None:
+                self._store.replaced(self)
+            yield
+
+    def make_private(self) -> None:
+        """Give the weight memory of its own, if other ranks share it or it is on the drive.  No copy reads it now."""
+        if self.backing is None:
+            return
+        self.check()
+        if self.shared is not None:
+            self.unpin()  # the pages that a device reads are those at the address when they were pinned
+            self.written += 1  # programs pin it again, also if there is no memory
+        self.backing.make_private(self.name)
+        came, self.backing = isinstance(self.backing, FileSlice), None
+        if came and self._store is not None:
+            self._store.came_from_the_drive(self)
 
     def copied(self, nbytes: int) -> None:
         """The values are about to be copied into so many bytes of host memory.
@@ -118,6 +245,10 @@ class Home:
                 f"{self.name} is on the drive, and a copy of it ({nbytes} bytes) finds no room in host memory: {cause}. Free "
                 "host memory, or load the model once more, or in another dtype, with host_memory=."
             )
+
+    @property
+    def pinned(self) -> bool:
+        return self._unpin is not None
 
     @property
     def pins(self) -> bool:
@@ -132,7 +263,8 @@ class Home:
         self._copied_by[:] = [d for d in self._copied_by if d is not device and not d.closed] + [device]
         if not self.pins:
             return
-        self._leave_drive()  # the pages must not change under a device
+        if isinstance(self.backing, FileSlice):
+            self.make_private()  # the pages must not change under a device
         if not fits:
             return
         try:
@@ -147,7 +279,7 @@ class Home:
         try:
             return device.pin(self.host)
         except OSError:
-            if self.cell.shared is None:
+            if self.shared is None:
                 raise
             time.sleep(_AGAIN_S)
             return device.pin(self.host)
@@ -157,39 +289,23 @@ class Home:
             self._unpin()
             self._unpin = None
 
-    @property
-    def shares(self) -> bool:
-        """Whether other ranks have the same memory, or the same bytes on the drive."""
-        return self.cell.shared is not None or (self.cell.scratch and self.drive is not None)
-
-    def may_change(self) -> None:
-        """The values are about to be written: a weight on the drive goes to host memory for that, whatever the file.
-
-        Raises ChunkflowError if there is no room, or the checkpoint has changed.
-        """
-        self.check()
-        self._leave_drive()
-
-    def _leave_drive(self) -> None:
-        """Give a weight on the drive host memory, at the same address, because it is or was written."""
-        if self._drive is not None:
-            self.check()
-            self.store.leave_drive(self)
-            self._drive, self.cell.scratch = None, False
-
-    @property
-    def pinned(self) -> bool:
-        return self._unpin is not None
-
     def settle(self) -> None:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
             device.settle()
 
+    def _quiet(self) -> AbstractContextManager[object]:
+        return contextlib.nullcontext() if self._store is None else self._store.quiet()
+
+
+def _no_weight() -> None:
+    """The weight of memory that is in no store."""
+
 
 def home_of(tensor: object) -> Home | None:
-    """The home of an offloaded weight, None for any other object."""
-    return tensor.home if isinstance(tensor, HostWeight) else None
+    """The memory of an offloaded weight that is in a store, None for any other object, also for a view of one."""
+    home = getattr(tensor, "__dict__", {}).get("home")
+    return home if isinstance(home, Home) and home.is_of(tensor) else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere

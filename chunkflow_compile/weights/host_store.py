@@ -9,7 +9,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +17,14 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .filling import Filling
-from .home import Home, home_of
-from .host_bytes import HostBytes
+from .home import Arriving, Home, home_of
 from .host_weight import HostWeight, become, like
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
-from .mapping import Descriptor, leave_file
+from .mapping import Descriptor
 from .peers import Peers
 from .progress import moving
 from .shared_ring import SharedRing
 from .staging import GpuStagings
-from .undeclared import Arrival
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +50,7 @@ class HostStore:
     turn: tuple[int, int] | None = None
     ring: SharedRing | None = None
     agreed: int | None = None
-    arriving: list[Arrival] = field(default_factory=list)
+    arriving: list[Arriving] = field(default_factory=list)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Home]]] = field(default_factory=list)
     _homes: list[weakref.ref[Home]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
@@ -61,7 +58,6 @@ class HostStore:
     _total: int = 0
     _replaced: bool = False
     _told_of_lent: bool = False
-    _owned: set[int] = field(default_factory=set)  # pages at the ends of weights that have left their checkpoint
 
     @property
     def root(self) -> nn.Module | None:
@@ -71,7 +67,7 @@ class HostStore:
     @property
     def homes(self) -> list[Home]:
         """The homes of the weights that still exist, oldest first."""
-        found = [home for ref in self._homes if (home := ref()) is not None and home.weight is not None]
+        found = [home for ref in self._homes if (home := ref()) is not None and home.lasts_in(self)]
         self._homes = [weakref.ref(home) for home in found]
         return found
 
@@ -89,26 +85,18 @@ class HostStore:
                 return self._adopt(names, tensor, self.device)
             grad, origin = tensor.grad, tensor.device
             placed = filling.place(names[0], tensor)
-            made = like(tensor, HostWeight(placed.host, self.device, label=names[0]))
-            home = self._adopt(names, made, origin, tensor)
+            home = Home(placed.host, placed.backing, placed.before)
+            made = like(tensor, HostWeight(placed.host, self.device, home))
+            self._adopt(names, made, origin, tensor)
             home.grad = grad
-            made.cell.shared, made.cell.scratch = placed.shared, placed.scratch
-            home._drive = None if placed.drive is None else (placed.drive, home.host._version)
-            home.before = placed.before
             become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
             return home
 
     def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device, becomes: Any = None) -> Home:
-        """Make a home for a weight, or for the tensor that ``becomes`` it."""
-        home = Home(names, weight.host, weight.cell, self, origin, weakref.ref(weight if becomes is None else becomes))
-        weight.label, weight.home = names[0], home
-        weight.cell.order = id(self)
-        weight.cell.writing = partial(_writing, weakref.ref(home), weakref.ref(weight.cell))
-        weight.cell.leaving = partial(_leaving, weakref.ref(home))
-        weight.cell.read = partial(_count, weakref.ref(home))
-        weight.cell.home = weakref.ref(home)
-        self.arriving += weight.cell.arriving
-        weight.cell.arriving = self.arriving
+        """Take a weight, or the tensor that ``becomes`` it, into the store."""
+        home: Home = weight.home
+        home.join(self, names, origin, weight.host, weight if becomes is None else becomes)
+        weight.label = names[0]
         self._homes.append(weakref.ref(home))
         self._total += home.nbytes
         return home
@@ -160,7 +148,7 @@ class HostStore:
         lent, self.lent = self.lent, []
         for tensor, ref in lent:
             if (home := ref()) is not None:
-                home.cell.version += 1
+                home.written += 1
                 if tensor() is not None:
                     self.lent.append((tensor, ref))
         if self.lent and not self._told_of_lent:
@@ -202,25 +190,10 @@ class HostStore:
         """Those of weights in host memory."""
         return sum(h.nbytes for h in self.homes if h.drive is None)
 
-    def _held_with(self, home: Home) -> int:
-        """As ``held_bytes``, once this weight is among them."""
-        return sum(h.nbytes for h in self.homes if h.drive is None or h is home)
-
-    def leave_drive(self, home: Home) -> None:
-        """A weight goes from the drive into host memory, because it is written.
-
-        Raises ChunkflowError if there is no room; warns once if all of them then take more than the bound.
-        """
-        if (cause := no_room(home.nbytes)) is not None:
-            raise ChunkflowError(
-                f"{home.name} is written, and goes from the drive into host memory for that, but {home.nbytes} bytes "
-                f"find no room there: {cause}. Free host memory, or write before the model is placed."
-            )
-        try:
-            leave_file(home.host, self._owned)
-        except OSError as error:
-            raise ChunkflowError(f"{home.name} ({home.nbytes} bytes) cannot be written: {error.strerror}.") from error
-        if self.bound is not None and (held := self._held_with(home)) > self.bound:
+    def came_from_the_drive(self, home: Home) -> None:
+        """A weight has gone from the drive into host memory, because it is written.  Warns once if all of them then take more
+        than the bound."""
+        if self.bound is not None and (held := self.held_bytes) > self.bound:
             bound, self.bound = self.bound, None
             warnings.warn(
                 f"{home.name} is written, and goes from the drive into host memory for that: the weights take {held} "
@@ -228,6 +201,10 @@ class HostStore:
                 "model with its new values (save_pretrained) and load it again to have them on the drive.",
                 stacklevel=2,
             )
+
+    def lend(self, tensor: torch.Tensor, home: Home) -> None:
+        """A tensor of a state_dict has the memory of a weight."""
+        self.lent.append((weakref.ref(tensor), weakref.ref(home)))
 
     def replaced(self, home: Home) -> None:
         """A weight gets other memory, so it leaves the drive.  Warns once that ``bound`` is not for that."""
@@ -299,26 +276,27 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
 def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, unchecked: bool = False) -> None:
     """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room, or if it is in a checkpoint
     that has changed, unless ``unchecked``; it stays as it is then."""
-    home = home_of(weight)
+    home = weight.home
     with torch.inference_mode(False), torch.no_grad():
         if not unchecked:
-            weight.cell.check()
+            home.check()
         if device.type == "cpu":
-            _end_sharing(home, weight.cell)  # an ordinary tensor may be written at any time
-            if weight.cell.scratch and (cause := no_room(weight.host.nbytes)) is not None:
+            if home.shared is not None:
+                home.make_private()  # an ordinary tensor may be written at any time
+            if home.scratch and (cause := no_room(weight.host.nbytes)) is not None:
                 raise ChunkflowError(
                     f"There is no room in host memory for {weight.label} ({weight.host.nbytes} bytes): {cause}. It and the "
                     "weights not restored yet stay where they are. Free host memory and call restore again."
                 )
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
-            plain = stagings.brought(weight.host, device, copy=weight.cell.scratch)
-        host, cell = weight.host, weight.cell
+            plain = stagings.brought(weight.host, device, copy=home.scratch)
+        host, grad = weight.host, home.grad if home.is_of(weight) else None
         become(weight, weight.plain(plain))
-        for arrival in cell.arriving:
-            arrival.follow_to(cell, host, weight.detach())
-        if home is not None and home.grad is not None:
-            weight.grad = home.grad.to(device)
+        for arrival in home.arriving:
+            arrival.follow_to(home, host, weight.detach())
+        if grad is not None:
+            weight.grad = grad.to(device)
 
 
 def undo_move(home: Home, weight: HostWeight) -> None:
@@ -326,7 +304,7 @@ def undo_move(home: Home, weight: HostWeight) -> None:
 
     Without memory: it may be why the move has failed.
     """
-    shared, before = weight.cell.shared, home.before
+    shared, before = home.shared, home.before
     if before is not None and before.intact:
         become(weight, weight.plain(before.values))
         if home.grad is not None:
@@ -344,52 +322,7 @@ def undo_move(home: Home, weight: HostWeight) -> None:
             before.part.path,
         )
     try:
-        shared.own_again()
+        shared.make_private(home.name)
     except ChunkflowError:
-        shared.private()
-    weight.cell.shared = None
-
-
-def _end_sharing(home: Home | None, cell: HostBytes) -> None:
-    """Give a weight that other ranks share memory of its own.  No copy reads it now."""
-    if cell.shared is None:
-        return
-    if home is not None:
-        home.unpin()  # the pages that a device reads are those at the address when they were pinned
-        cell.version += 1  # programs pin it again, also if there is no memory
-    cell.shared.own_again()
-    cell.shared = None
-
-
-@contextlib.contextmanager
-def _writing(ref: weakref.ref[Home], cell_ref: weakref.ref[HostBytes]) -> Iterator[None]:
-    """Hold the steps of the model's programs, and wait for the copies that read the weight.
-
-    A weight that other ranks share gets memory of its own first.
-    """
-    home, cell = ref(), cell_ref()
-    with contextlib.nullcontext() if home is None else home.store.quiet():
-        if home is not None:
-            home.settle()
-            home.may_change()
-        if cell is not None:
-            _end_sharing(home, cell)
-        yield
-
-
-@contextlib.contextmanager
-def _leaving(ref: weakref.ref[Home]) -> Iterator[None]:
-    """As :func:`_writing`, for a weight that gets other memory: what it had stays as it is."""
-    home = ref()
-    with contextlib.nullcontext() if home is None else home.store.quiet():
-        if home is not None:
-            home.settle()
-            home.store.replaced(home)
-        yield
-
-
-def _count(ref: weakref.ref[Home], nbytes: int) -> None:
-    """Note that an op reads a weight."""
-    if (home := ref()) is not None:
-        home.check()
-        home.store.count(home.name, nbytes)
+        shared.copy_on_write()
+    home.backing = None

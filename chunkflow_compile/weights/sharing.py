@@ -7,7 +7,6 @@ the same file everywhere, or each rank compares all bytes of its own with those 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import logging
 import mmap
@@ -20,18 +19,14 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .backing import SharedMemory
 from .checkpoint import FilePart, Mapped
 from .drive import Scratch, scratch_folder
-from .limits import check_room, no_room
+from .limits import check_room
 from .mapping import (
-    ACCESS,
-    MAP_FIXED,
     Descriptor,
-    libc,
     map_file,
-    map_over,
     memory_file,
-    own_memory,
     prefer_huge_pages,
     whole_pages,
 )
@@ -96,56 +91,13 @@ class Wanted:
         return data.view(self.dtype).as_strided(self.shape, self.stride)
 
 
-class SharedWeight:
-    """A weight whose memory other ranks map too.  ``host``: its values."""
-
-    def __init__(self, descriptor: Descriptor, offset: int, host: torch.Tensor) -> None:
-        self.host = host
-        self._descriptor = descriptor
-        self._offset = offset
-
-    def own_again(self) -> None:
-        """Give the weight memory of its own, at the same address: views of it stay views, and other ranks see no write.
-
-        Raises ChunkflowError if there is no memory.
-        """
-        size = whole_pages(self.host.nbytes)
-        if (cause := no_room(size)) is not None:
-            raise ChunkflowError(_no_memory(self.host, cause))
-        try:
-            own_memory(self.host.data_ptr(), self.host.nbytes, size)
-        except OSError as error:
-            raise ChunkflowError(_no_memory(self.host, error.strerror or str(error))) from error
-
-    def leave(self) -> None:
-        """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        libc().mmap(self.host.data_ptr(), whole_pages(self.host.nbytes), ACCESS, flags, -1, 0)
-
-    def private(self) -> None:
-        """As :meth:`own_again`, without memory: a page takes some when it is written.  Keeps all of the shared memory."""
-        with contextlib.suppress(OSError):  # else it stays shared, which is right until it is written
-            map_over(self.host, self._descriptor, mmap.MAP_PRIVATE, self._offset)
-
-    def to_write(self, view: torch.Tensor) -> torch.Tensor:
-        """A view of the values as an ordinary tensor.  It takes no memory until it is written, and only it sees the writes.
-
-        Raises ChunkflowError if there is no memory.
-        """
-        pages = map_file(self._descriptor, self.host.nbytes, mmap.MAP_PRIVATE, self._offset)
-        if pages is None:
-            raise ChunkflowError(_no_memory(self.host, os.strerror(ctypes.get_errno())))
-        begin = (view.data_ptr() - self.host.data_ptr()) // view.element_size()
-        return pages.view(view.dtype).as_strided(view.shape, view.stride(), begin)
-
-
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file, and what this rank does with each."""
 
     def __init__(self, peers: Peers, wanted: Sequence[Wanted]) -> None:
         """All peers create it, each with its own weights.  Raises ChunkflowError if there is no room, or a peer has ended."""
         self._peers = peers
-        self._pages: dict[str, SharedWeight] = {}
+        self._pages: dict[str, SharedMemory] = {}
         self._on_drive: dict[str, tuple[int, Wanted]] = {}  # and where each begins in the scratch file
         self._roles: dict[str, Role] = {}
         self._awaited: set[str] = set()  # until the leader has written them
@@ -184,7 +136,7 @@ class SharedPages:
             # each has a storage of its own: one of all weights would be pickled with each of them
             part = torch.empty(0, dtype=torch.uint8).set_(storage[begin : begin + weight.nbytes])
             host = weight.view(part)
-            self._pages[weight.name] = SharedWeight(descriptor, begin, host)
+            self._pages[weight.name] = SharedMemory(descriptor, begin, host)
 
     def _share_file(self, weights: Sequence[Wanted]) -> None:
         """The leader makes the scratch file, and the others get it."""
@@ -239,7 +191,7 @@ class SharedPages:
             other: Role = "leave" if weight.name in same else "compare"
             self._roles[weight.name] = "fill" if self._peers.leads else other
 
-    def pages(self, name: str) -> SharedWeight:
+    def pages(self, name: str) -> SharedMemory:
         """The pages of a weight that is shared in memory."""
         return self._pages[name]
 
@@ -328,10 +280,3 @@ def _opened_again(number: int) -> Descriptor:
         return Descriptor(os.open(f"/proc/self/fd/{number}", os.O_RDONLY))
     except OSError:  # without /proc
         return given
-
-
-def _no_memory(weight: torch.Tensor, cause: str) -> str:
-    return (
-        f"A shared weight of {weight.nbytes} bytes cannot be given memory of its own: {cause}. "
-        "Free host memory, or place the model with share=False."
-    )

@@ -17,9 +17,11 @@ from .bytes import copy_host_bytes, memory_of
 from .mapping import Descriptor, map_file
 
 
-class DriveFile:
-    """An open file of weights.  ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a file that
-    must not change; None for any other.  ``read_bytes``: those read so far.
+class WeightFile:
+    """An open file of weights, from which all of them are read.
+
+    ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a file that must not change; None for any
+    other.  ``read_bytes``: those read so far.
     """
 
     def __init__(self, descriptor: Descriptor, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
@@ -29,6 +31,20 @@ class DriveFile:
         self._stamp = stamp
         self._beside: Descriptor | None = None  # for reads beside the page cache
         self._blocks = hasattr(os, "O_DIRECT")  # whether the file system may have them
+
+    @staticmethod
+    def checkpoint(path: str, inode: tuple[int, int], modified: int) -> WeightFile:
+        """That of a checkpoint.  Raises ChunkflowError if it is gone, or has changed."""
+        try:
+            number = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise ChunkflowError(
+                f"The checkpoint {path} cannot be opened: {error.strerror or error}. Bring the file back, and load the model "
+                "again."
+            ) from error
+        found = WeightFile(Descriptor(number), f"the checkpoint {path}", (inode, modified))
+        found.check()  # another file may have its name by now
+        return found
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
@@ -68,15 +84,15 @@ class DriveFile:
         """Fill ``target`` from ``begin`` on, with what is ``wanted`` from ``offset`` at least."""
         least = offset + len(wanted) - begin
         try:
-            done = read_into(number, target, begin, least) - (offset - begin)
+            done = _read_into(number, target, begin, least) - (offset - begin)
         except OSError as error:
             raise ChunkflowError(
-                f"{self.name} cannot be read at byte {offset}: {error.strerror or error}. Check the drive, and load "
-                "the model again."
+                f"{self._title} cannot be read at byte {offset}: {error.strerror or error}. Check the drive, or copy the "
+                "file to another one, and load the model again."
             ) from error
-        if done < len(wanted):
-            raise ChunkflowError(f"The file {self.name} ends at byte {offset + done}: load the model again.")
         self.check()
+        if done < len(wanted):
+            raise ChunkflowError(f"{self._title} ends at byte {offset + done}: load the model again.")
         self.read_bytes += len(wanted)
 
     def check(self) -> None:
@@ -88,16 +104,20 @@ class DriveFile:
             told = os.fstat(self.descriptor.number)
         except OSError as error:  # a drive of the network
             raise ChunkflowError(
-                f"{self.name} cannot be looked at: {error.strerror or error}. Check the drive, and load the model again."
+                f"{self._title} cannot be looked at: {error.strerror or error}. Check the drive, and load the model again."
             ) from error
         if ((told.st_dev, told.st_ino), told.st_mtime_ns) != self._stamp:
-            raise ChunkflowError(changed(self.name))
+            raise ChunkflowError(f"{self._title} was changed while its weights were read: load the model again.")
+
+    @property
+    def _title(self) -> str:
+        return self.name[:1].upper() + self.name[1:]
 
 
 class DriveBytes:
     """Bytes of a file as a source of copies, as a flat uint8 tensor is one."""
 
-    def __init__(self, file: DriveFile, offset: int, nbytes: int) -> None:
+    def __init__(self, file: WeightFile, offset: int, nbytes: int) -> None:
         self.file = file
         self._offset = offset
         self._nbytes = nbytes
@@ -113,11 +133,11 @@ class DriveBytes:
         return DriveBytes(self.file, self._offset + begin, max(0, end - begin))
 
     def read(self, target: torch.Tensor) -> None:
-        """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`DriveFile.read`."""
+        """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`WeightFile.read`."""
         self.file.read(target, self._offset)
 
     def read_beside(self, memory: torch.Tensor) -> torch.Tensor:
-        """Read them beside the page cache, see :meth:`DriveFile.read_beside`."""
+        """Read them beside the page cache, see :meth:`WeightFile.read_beside`."""
         return self.file.read_beside(memory, self._offset, self._nbytes)
 
     @property
@@ -152,14 +172,9 @@ def take(target: torch.Tensor, source: Source) -> None:
         copy_host_bytes(target, source)
 
 
-def read_into(number: int, target: Any, offset: int, least: int) -> int:
+def _read_into(number: int, target: Any, offset: int, least: int) -> int:
     """Fill a buffer from ``offset`` of an open file, with ``least`` bytes at least; return how many, fewer at its end."""
     view, done = memoryview(target).cast("B"), 0
     while done < least and (count := os.preadv(number, [view[done:]], offset + done)):
         done += count
     return done
-
-
-def changed(path: str) -> str:
-    """What to say when a checkpoint was changed after it was mapped."""
-    return f"The checkpoint {path} was changed while its weights were read: load the model again."

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,10 +17,7 @@ import torch.utils._pytree as pytree
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .host_bytes import HostBytes
-
-if TYPE_CHECKING:
-    from .host_weight import HostWeight
+from .home import Arriving, Home
 
 _aten = torch.ops.aten
 # Namespaces of torch whose schemas declare every write.
@@ -35,6 +32,17 @@ _STATISTICS = frozenset(
 _UNSEEN = frozenset(("_c10d_functional::irecv", "_c10d_functional::batch_p2p_ops", "inductor::resize_storage_bytes_"))
 # Integers of the same size, in which equal means equal bit by bit.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Weight(Protocol):
+    """An offloaded weight, as this module knows it: its memory, a view of that, and its name for errors."""
+
+    home: Home
+    host: torch.Tensor
+    label: str
+
+    def fetch(self) -> torch.Tensor:
+        """A copy of the values on the device; on the CPU the host memory itself."""
 
 
 def declares(func: Any) -> bool:
@@ -54,12 +62,12 @@ def settled(func: Any, values: Sequence[torch.Tensor]) -> None:
             torch.ops._c10d_functional.wait_tensor(value)
 
 
-def on_copies(kind: type[HostWeight], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Run an op on copies of the weights among its arguments, and give the weights what it writes to them.
 
     Raises ChunkflowError if the op returns other memory of a copy, because a write to that would go unnoticed.
     """
-    weights = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
+    weights: dict[int, Weight] = {id(x): x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, kind)}
     copies = {key: _copy(weight) for key, weight in weights.items()}
     found, named = pytree.tree_map_only(kind, lambda w: copies[id(w)], (tuple(args), dict(kwargs)))
     result = func(*found, **named)
@@ -67,7 +75,7 @@ def on_copies(kind: type[HostWeight], func: Any, args: Sequence[Any], kwargs: Ma
     memory = {copies[key].untyped_storage()._cdata: weight for key, weight in weights.items()}
     work = next((dist.Work.unbox(x) for x in pytree.tree_leaves(result) if _is_a("Work", x)), None)
     arrival = Arrival(
-        [(w.host, w.cell, copies[key]) for key, w in weights.items()], work, coalesced=any(map(_coalesces, args))
+        [(w.host, w.home, copies[key]) for key, w in weights.items()], work, coalesced=any(map(_coalesces, args))
     )
 
     def returned(value: Any) -> Any:
@@ -87,7 +95,7 @@ def on_copies(kind: type[HostWeight], func: Any, args: Sequence[Any], kwargs: Ma
     return result
 
 
-def _copy(weight: HostWeight) -> torch.Tensor:
+def _copy(weight: Weight) -> torch.Tensor:
     """The values on the device, in memory of their own."""
     values = weight.fetch()
     return values.clone() if values is weight.host else values
@@ -115,15 +123,13 @@ class Arrival:
     None.  ``coalesced``: whether it says nothing.
     """
 
-    def __init__(
-        self, copies: Sequence[tuple[torch.Tensor, HostBytes, torch.Tensor]], work: Any, coalesced: bool
-    ) -> None:
+    def __init__(self, copies: Sequence[tuple[torch.Tensor, Home, torch.Tensor]], work: Any, coalesced: bool) -> None:
         self.work = None if work is None else Landing(self, work)  # kept: C++ does not keep what is made in Python
         self._copies = list(copies)
         self._on_device = any(values.is_cuda for _, _, values in copies)
         self._coalesced = coalesced
         self._followed = False
-        self._waiting: list[list[Arrival]] = []
+        self._waiting: list[list[Arriving]] = []
         self._lock = threading.Lock()
 
     def expect(self) -> None:
@@ -131,7 +137,7 @@ class Arrival:
         if self.work is None:
             self._land()
             return
-        self._waiting = [*{id(cell.arriving): cell.arriving for _, cell, _ in self._copies}.values()]
+        self._waiting = [*{id(home.arriving): home.arriving for _, home, _ in self._copies}.values()]
         for waiting in self._waiting:
             waiting.append(self)
 
@@ -158,29 +164,29 @@ class Arrival:
             for device in {values.device for _, _, values in self._copies if values.is_cuda}:
                 torch.cuda.synchronize(device)  # whichever stream the batch was sent on
         while self._copies:
-            host, cell, values = self._copies[-1]
+            host, home, values = self._copies[-1]
             found = values.to(host.device)
-            cell.check()
+            home.check()
             if not same_bits(host, found):
-                with cell.writing(), torch.no_grad():
+                with home.write(), torch.no_grad():
                     host.copy_(found)
-                    cell.version += 1
+                    home.written += 1
             self._copies.pop()
 
-    def follow_to(self, cell: HostBytes, before: torch.Tensor, now: torch.Tensor) -> None:
+    def follow_to(self, home: Home, before: torch.Tensor, now: torch.Tensor) -> None:
         """The weight with the memory ``before`` is an ordinary tensor now: it gets what arrives."""
         with self._lock:
             for number, (host, of, values) in enumerate(self._copies):
-                if of is cell:
+                if of is home:
                     offset = now.storage_offset() + host.storage_offset() - before.storage_offset()
-                    self._copies[number] = now.as_strided(host.shape, host.stride(), offset), HostBytes(), values
+                    self._copies[number] = now.as_strided(host.shape, host.stride(), offset), Home(now), values
 
     def follow(self) -> None:
         """The stream of the caller waits for the work from here on."""
         self._followed = True
 
 
-def arrive(arriving: Sequence[Arrival]) -> None:
+def arrive(arriving: Sequence[Arriving]) -> None:
     """Let weights take what collectives that are over have written.  No lock of an arena is held."""
     for arrival in [a for a in arriving if a.over]:
         arrival.land()

@@ -39,7 +39,7 @@ from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
 from chunkflow_compile.weights.host_memory import own_pages, parse_cpus
 from chunkflow_compile.weights.mapping import Descriptor
-from chunkflow_compile.weights.source import DriveBytes, DriveFile
+from chunkflow_compile.weights.source import DriveBytes, WeightFile
 
 EAGER = {**OPTIONS, "lowering": "eager"}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
@@ -396,7 +396,7 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     """The host runs ahead: the copies of the call before are issued, and the readers of their weights are still to run."""
     content = torch.randint(256, (1024,), dtype=torch.uint8)
     (tmp_path / "file").write_bytes(bytes(content.tolist()))
-    file = DriveFile(Descriptor(os.open(tmp_path / "file", os.O_RDONLY)), "the file")
+    file = WeightFile(Descriptor(os.open(tmp_path / "file", os.O_RDONLY)), "the file")
     device = CudaDevice(FakeCuda(copy_s=0.05))
     cycle = [((str(i), 0, 1), DriveBytes(file, 64 * i, 64)) for i in range(16)]
     device.stage()

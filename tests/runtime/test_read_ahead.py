@@ -29,15 +29,15 @@ from chunkflow_compile.runtime.drive_runs import Order
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.weights.limits import HostMemory
 from chunkflow_compile.weights.mapping import Descriptor
-from chunkflow_compile.weights.source import DriveBytes, DriveFile
+from chunkflow_compile.weights.source import DriveBytes, WeightFile
 
 
 @pytest.fixture(scope="module")
-def file() -> Iterator[DriveFile]:
+def file() -> Iterator[WeightFile]:
     with tempfile.TemporaryFile() as made:
         made.write(CONTENT)
         made.flush()
-        yield DriveFile(Descriptor(os.dup(made.fileno())), "the file")
+        yield WeightFile(Descriptor(os.dup(made.fileno())), "the file")
 
 
 def bytes_of(reader: ReadAhead, key: tuple[str, int, int], source: DriveBytes, event: Event | None = None) -> bytes:
@@ -52,7 +52,7 @@ def bytes_of(reader: ReadAhead, key: tuple[str, int, int], source: DriveBytes, e
 
 
 @given(st.lists(st.tuples(st.integers(0, 2048), st.integers(1, 2048)), min_size=1, max_size=12), st.data())
-def test_every_copy_gets_its_bytes(file: DriveFile, spans: list[tuple[int, int]], data: st.DataObject) -> None:
+def test_every_copy_gets_its_bytes(file: WeightFile, spans: list[tuple[int, int]], data: st.DataObject) -> None:
     """Over several rounds, from any begin, with restarts in the middle, whether room comes back at once or by events, and
     whether memory is short, so that the page cache is left as it is."""
     cycle = cycle_of(file, spans)
@@ -97,7 +97,7 @@ def test_where_memory_is_short_the_page_cache_stays_as_it_is(
     number = os.open(path, os.O_RDONLY)
     os.fsync(number)
     os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
-    file = DriveFile(Descriptor(number), "the file")
+    file = WeightFile(Descriptor(number), "the file")
     if in_the_page_cache(number, nbytes) or file._number_beside() is None:
         pytest.skip("the folder for temporary files is on no drive")
     spans = [(2240, 300_000), (302_240, 400_001), (702_241, len(content) - 702_241)]
@@ -110,7 +110,7 @@ def test_where_memory_is_short_the_page_cache_stays_as_it_is(
     assert (in_the_page_cache(number, nbytes) == 0) == short
 
 
-def test_a_file_system_that_has_no_such_reads(file: DriveFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_system_that_has_no_such_reads(file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """It says so when the file is opened, or in the first read."""
     plain_open, plain_read = os.open, os.preadv
     refused: list[str] = []
@@ -131,7 +131,7 @@ def test_a_file_system_that_has_no_such_reads(file: DriveFile, monkeypatch: pyte
     for name, change in (("open", no_open), ("preadv", no_read)):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, change)
-            again = DriveFile(file.descriptor, "the file")
+            again = WeightFile(file.descriptor, "the file")
             cycle, reader = cycle_of(again, [(5, 50), (99, 1000)]), ReadAhead(unpinned)
             reader.restart(Order([], cycle, 0))
             for item in [*cycle, *cycle]:
@@ -140,7 +140,7 @@ def test_a_file_system_that_has_no_such_reads(file: DriveFile, monkeypatch: pyte
     assert refused == ["open", "read"], "asked once for each file"
 
 
-def test_it_reads_ahead_as_far_as_the_ring_goes(file: DriveFile) -> None:
+def test_it_reads_ahead_as_far_as_the_ring_goes(file: WeightFile) -> None:
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader, before = ReadAhead(unpinned), file.read_bytes
     reader.restart(Order([], cycle, 0))
@@ -150,7 +150,7 @@ def test_it_reads_ahead_as_far_as_the_ring_goes(file: DriveFile) -> None:
     assert 6 * 64 <= file.read_bytes - before <= (2 + 5) * 64, "a quarter of the step, and room for one more"
 
 
-def test_a_slot_is_not_written_before_its_copy_has_ended(file: DriveFile) -> None:
+def test_a_slot_is_not_written_before_its_copy_has_ended(file: WeightFile) -> None:
     """The copies after it have ended; its own event has not come to pass."""
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader, before, late = ReadAhead(unpinned), file.read_bytes, Event()
@@ -171,7 +171,7 @@ def test_a_slot_is_not_written_before_its_copy_has_ended(file: DriveFile) -> Non
     reader.stop()
 
 
-def test_a_device_that_fails_ends_the_wait_for_bytes(file: DriveFile) -> None:
+def test_a_device_that_fails_ends_the_wait_for_bytes(file: WeightFile) -> None:
     class Failed:
         def synchronize(self) -> None:
             raise RuntimeError("unspecified launch failure")
@@ -202,7 +202,7 @@ class NeverWaits(Ring):
         return replace(super().slot(nbytes), after=0)
 
 
-def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: DriveFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the verifier refuses (tests/passes/program/test_reads.py) is one that a copy would see."""
     monkeypatch.setattr(drive_runs, "Ring", NeverWaits)
     cycle, before = cycle_of(file, [(64 * i, 64) for i in range(16)]), file.read_bytes
@@ -214,7 +214,7 @@ def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: DriveFile, monkeypatc
     assert bytes(values.tolist()) != CONTENT[:64]
 
 
-def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:
+def test_a_copy_out_of_order_reads_by_itself(file: WeightFile) -> None:
     cycle = cycle_of(file, [(0, 10), (10, 20), (30, 30)])
     reader = ReadAhead(unpinned)
     assert bytes_of(reader, *cycle[1]) == CONTENT[10:30], "before the first restart"
@@ -226,7 +226,7 @@ def test_a_copy_out_of_order_reads_by_itself(file: DriveFile) -> None:
 
 
 @pytest.mark.parametrize("times", [pytest.param(1, marks=pytest.mark.long), 10])
-def test_a_slow_drive_is_named_once(file: DriveFile, times: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_drive_is_named_once(file: WeightFile, times: int, caplog: pytest.LogCaptureFixture) -> None:
     cycle = cycle_of(file, [(512 * i, 512) for i in range(8)])
     reader = ReadAhead(unpinned, rate=4000, clock=OwnClock().host)
     reader.restart(Order([], cycle, 0), expected=4000 * times)
@@ -242,7 +242,7 @@ def test_a_slow_drive_is_named_once(file: DriveFile, times: int, caplog: pytest.
     assert len(said) == (times == 10) and all("the file is read at 0.00" in s for s in said)
 
 
-def test_an_emulated_drive_takes_its_time_after_a_pause(file: DriveFile) -> None:
+def test_an_emulated_drive_takes_its_time_after_a_pause(file: WeightFile) -> None:
     """A ring that is full stops the drive; what it reads after that takes as long as before."""
     cycle, rate, clock = cycle_of(file, [(512 * i, 512) for i in range(8)]), 20_000, OwnClock()
     reader, full = ReadAhead(unpinned, rate=rate, clock=clock.host), 512 * (ring_bytes([512] * 8) // room(512))
@@ -263,13 +263,13 @@ def test_an_emulated_drive_takes_its_time_after_a_pause(file: DriveFile) -> None
     assert nbytes >= 14 * 512 and nbytes / seconds == pytest.approx(rate)
 
 
-def test_a_file_that_ends(file: DriveFile) -> None:
+def test_a_file_that_ends(file: WeightFile) -> None:
     cycle = cycle_of(file, [(0, 10), (len(CONTENT) - 5, 10)])
     reader = ReadAhead(unpinned)
     reader.restart(Order([], cycle, 0))
     bytes_of(reader, *cycle[0])
     for _ in range(2):  # it does not wait for a thread that has ended
-        with pytest.raises(ChunkflowError, match=r"The file the file ends at byte 4096: load the model again"):
+        with pytest.raises(ChunkflowError, match=r"The file ends at byte 4096: load the model again"):
             Reading(reader, *cycle[1]).take()
     reader.stop()
 
@@ -282,7 +282,7 @@ def test_the_size_of_the_ring() -> None:
     assert ring_bytes([2 * MOST_READ_AHEAD, 1]) == 2 * room(2 * MOST_READ_AHEAD), "one is copied while the next is read"
 
 
-def test_a_ring_that_is_large_enough_is_kept(file: DriveFile) -> None:
+def test_a_ring_that_is_large_enough_is_kept(file: WeightFile) -> None:
     pinned: list[int] = []
 
     def pin(pages: torch.Tensor) -> Callable[[], None]:
@@ -298,10 +298,10 @@ def test_a_ring_that_is_large_enough_is_kept(file: DriveFile) -> None:
     assert pinned == [3 * room(64), -3 * room(64)], "the memory is unpinned before it goes"
 
 
-def test_an_error_of_any_kind_reaches_the_copy(file: DriveFile, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_any_kind_reaches_the_copy(file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the copy would wait for ever."""
     told = os.fstat(file.descriptor.number)
-    stamped = DriveFile(file.descriptor, "/nfs/file", ((told.st_dev, told.st_ino), told.st_mtime_ns))
+    stamped = WeightFile(file.descriptor, "/nfs/file", ((told.st_dev, told.st_ino), told.st_mtime_ns))
     cycle = cycle_of(stamped, [(0, 64)])
 
     def stale(_: int) -> None:

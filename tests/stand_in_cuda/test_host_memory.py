@@ -32,7 +32,7 @@ def on_card(rank: int, folder: str) -> None:
     twin = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan", torch_dtype=torch.bfloat16).to("cuda")
     offload(model, "cuda", min_bytes=LEAST, dtype=torch.bfloat16)
     homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
-    assert homes and all(home.cell.shared is not None for home in homes), "the default for a GPU"
+    assert homes and all(home.shared is not None for home in homes), "the default for a GPU"
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
 
     def steps() -> None:
@@ -50,7 +50,7 @@ def on_card(rank: int, folder: str) -> None:
             for m in (model, twin):
                 m.blocks[0].ffn.net[0].proj.weight.mul_(2)
         steps()
-        private = [home for home in homes if home.cell.shared is None]
+        private = [home for home in homes if home.shared is None]
         assert len(private) == rank and all(home.pinned for home in private)
     dist.barrier()
     restore(model)

@@ -107,7 +107,7 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     drive = [h for h in placed if h.drive is not None]
     assert sum(h.nbytes for h in placed if h.drive is None) <= budget
     assert 0.4 < sum(h.nbytes for h in drive) / sum(h.nbytes for h in placed) < 0.7
-    assert any(not h.cell.scratch for h in drive) or dtype != torch.float32, "a part of the checkpoint stays there"
+    assert any(not h.scratch for h in drive) or dtype != torch.float32, "a part of the checkpoint stays there"
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     before = read_so_far(model)
     steps(run, twin, dtype)
@@ -152,7 +152,7 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
                 p.add_(0)  # written: no longer a part of the file
     offload(model, min_bytes=LEAST, host_memory=0)
     found = homes(model)
-    assert {h.cell.scratch for h in found.values()} == {scratch} and all(h.drive is not None for h in found.values())
+    assert {h.scratch for h in found.values()} == {scratch} and all(h.drive is not None for h in found.values())
     if by_kind:
         run: Any = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
     else:

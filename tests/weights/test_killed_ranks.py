@@ -37,7 +37,7 @@ WHO = ((0,), (1,), (0, 1))
 
 
 def shared(model: nn.Module) -> bool:
-    return any((home := home_of(p)) is not None and home.cell.shared is not None for p in model.parameters())
+    return any((home := home_of(p)) is not None and home.shared is not None for p in model.parameters())
 
 
 def run_all(work: Callable[..., None], *args: Any, ranks: int = 2) -> list[int | None]:

@@ -13,6 +13,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import filling, host_store, limits
+from chunkflow_compile.weights.backing import SharedMemory
 from chunkflow_compile.weights.home import Home, home_of
 from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room, pin_budget
 from chunkflow_compile.weights.pinning import pin_all
@@ -247,7 +248,7 @@ def half_a_copy_is_free(rank: int) -> None:
     total = sum(p.nbytes for p in model.parameters())
     limits.host_memory = lambda *_: HostMemory(1 << 34, total // 2)
     offload(model, min_bytes=1024, share=True, device="cpu")
-    assert all(home.cell.shared is not None for home in homes_of(model))
+    assert all(home.shared is not None for home in homes_of(model))
 
 
 def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) -> None:
@@ -274,10 +275,10 @@ def test_ranks_that_share_pin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(device, "pin", pin)
     half = homes[len(homes) // 2]
-    monkeypatch.setattr(half.cell, "shared", object())
+    monkeypatch.setattr(half, "backing", SharedMemory.__new__(SharedMemory))
     with pytest.warns(UserWarning, match="could not be pinned"):
         assert not pin_all(homes, device, None)
     assert refused == [half.host.data_ptr()] * 2
     store.pins, refused[:] = True, [1]
     assert pin_all(homes, device, None) and refused == [1, half.host.data_ptr()]
-    monkeypatch.setattr(half.cell, "shared", None)
+    monkeypatch.setattr(half, "backing", None)

@@ -102,7 +102,7 @@ def in_two_containers(rank: int) -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=LEAST, share=True)
     homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
-    assert homes and not any(home.cell.shared for home in homes)
+    assert homes and not any(home.shared for home in homes)
     with torch.no_grad():
         for m in (model, twin):
             next(m.parameters()).mul_(2)
@@ -190,7 +190,7 @@ def one_fails_early(rank: int) -> None:
     assert time.monotonic() - began < WITHIN, "not the half hour of the process group"
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     offload(model, min_bytes=LEAST, share=True)  # the next time is no worse for it
-    assert home_of(model.get_parameter("proj_out.weight")).cell.shared is not None  # type: ignore[union-attr]
+    assert home_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
 
 
 def test_a_rank_that_fails_before_it_meets_the_others(on_ranks: Callable[..., None]) -> None:
@@ -201,7 +201,7 @@ def in_a_group_of(rank: int, folder: str, backend: str | None) -> None:
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     assert dist.get_backend() not in ("gloo", "nccl")
     model = offload(small_model("wan", SIZE), min_bytes=LEAST, share=True)
-    assert home_of(model.get_parameter("proj_out.weight")).cell.shared is not None  # type: ignore[union-attr]
+    assert home_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
     dist.barrier()
     os._exit(0)
 

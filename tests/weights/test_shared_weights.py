@@ -93,7 +93,7 @@ def files() -> Iterator[Path]:
 
 
 def shared(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if (home := home_of(p)) and home.cell.shared is not None}
+    return {name for name, p in model.named_parameters() if (home := home_of(p)) and home.shared is not None}
 
 
 def large(model: nn.Module) -> set[str]:
@@ -101,7 +101,7 @@ def large(model: nn.Module) -> set[str]:
 
 
 def in_scratch(model: nn.Module) -> dict[str, Home]:
-    return {name: home for name, home in homes(model).items() if home.cell.scratch}
+    return {name: home for name, home in homes(model).items() if home.scratch}
 
 
 def file_of(home: Home) -> tuple[int, int]:
@@ -164,7 +164,7 @@ def in_one_file(model: nn.Module, world: int) -> set[str]:
     (file,) = {home.drive.file for home in found.values() if home.drive is not None}
     ((device, inode),) = {file_of(home) for home in found.values()}
     assert everywhere((device, inode)) == [(device, inode)] * world, "one file a machine"
-    placed = [home for home in next(iter(found.values())).store.homes if home.cell.scratch]
+    placed = [home for home in next(iter(found.values())).store.homes if home.scratch]
     assert len(placed) > len(found), "with buffers"
     assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(home.nbytes) for home in placed)
     return {*found}
@@ -319,7 +319,7 @@ def test_a_weight_that_differs_is_named_and_private(on_ranks: Callable[..., None
 def sealed(rank: int) -> None:
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
     offload(model, min_bytes=LEAST, share=True, device="cpu")
-    number = home_of(model[0].weight).cell.shared._descriptor.number  # type: ignore[union-attr,arg-type]
+    number = home_of(model[0].weight).shared._descriptor.number  # type: ignore[union-attr,arg-type]
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
     for size in (0, 1 << 20):
@@ -395,15 +395,15 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
     homes = {name: home for name, p in model.named_parameters() if (home := home_of(p)) is not None}
     drive, memory = {name for name, home in homes.items() if home.drive is not None}, shared(model)
     assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(homes)
-    assert {n for n in drive if not homes[n].cell.scratch} == {
+    assert {n for n in drive if not homes[n].scratch} == {
         n for n in drive if twin.get_parameter(n).dtype == torch.float32
     }, "what the model keeps in float32 stays in its checkpoint"
     # buffers are shared too, and each begins at a page
     one, other = homes[min(memory)], homes[min(drive)]
-    assert one.cell.shared is not None and other.cell.scratch == (cast is not None)
+    assert one.shared is not None and other.scratch == (cast is not None)
     placed = [home for home in one.store.homes if home.drive is None]
     assert sum(home.nbytes for home in placed) <= budget
-    held = os.fstat(one.cell.shared._descriptor.number).st_size
+    held = os.fstat(one.shared._descriptor.number).st_size
     assert held == sum(whole_pages(home.nbytes) for home in placed) and memfds() == 1
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     steps(run, twin)
