@@ -23,6 +23,7 @@ import hypothesis
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import Ranks, as_rank
 from torch._dynamo.utils import counters
 
 # An example may take as long as it likes, and so may its making: on a machine with other work, 200 ms pass in any of them.
@@ -33,6 +34,8 @@ hypothesis.settings.load_profile("chunkflow")
 
 # Seconds after which a test that waits for something gives up: it hangs, on however slow a machine.
 WITHIN = 300.0
+# Seconds after which ranks that have not ended a test hang.
+HANGS = 4 * WITHIN
 
 # Where models and profiles for tests lie.
 HERE = Path(__file__).parent
@@ -81,13 +84,7 @@ def no_grad() -> Iterator[None]:
 def _enter(rank: int, world: int, folder: str, work: Callable[..., None], args: tuple[Any, ...]) -> None:
     gc.freeze()
     warnings.filterwarnings("ignore")
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    try:
-        with torch.no_grad():
-            work(rank, *args)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    as_rank(rank, world, f"{folder}/meet", work, args)
 
 
 def forking() -> Any:
@@ -109,12 +106,33 @@ def fork(work: Callable[..., None], args: tuple[Any, ...], nprocs: int) -> None:
     torch.multiprocessing.start_processes(work, args, nprocs=nprocs, start_method=method)
 
 
-@pytest.fixture
-def on_ranks(tmp_path: Path) -> Callable[..., None]:
-    """Runs ``work(rank, *args)`` on two gloo ranks, each a process; fails if one of them does."""
+@pytest.fixture(scope="module")
+def pools() -> Iterator[dict[int, Ranks]]:
+    """The ranks of a module's tests, by their number."""
+    found: dict[int, Ranks] = {}
+    yield found
+    for ranks in found.values():
+        ranks.close()
 
-    def start(work: Callable[..., None], *args: Any, world: int = 2) -> None:
-        fork(_enter, (world, str(tmp_path), work, args), world)
+
+@pytest.fixture
+def on_ranks(pools: dict[int, Ranks], tmp_path: Path) -> Callable[..., None]:
+    """Runs ``work(rank, *args)`` on two gloo ranks, each a process; fails if one of them does.
+
+    The ranks of a module's tests are the same processes, each time in another process group.  ``fresh``: they are new ones,
+    for tests that end or fork ranks, or that count what a whole process holds.
+    """
+
+    def start(work: Callable[..., None], *args: Any, world: int = 2, fresh: bool = False) -> None:
+        if fresh:
+            return fork(_enter, (world, str(tmp_path), work, args), world)
+        if world not in pools:
+            pools[world] = Ranks(world, forking(), HANGS)
+        try:
+            pools[world].run(work, args)
+        except BaseException:
+            pools.pop(world).close(kill=True)
+            raise
 
     return start
 

@@ -276,7 +276,7 @@ def two_on_one_card(rank: int) -> None:
 
 
 def test_two_processes_on_one_card(on_ranks: Callable[..., None]) -> None:
-    on_ranks(two_on_one_card)
+    on_ranks(two_on_one_card, fresh=True)
 
 
 def test_a_weight_larger_than_the_cache() -> None:

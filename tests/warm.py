@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 
+import hypothesis  # noqa: F401
+import pytest  # noqa: F401
 import torch
 from torch import nn
 from tqdm import tqdm

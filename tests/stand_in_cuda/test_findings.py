@@ -123,7 +123,7 @@ def one_rank_cannot_pin(rank: int) -> None:
 
 
 def test_pinning_refused_on_one_rank(on_ranks: Callable[..., None]) -> None:
-    on_ranks(one_rank_cannot_pin)
+    on_ranks(one_rank_cannot_pin, fresh=True)
 
 
 def test_pinning_refused_by_address() -> None:

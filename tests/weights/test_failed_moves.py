@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import logging
+import errno
+import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,20 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
-from test_shared_memory import LEAST, SIZE, full, large, shared
-from torch import nn
+from test_drive import homes
+from test_killed_ranks import without_name
+from test_shared_weights import LEAST, PLACED, PLACES, SIZE, large, loaded, said_here, same, save, shared
 
-from chunkflow_compile import ChunkflowError, offload
+from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import small_model
 from chunkflow_compile.placement import placement_of
-from chunkflow_compile.weights import filling, limits
+from chunkflow_compile.weights import drive, filling, limits
 from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
+from chunkflow_compile.weights.limits import HostMemory
 
 
-def equal(model: nn.Module, twin: nn.Module) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+def full() -> HostMemory:
+    return HostMemory(1 << 30, 5, Path("/sys/fs/cgroup/memory.max"))
 
 
 def a_shard_is_replaced(rank: int, folder: str) -> None:
@@ -45,7 +49,7 @@ def a_shard_is_replaced(rank: int, folder: str) -> None:
         with pytest.raises(ChunkflowError, match=r"was changed while its weights were read|because rank 1 failed"):
             offload(model, min_bytes=LEAST, share=True)
     assert placement_of(model) is None and not shared(model)
-    assert equal(model, twin), "also what the other rank was to read"
+    assert same(model, twin), "also what the other rank was to read"
 
 
 @pytest.fixture
@@ -59,10 +63,7 @@ def test_a_shard_is_replaced_before_the_other_rank_reads_it(on_ranks: Callable[.
 
 
 def a_shard_is_cut(rank: int, folder: str) -> None:
-    model, said = diffusers.WanTransformer3DModel.from_pretrained(folder), list[str]()
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("chunkflow_compile").addHandler(handler)
+    model, said = diffusers.WanTransformer3DModel.from_pretrained(folder), said_here()
     plain, (*_, last) = CheckpointReader.read, sorted(Path(folder).glob("*.safetensors"))
 
     def read(self: CheckpointReader, part: Any, *args: Any) -> None:
@@ -102,7 +103,7 @@ def test_weights_go_back_to_their_checkpoint(
         offload(model, min_bytes=LEAST, dtype=torch.bfloat16, host_memory=host_memory)
     mappings = Mappings()
     assert all(mappings.part(p.detach()) is not None for p in model.parameters())
-    assert equal(model, twin)
+    assert same(model, twin)
 
 
 def memory_runs_out(rank: int) -> None:
@@ -119,7 +120,7 @@ def memory_runs_out(rank: int) -> None:
         said = r"The weights take \d+ more bytes of host memory, and 5 are free"
         with pytest.raises(ChunkflowError, match=said if rank == 0 else f"because rank 0 failed: {said}"):
             offload(model, min_bytes=LEAST, share=True)
-        assert placement_of(model) is None and equal(model, twin)
+        assert placement_of(model) is None and same(model, twin)
     dist.barrier()
     with torch.no_grad():
         for p in model.parameters():
@@ -132,3 +133,75 @@ def memory_runs_out(rank: int) -> None:
 
 def test_memory_runs_out_while_shared_memory_is_filled(on_ranks: Callable[..., None]) -> None:
     on_ranks(memory_runs_out)
+
+
+class Fills:
+    """A drive that is full at the third write."""
+
+    def __init__(self) -> None:
+        self.plain, self.left = os.pwritev, 3
+
+    def __call__(self, *args: Any) -> int:
+        self.left -= 1
+        if not self.left:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return self.plain(*args)
+
+
+def no_room(rank: int, file: str) -> None:
+    before = without_name()
+    model, twin = loaded(file), loaded(file)
+    free = sum(p.nbytes for p in model.parameters()) // 8  # for each weight, and not for all of them
+    there = "There is no room for a scratch file in "
+    cases: list[tuple[str, str, tuple[Any, str, Any]]] = [
+        (
+            PLACES[0],
+            r"The weights take \d+ more bytes of host memory, and 5 are free below /sys/fs/cgroup/memory.max",
+            (limits, "host_memory", full),
+        ),
+        (PLACES[1], rf"{there}/dev/shm: it is in memory itself \(tmpfs\)", (tempfile, "tempdir", "/dev/shm")),
+        (
+            PLACES[1],
+            f"{there}{tempfile.gettempdir()}: {free} bytes are free",
+            (drive.shutil, "disk_usage", lambda _: type("", (), {"free": free})),
+        ),
+        (PLACES[1], f"{there}{tempfile.gettempdir()}: No space left on device", (os, "pwritev", Fills())),
+    ]
+    for where, said, change in cases:
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == 0:
+                patch.setattr(*change)
+            with pytest.raises(ChunkflowError, match=said if rank == 0 else f"another rank failed. rank 0: {said}"):
+                offload(model, min_bytes=LEAST, share=True, **PLACED[where])
+        dtype = PLACED[where].get("dtype")
+        assert all(
+            torch.equal(a.to(dtype), b.to(dtype)) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+        )
+        gc.collect()
+        assert not homes(model) and without_name() == before
+        dist.barrier()
+
+
+def test_no_room_for_what_is_shared(on_ranks: Callable[..., None], tmp_path: Path) -> None:
+    """Said before the kernel kills a rank."""
+    on_ranks(no_room, save(tmp_path), fresh=True)
+
+
+def no_room_to_write(rank: int, file: str) -> None:
+    """A write takes memory, too."""
+    model, twin = loaded(file), loaded(file)
+    offload(model, min_bytes=LEAST, share=True)
+    name = min(shared(model))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(limits, "host_memory", full)
+        with pytest.raises(
+            ChunkflowError, match=r"cannot be given memory of its own: 5 are free below .*max, and \d+ must"
+        ):
+            model.get_parameter(name).mul_(2)
+    assert name in shared(model)
+    restore(model)
+    assert same(model, twin)
+
+
+def test_no_room_to_write(on_ranks: Callable[..., None], tmp_path: Path) -> None:
+    on_ranks(no_room_to_write, save(tmp_path))

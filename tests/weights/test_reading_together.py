@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -110,7 +112,7 @@ def read_by_the_first(rank: int, folder: str, world: int) -> None:
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_one_rank_reads_for_all(on_ranks: Callable[..., None], saved: str, world: int) -> None:
-    on_ranks(read_by_the_first, saved, world, world=world)
+    on_ranks(read_by_the_first, saved, world, world=world, fresh=True)
 
 
 def writes(rank: int, folder: str) -> None:
@@ -220,3 +222,59 @@ def not_in_step(rank: int, folder: str) -> None:
 
 def test_ranks_that_are_not_in_step_read_for_themselves(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(not_in_step, saved)
+
+
+# Larger than what the kernel reads ahead at the end of a file.
+SEVERAL_MIB = Size(layers=4, heads=8, head_dim=32, text=64)
+
+
+def out_of_the_page_cache(file: Path) -> None:
+    with open(file, "rb") as opened:
+        os.fsync(opened.fileno())
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def from_the_disk() -> int:
+    """Bytes that this process has caused to be read from a disk."""
+    return int(next(x for x in Path("/proc/self/io").read_text().splitlines() if x.startswith("read_bytes")).split()[1])
+
+
+def read_once(rank: int, folder: str) -> None:
+    (file,) = Path(folder).glob("*.safetensors")
+    size, inputs = file.stat().st_size, small_inputs("wan", SEVERAL_MIB, 0)
+    for turns in (None, False, True):  # the first round imports and compiles
+        gc.collect()  # what is mapped stays in the page cache
+        read = 0
+        for now in range(2 if turns else 1):
+            dist.barrier()
+            if rank == 0:
+                out_of_the_page_cache(file)
+            dist.barrier()
+            before = from_the_disk()
+            if now == 0:
+                model = diffusers.WanTransformer3DModel.from_pretrained(folder)
+                offload(model, min_bytes=LEAST, share=True, host_memory=0)
+                run = torch.compile(model, backend="chunkflow", options={**OPTIONS, "chunk_bytes": 1 << 20})
+            if not turns or rank == now:
+                for _ in range(3):
+                    run(**inputs)
+                programs(model)[-1].arena.streams.copy.synchronize()
+            read += from_the_disk() - before
+        assert all(each > 2 * size for each in everywhere(read_so_far(model))), "each rank reads all of it in each step"
+        found = sum(everywhere(read)) / size
+        assert turns is None or (1.5 if turns else 0.98) < found < (2.05 if turns else 1.02), found
+        restore(model)
+        del model, run
+        torch._dynamo.reset()
+
+
+@pytest.mark.long
+def test_ranks_read_each_byte_of_the_drive_once(on_ranks: Callable[..., None], tmp_path: Path) -> None:
+    """The page cache is what they have in common: with nothing in it for each of them, the drive reads twice."""
+    small_model("wan", SEVERAL_MIB).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    (file,) = (tmp_path / "wan").glob("*.safetensors")
+    out_of_the_page_cache(file)
+    before = from_the_disk()
+    if len(file.read_bytes()) > from_the_disk() - before:
+        pytest.skip("the folder for temporary files is on no disk")
+    on_ranks(read_once, str(tmp_path / "wan"), fresh=True)

@@ -1,0 +1,432 @@
+"""Weights that the ranks of a machine share: one copy, in host memory or in a file, proved equal, private where written."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import logging
+import os
+import pickle
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import diffusers
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import OPTIONS as SLOW
+from helpers import Stack
+from safetensors.torch import load_file, save_file
+from test_drive import counted_reads, homes, planned_reads
+from test_killed_ranks import without_name
+from torch import nn
+
+import chunkflow_compile
+from chunkflow_compile import ChunkflowError, courses, offload, programs, restore
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
+from chunkflow_compile.weights.drive import Scratch
+from chunkflow_compile.weights.home import Home, home_of
+from chunkflow_compile.weights.mapping import whole_pages
+from chunkflow_compile.weights.sharing import SharedPages
+from chunkflow_compile.weights.source import DriveBytes
+
+SIZE = Size(layers=2)
+LEAST = 1024
+OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
+BF16 = torch.bfloat16
+PLACES = ["in host memory", "on the drive"]
+# A scratch file is for weights that are cast: those that are not stay in their checkpoint.
+PLACED: dict[str, dict[str, Any]] = {PLACES[0]: {}, PLACES[1]: {"host_memory": 0, "dtype": BF16}}
+
+
+class Tabled(Stack):
+    """With a buffer that is large, too."""
+
+    def __init__(self) -> None:
+        super().__init__(4)
+        self.register_buffer("table", torch.randn(32, 32))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (super().forward(x @ self.table[:8, :8]),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """As a model of diffusers has it."""
+        return self.head.weight.dtype
+
+
+def save(folder: Path) -> str:
+    torch.manual_seed(0)
+    save_file(Tabled().state_dict(), folder / "model.safetensors")
+    return str(folder / "model.safetensors")
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> str:
+    return save(tmp_path)
+
+
+def loaded(file: str) -> nn.Module:
+    """A model on the pages of a file, as diffusers loads one."""
+    model = Tabled().eval()
+    model.load_state_dict(load_file(file), assign=True)
+    return model.requires_grad_(False)
+
+
+def pair(file: str, where: str) -> tuple[nn.Module, nn.Module]:
+    """A model, and one that has the type in which the other is placed."""
+    return loaded(file), loaded(file).to(PLACED[where].get("dtype"))
+
+
+def memfds() -> int:
+    """Mappings of shared weights in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:chunkflow-weights")
+
+
+def files() -> Iterator[Path]:
+    return (f for f in Path("/proc/self/fd").iterdir() if f.is_symlink())
+
+
+def shared(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if (home := home_of(p)) and home.shared is not None}
+
+
+def large(model: nn.Module) -> set[str]:
+    return {name for name, p in model.named_parameters() if p.nbytes >= LEAST}
+
+
+def in_scratch(model: nn.Module) -> dict[str, Home]:
+    return {name: home for name, home in homes(model).items() if home.scratch}
+
+
+def file_of(home: Home) -> tuple[int, int]:
+    assert home.drive is not None
+    told = os.fstat(home.drive.file.descriptor.number)
+    return told.st_dev, told.st_ino
+
+
+def everywhere(value: Any) -> list[Any]:
+    """The values of all ranks."""
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
+def steps(run: Any, twin: nn.Module, seed: int = 0) -> None:
+    dtype = twin.dtype
+    for step in range(3):
+        if isinstance(twin, Stack):
+            found: dict[str, Any] = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + step))}
+        else:
+            found = small_inputs("wan", SIZE, seed + step)
+        inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in found.items()}
+        got, want = run(**inputs), twin(**inputs)
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def same(model: nn.Module, twin: nn.Module) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+def said_here() -> list[str]:
+    """What this rank logs from now on."""
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("chunkflow_compile").addHandler(handler)
+    return records
+
+
+def mul(m: nn.Module, name: str) -> None:
+    m.get_parameter(name)[:1].mul_(2)
+
+
+def data(m: nn.Module, name: str) -> None:
+    m.get_parameter(name).data += 1
+
+
+def load(m: nn.Module, name: str) -> None:
+    m.load_state_dict({name: torch.full_like(m.get_parameter(name), 0.01)}, strict=False)
+
+
+def in_state(m: nn.Module, name: str) -> None:
+    m.state_dict()[name].add_(1)
+
+
+def in_one_file(model: nn.Module, world: int) -> set[str]:
+    """The weights that lie in a file of all ranks."""
+    found = in_scratch(model)
+    (file,) = {home.drive.file for home in found.values() if home.drive is not None}
+    ((device, inode),) = {file_of(home) for home in found.values()}
+    assert everywhere((device, inode)) == [(device, inode)] * world, "one file a machine"
+    placed = [home for home in next(iter(found.values())).store.homes if home.scratch]
+    assert len(placed) > len(found), "with buffers"
+    assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(home.nbytes) for home in placed)
+    return {*found}
+
+
+def moves_what_is_planned(model: nn.Module, run: Any, twin: nn.Module, where: str) -> None:
+    (program,) = programs(model)
+    copies = program.arena.streams.copy
+    copies.synchronize()
+    with counted_reads() as taken:
+        taken.append(0)
+        steps(run, twin, 3)
+        copies.synchronize()
+    on_drive = where == PLACES[1]
+    assert taken == [3 * planned_reads(program.plan, [*homes(model).values()]) if on_drive else 0]
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 6 > [0] * 6
+
+
+def same_model(rank: int, file: str, where: str, world: int) -> None:
+    before = without_name()
+    model, twin = pair(file, where)
+    names, on_drive = large(model), where == PLACES[1]
+    offload(model, min_bytes=LEAST, share=True, **PLACED[where])
+    if on_drive:
+        assert {name for name, home in homes(model).items() if home.drive is not None} == names
+        assert in_one_file(model, world) == names
+        first = homes(model)[min(names)].drive
+    else:
+        assert shared(model) == names and memfds() == 1
+        assert len({len(pickle.dumps(m.get_parameter(min(names)))) for m in (model, twin)}) == 1, "without the others"
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    steps(run, twin)
+    moves_what_is_planned(model, run, twin, where)
+
+    # A rank writes: only it sees that, also through a view from before, and has a copy of its own from then on.
+    ways: list[Callable[[nn.Module, str], None]] = [mul, data, load, *([in_state] if on_drive else [])]
+    left, mine, homes_before = iter(sorted(names)), set[str](), homes(model)
+    for writer in (1, 0):
+        written = [next(left) for _ in ways]
+        values = [homes_before[name].host.clone() for name in written]
+        views = [(m.get_parameter(written[0])[1:], m.get_parameter(written[0])[:1]) for m in (model, twin)]
+        dist.barrier()
+        if rank == writer:
+            mine.update(written)
+            for m in (model, twin):
+                for write, name in zip(ways, written, strict=True):
+                    write(m, name)
+        dist.barrier()
+        if rank != writer:
+            assert all(torch.equal(model.get_parameter(n), v) for n, v in zip(written, values, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(*views, strict=True))
+        if on_drive:
+            private = {n for n, home in homes(model).items() if home.drive is None or home.drive.file is not first.file}
+        else:
+            private = names - shared(model)
+        assert private == mine
+        steps(run, twin, 7)
+    if not on_drive:
+        given = model.state_dict()[max(names)]
+        assert torch.equal(given, twin.get_parameter(max(names)))
+        given.zero_()
+        assert max(names) in shared(model) and torch.equal(
+            model.get_parameter(max(names)), twin.get_parameter(max(names))
+        )
+        model.load_state_dict(twin.state_dict())
+        assert not shared(model)
+        steps(run, twin, 11)
+    restore(model)
+    assert same(model, twin)
+    first = given = None
+    del run, homes_before, views
+    torch._dynamo.reset()
+    gc.collect()
+    assert memfds() == 0 and not any("chunkflow" in os.readlink(f) for f in files())
+    assert without_name() == before, "no ordinary tensor keeps the file"
+
+
+@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_ranks_share_and_write(on_ranks: Callable[..., None], saved: str, where: str, world: int) -> None:
+    on_ranks(same_model, saved, where, world, world=world, fresh=True)
+
+
+def in_a_course(rank: int, file: str) -> None:
+    """A course has the sources of its copies from its first call on."""
+    model, twin = pair(file, PLACES[1])
+    offload(model, min_bytes=LEAST, share=True, **PLACED[PLACES[1]])
+    run = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
+    for _ in range(4):
+        steps(run, twin)
+        programs(model)[0].arena.courses.settle()  # type: ignore[union-attr]
+    assert courses(model)
+    for factor in (2, 3):
+        if rank == 1:
+            for m in (model, twin):
+                m.get_parameter("blocks.1.up.weight").mul_(factor)
+        dist.barrier()
+        steps(run, twin, factor)
+
+
+def test_a_course_reads_what_its_rank_has_written(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(in_a_course, saved)
+
+
+def slow_leader(patch: pytest.MonkeyPatch) -> None:
+    """The leader writes late, and each rank looks at once at what it gets."""
+    write, kept = Scratch.write, SharedPages.kept
+
+    def late(self: Scratch, *args: Any) -> None:
+        time.sleep(0.02)
+        write(self, *args)
+
+    def there(self: SharedPages, name: str) -> tuple[torch.Tensor, DriveBytes]:
+        host, found = kept(self, name)
+        assert torch.equal(found.read_all(), flat_bytes(host))
+        return host, found
+
+    patch.setattr(Scratch, "write", late)
+    patch.setattr(SharedPages, "kept", there)
+
+
+def differs(rank: int, file: str, where: str) -> None:
+    """In one element; and what one rank has written and not changed is compared with what another read."""
+    model, twin = pair(file, where)
+    placed, names = large(model), ["blocks.0.up.weight", "blocks.1.up.weight"]
+    if rank == 1:
+        for m in (model, twin):
+            m.get_parameter(names[0])[-1, -1] += 1
+        model.get_parameter(names[1]).add_(0)  # equal, but no part of the file
+    records = said_here()
+    with pytest.MonkeyPatch.context() as patch:
+        slow_leader(patch)
+        offload(model, min_bytes=LEAST, share=dist.group.WORLD, **PLACED[where])
+    assert [r for r in records if "other values" in r] == [
+        f"rank 1 has other values than rank 0 in {names[0]}, and keeps its own copy of them"
+    ]
+    if where == PLACES[1]:
+        mine, theirs = everywhere({name: file_of(home) for name, home in in_scratch(model).items()})
+        assert mine.keys() == placed and {n for n in mine if mine[n] != theirs[n]} == {names[0]}
+    else:
+        assert shared(model) == placed - ({names[0]} if rank else set())
+    steps(torch.compile(model, backend="chunkflow", options=OPTIONS), twin)
+    restore(model)
+    assert not shared(model) and same(model, twin)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_weight_that_differs_is_named_and_private(on_ranks: Callable[..., None], saved: str, where: str) -> None:
+    on_ranks(differs, saved, where)
+
+
+def sealed(rank: int) -> None:
+    model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
+    offload(model, min_bytes=LEAST, share=True, device="cpu")
+    number = home_of(model[0].weight).shared._descriptor.number  # type: ignore[union-attr,arg-type]
+    wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
+    for size in (0, 1 << 20):
+        with pytest.raises(PermissionError):
+            os.ftruncate(number, size)
+
+
+def test_no_rank_can_cut_the_memory_of_all(on_ranks: Callable[..., None]) -> None:
+    on_ranks(sealed)
+
+
+def other_models(rank: int) -> None:
+    records = said_here()
+    torch.manual_seed(rank)
+    sizes = {"width": 64, "layers": 3} if rank else {}
+    model = Stack(**sizes)
+    torch.manual_seed(rank)
+    twin = Stack(**sizes)
+    offload(model, min_bytes=LEAST, share=True)
+    assert [
+        r for r in records if re.search(rf"rank {rank} shares \d of its \d+ weights: another rank places another", r)
+    ]
+    assert same(model, twin)
+
+
+def test_ranks_that_place_other_models(on_ranks: Callable[..., None]) -> None:
+    on_ranks(other_models)
+
+
+def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each weight that this process reads from a checkpoint to place it."""
+    plain, sizes = CheckpointReader.read, list[int]()
+
+    def read(self: CheckpointReader, part: FilePart, *args: Any) -> None:
+        plain(self, part, *args)
+        sizes.append(part.nbytes)
+
+    monkeypatch.setattr(CheckpointReader, "read", read)
+    return sizes
+
+
+def from_one_file(rank: int, folder: str, dtype: torch.dtype | None) -> None:
+    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
+    twin = diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    names, copy = large(model), sum(p.nbytes for p in model.parameters() if p.nbytes >= LEAST)
+    most = max(p.nbytes for p in model.parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        sizes = count_reads(patch)
+        offload(model, min_bytes=LEAST, share=True, dtype=dtype)
+    read = everywhere(sum(sizes))
+    assert sum(read) == copy and abs(read[0] - read[1]) <= 2 * most, "one copy, and each rank reads half of it"
+    assert shared(model) == names
+    for name, p in twin.named_parameters():
+        assert torch.equal(model.get_parameter(name), p), name
+    dist.barrier()
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(None, marks=pytest.mark.long), torch.bfloat16])
+def test_each_rank_reads_a_share_of_the_file(
+    on_ranks: Callable[..., None], tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    on_ranks(from_one_file, str(tmp_path / "wan"), dtype)
+
+
+def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
+    """Half of the weights are shared in host memory, and half are on the drive."""
+    model = diffusers.WanTransformer3DModel.from_pretrained(folder)
+    twin = diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
+    cast = None if dtype == torch.float32 else dtype
+    offload(model, min_bytes=LEAST, share=True, host_memory=budget, dtype=cast)
+    homes = {name: home for name, p in model.named_parameters() if (home := home_of(p)) is not None}
+    drive, memory = {name for name, home in homes.items() if home.drive is not None}, shared(model)
+    assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(homes)
+    assert {n for n in drive if not homes[n].scratch} == {
+        n for n in drive if twin.get_parameter(n).dtype == torch.float32
+    }, "what the model keeps in float32 stays in its checkpoint"
+    # buffers are shared too, and each begins at a page
+    one, other = homes[min(memory)], homes[min(drive)]
+    assert one.shared is not None and other.scratch == (cast is not None)
+    placed = [home for home in one.store.homes if home.drive is None]
+    assert sum(home.nbytes for home in placed) <= budget
+    held = os.fstat(one.shared._descriptor.number).st_size
+    assert held == sum(whole_pages(home.nbytes) for home in placed) and memfds() == 1
+    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
+    steps(run, twin)
+    for home in (one, other):
+        if rank == 1:
+            with torch.no_grad():
+                for m in (model, twin):
+                    m.get_parameter(home.name).mul_(2)
+        dist.barrier()
+        steps(run, twin, 5)
+    # what a rank has written is in memory of its own from then on
+    assert shared(model) == (memory - {one.name} if rank else memory)
+    assert (other.drive is None) == (rank == 1)
+    restore(model)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shared_memory_beside_the_drive(on_ranks: Callable[..., None], tmp_path: Path, dtype: torch.dtype) -> None:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    on_ranks(beside_the_drive, str(tmp_path / "wan"), dtype, fresh=True)
+
+
+def test_share_without_a_group() -> None:
+    with pytest.raises(ChunkflowError, match="share needs a process group of several ranks"):
+        offload(small_model("wan", SIZE), share=True)
