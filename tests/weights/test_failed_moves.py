@@ -171,7 +171,7 @@ def no_room(rank: int, file: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(*change)
-            with pytest.raises(ChunkflowError, match=said if rank == 0 else f"another rank failed. rank 0: {said}"):
+            with pytest.raises(ChunkflowError, match=said if rank == 0 else f"because rank 0 failed: {said}"):
                 offload(model, min_bytes=LEAST, share=True, **PLACED[where])
         dtype = PLACED[where].get("dtype")
         assert all(
