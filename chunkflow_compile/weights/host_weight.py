@@ -196,8 +196,9 @@ class HostWeight(torch.Tensor):
         become(self, made)
 
     def _alias(self, host: torch.Tensor) -> Any:
-        """A weight around a view of the same memory."""
-        return HostWeight(host, self.device, self.home, self.label)
+        """A weight around a view of the same memory; or around new memory, which some ops return in its place."""
+        same = host.untyped_storage()._cdata == self.host.untyped_storage()._cdata
+        return HostWeight(host, self.device, self.home if same else None, self.label)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
         """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
@@ -272,13 +273,18 @@ class HostWeight(torch.Tensor):
             host, home = value.detach().to("cpu"), None
         if home is self.home and _same_place(host, self.host):
             return  # p.data += x has written the memory already
-        with self.home.leave(), torch.inference_mode(False), torch.no_grad():
+        part = home is self.home  # another view of its own memory, which is no longer all of what lies behind it
+        with self.home.write() if part else self.home.leave(), torch.inference_mode(False), torch.no_grad():
+            if part:
+                self.home.unpin()
             made = ordinary(host)
             host, home = made, home if made is host else None
             self.home.written += 1
             made = HostWeight(host, self.device, home, self.label)
             torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
             self.host, self.home = made.host, made.home
+            if part and self.home.is_of(self):
+                self.home.host = self.host
 
     def numpy(self, *, force: bool = False) -> Any:
         """A view of the values that cannot be written, because a write through it would go unnoticed."""

@@ -177,7 +177,7 @@ def test_a_plan_that_was_spoilt_is_made_again(
 
 def test_a_plan_of_another_budget_is_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     problem = cut_of(Stack(), torch.randn(4, 8), min_bytes=4096).problem
-    settings = Settings(hardware=load_profile(HERE / "slow_compute.json"), chunk_bytes=4096, cache=DiskPlans(tmp_path))
+    settings = Settings(hardware=load_profile("cpu"), chunk_bytes=4096, cache=DiskPlans(tmp_path))
     large, small = (replace(settings, memory=memory) for memory in (10**6, 20_000))
     assert make_plan(problem, large).device_bytes > 20_000
     (file,) = tmp_path.iterdir()
