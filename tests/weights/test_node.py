@@ -331,6 +331,36 @@ def test_weights_are_private_where_no_rank_is_reached(on_ranks: Callable[..., No
     on_ranks(in_two_containers)
 
 
+def by_name(rank: int, folder: str) -> None:
+    """Memory and the scratch file of all ranks, where /proc does not lead to the files of another."""
+    plain = node.reopened
+
+    def refused(path: str, *args: Any) -> Descriptor:
+        if path.startswith("/proc"):
+            raise PermissionError(13, "Permission denied")
+        return plain(path, *args)
+
+    node.reopened = refused
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tempfile.tempdir", folder)
+        offload(model, min_bytes=LEAST, share=True, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
+    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
+    assert {home.scratch for home in homes if home.shared is None} == {True}
+    assert any(home.shared for home in homes) and not os.listdir(folder)
+    assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
+    maps = Path("/proc/self/maps").read_text()
+    assert "/dev/shm/chunkflow-" in maps and f"{folder}/chunkflow-" in maps and "memfd:chunkflow-weights" not in maps
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    dist.barrier()
+    restore(model)
+
+
+def test_weights_are_shared_by_name(on_ranks: Callable[..., None], tmp_path: Path) -> None:
+    (tmp_path / "scratch").mkdir()
+    on_ranks(by_name, str(tmp_path / "scratch"))
+
+
 def one_fails_early(rank: int) -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     began = time.monotonic()
