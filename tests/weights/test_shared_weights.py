@@ -34,7 +34,7 @@ from chunkflow_compile.weights.mapping import whole_pages
 from chunkflow_compile.weights.sharing import SharedPages
 from chunkflow_compile.weights.source import DriveBytes
 
-SIZE = Size(layers=2)
+SIZE = Size(layers=1)
 LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 BF16 = torch.bfloat16
