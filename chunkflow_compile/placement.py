@@ -27,7 +27,7 @@ from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, shards_of
-from chunkflow_compile.weights.peers import Peers
+from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.progress import CompileProgress, moving
 
 if TYPE_CHECKING:
@@ -113,33 +113,33 @@ class Placement:
         self,
         weights: Iterable[tuple[tuple[str, ...], torch.Tensor]],
         dtype_of: DtypeOf = as_they_are,
-        peers: Peers | None = None,
+        node: Node | None = None,
         on_drive: Collection[str] = (),
     ) -> None:
         """Move parameters and buffers into the store.  If that fails, the whole placement is undone.
 
-        ``peers``: the ranks to share their memory with, which is closed.  ``on_drive``: names of those that go to the drive.
+        ``node``: the ranks to share their memory with, which is closed.  ``on_drive``: names of those that go to the drive.
         Waits for the steps of other threads, whose programs may read them where they are now.
         """
         with self.quiet():
             todo = [(names, p) for names, p in weights if home_of(p) is None]
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
-            if peers is not None:
-                self.store.turn = peers.ranks.index(peers.rank), len(peers.ranks)
+            if node is not None:
+                self.store.turn = node.ranks.index(node.rank), len(node.ranks)
             filling: Filling | None = None
             pages = device.type == "cuda" or bool(on_drive)
             try:
-                shards = {} if peers is None else shards_of(self.root)
-                filling = Filling(device, plain, dtype_of, pages=pages, peers=peers, on_drive=on_drive, shards=shards)
+                shards = {} if node is None else shards_of(self.root)
+                filling = Filling(device, plain, dtype_of, pages=pages, node=node, on_drive=on_drive, shards=shards)
                 work, expected = sum(filling.work(names[0]) for names, _ in todo), ReadTime.here(filling.reads).told
                 with moving(f"moving {type(self.root).__name__} to the host", work, expected) as moved:
                     for names, tensor in todo:
                         self.store.add(names, tensor, filling)
                         moved(filling.work(names[0]))
                     filling.finish()
-                    if peers is not None:
-                        self.store.agree(peers)
+                    if node is not None:
+                        self.store.agree(node)
                 self.store.moved()
                 align(self.root)
                 self.guards.add()

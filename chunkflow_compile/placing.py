@@ -23,7 +23,7 @@ from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
-from chunkflow_compile.weights.peers import peers_of, stay_away
+from chunkflow_compile.weights.node import node_of, stay_away
 from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 
@@ -80,12 +80,13 @@ def offload(
         with contextlib.suppress(ChunkflowError, RuntimeError):
             stay_away(share, _device(device, parameters), error)
         raise
-    peers = peers_of(share, target)
-    placement = Placement.on(root, target, min_bytes)
-    placement.store.bound = bound
-    with compile_lock:
-        placement.guards.watch_calls()
-        placement.move(weights, dtype_of, peers, on_drive)
+    node = node_of(share, target)
+    with contextlib.nullcontext() if node is None else node:
+        placement = Placement.on(root, target, min_bytes)
+        placement.store.bound = bound
+        with compile_lock:
+            placement.guards.watch_calls()
+            placement.move(weights, dtype_of, node, on_drive)
     try:
         placement.carry(named_leaves(root), dtype_of)
         align(root)

@@ -20,10 +20,10 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.placing import large_weights
+from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
-from chunkflow_compile.weights.meeting import ranks_of
 from chunkflow_compile.weights.modules import ModelIndex
 from chunkflow_compile.weights.streamable import why_not
 

@@ -17,8 +17,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Call, Course, join, write
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.runtime.arena import Arena, Occupancy
-from chunkflow_compile.runtime.binding import Binding
+from chunkflow_compile.runtime.arena import Arena, Binding, Occupancy
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 

@@ -29,8 +29,7 @@ from chunkflow_compile.passes.placement.windows import as_windows
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
-from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.binding import Binding
+from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.tracing import trace
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.torch_version import TorchVersion
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.meeting import meeting
+from chunkflow_compile.weights.groups import group_of
 from chunkflow_compile.weights.modules import hooks_of
 
 
@@ -100,7 +100,7 @@ def _group_of(degree: int) -> dist.ProcessGroup:
     if degree == world.size():
         return world
     # ranks of a group give up after the time that the user chose for all of them
-    timeout = None if (all_ranks := meeting()) is None else all_ranks.timeout
+    timeout = None if (all_ranks := group_of()) is None else all_ranks.timeout
     made: list[dist.ProcessGroup] = [
         dist.new_group(list(range(first, first + degree)), timeout=timeout, group_desc=wanted)
         for first in range(0, world.size(), degree)

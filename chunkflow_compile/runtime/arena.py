@@ -6,7 +6,8 @@ import contextlib
 import math
 import os
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -14,7 +15,15 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan
-from chunkflow_compile.weights.shared_ring import Number
+from chunkflow_compile.passes.program.arrivals import Arrivals
+from chunkflow_compile.weights.bytes import as_weight, slot_bytes
+from chunkflow_compile.weights.home import Home
+from chunkflow_compile.weights.host_store import ring_of
+from chunkflow_compile.weights.pinning import pin_all
+from chunkflow_compile.weights.progress import moving
+from chunkflow_compile.weights.shared_ring import Number, SharedRing
+from chunkflow_compile.weights.source import Source
+from chunkflow_compile.weights.staging import GpuStagings
 
 from .device import Device, DeviceKind, check_device, make_device
 from .locks import ProcessLock
@@ -42,6 +51,28 @@ class Occupancy:
         self.ended: tuple[int, float] | None = None
 
 
+@dataclass(frozen=True)
+class Binding:
+    """The memory that a program runs on.
+
+    ``arena``: holds its slots and the streams.
+    ``values``: offloaded weight -> the tensor that its readers get, a slot or a resident copy.  Readers of any other
+    weight get the parameter, which is an input of every call.
+    ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
+    ``occupancy``: what lies in the slots, if it is shared with other programs: of the same placement, or of the course.
+    ``marks``: the marks of the copies, if they were computed already.
+    ``ring``: of the ranks that share the weights on the drive, if they are all of one model.
+    """
+
+    arena: Arena
+    values: Mapping[str, torch.Tensor]
+    slots: Mapping[str, torch.Tensor]
+    hosts: Mapping[str, Source]
+    occupancy: Occupancy | None = None
+    marks: Arrivals | None = None
+    ring: SharedRing | None = None
+
+
 class Tenant(Protocol):
     """A program that is bound to an arena.  The memory holds the chunks of one tenant at a time, the arena's holder."""
 
@@ -60,13 +91,6 @@ class Tenant(Protocol):
 
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory, which is allocated again."""
-
-    def step_aside(self) -> None:
-        """Unbind, and give up what the program has on the device beside the memory."""
-
-    @property
-    def beside(self) -> Collection[torch.Tensor]:
-        """What the program has on the device beside the memory.  Programs of several sizes have the same tensors."""
 
     @property
     def budget(self) -> tuple[object, int | None]:
@@ -113,6 +137,10 @@ class Arena:
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
         self._tenants: list[weakref.ref[Any]] = []
+        # a program or a course -> the weights that it keeps on the device beside the memory; several have the same copies
+        self._residents: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[Home, torch.Tensor]] = (
+            weakref.WeakKeyDictionary()
+        )
         self._occupancies: weakref.WeakValueDictionary[object, Occupancy] = weakref.WeakValueDictionary()
         self.courses: Any = None  # a Shared: what the tenants run as courses (courses.py)
         self._proved: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
@@ -136,17 +164,76 @@ class Arena:
 
     @property
     def held(self) -> int:
-        """Bytes on the device of the memory and of the tenants' resident weights beside it."""
-        distinct: dict[int, int] = {id(value): value.nbytes for tenant in self.tenants for value in tenant.beside}
+        """Bytes on the device of the memory and of the resident weights beside it."""
+        distinct = {id(value): value.nbytes for kept in self._residents.values() for value in kept.values()}
         return self.nbytes + sum(distinct.values())
 
     def vacate(self) -> None:
-        """Free the memory and the tenants' resident weights; the next step of each brings back what it needs."""
+        """Free the memory and the resident weights; the next step of each tenant brings back what it needs."""
         with self.lock():
             self.refuse_inside()
-            for tenant in self.tenants:
-                tenant.step_aside()
             self._unbind()
+            self._residents.clear()
+
+    def bind(
+        self,
+        owner: object,
+        plan: Plan,
+        homes: Mapping[str, Home],
+        marks: Arrivals,
+        structure: object = None,
+        *,
+        pin_bytes: int | None = None,
+        advice: Callable[[], str] = str,
+    ) -> Binding:
+        """Bind a plan on these offloaded weights to the memory.  The caller holds the lock.
+
+        ``owner``: the program or course that keeps weights on the device, until it leaves them (:meth:`give_up`) or ends.
+        ``structure``: of the problem, if programs of it with the same placement of the same weights share what lies in the
+        memory.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see :meth:`reserve`.
+        Raises ChunkflowError if the device has no room.
+        """
+        outside = {w.name: homes[w.name] for w in plan.weights if w.offset is None and w.name in homes}
+        inside = {w.name: w for w in plan.streamed if w.offset is not None and w.name in homes}
+        missing = {home for home in outside.values() if home.on_device is None}
+        self.make_way(plan.arena_bytes, sum(home.nbytes for home in missing))
+        memory = self.reserve(plan.arena_bytes, advice)
+        kept = self._keep(owner, outside.values(), advice)
+        slots = {name: slot_bytes(memory, w.offset or 0, w.nbytes) for name, w in inside.items()}
+        values = {name: kept[home] for name, home in outside.items()}
+        values |= {name: as_weight(slot, homes[name].host) for name, slot in slots.items()}
+        if not pin_all([homes[name] for name in slots], self.streams, pin_bytes):
+            self.streams.stage()
+        hosts = {name: homes[name].source for name in slots}
+        if structure is None:
+            occupancy = Occupancy(self.streams, len(marks.marked))
+        else:
+            weights = tuple((name, id(homes[name]), homes[name].version) for name in slots)
+            occupancy = self._occupancy((plan.placement, structure, marks.order, weights), len(marks.marked))
+        return Binding(self, values, slots, hosts, occupancy, marks, ring_of(homes[name] for name in slots))
+
+    def _keep(self, owner: object, homes: Collection[Home], advice: Callable[[], str]) -> Mapping[Home, torch.Tensor]:
+        """Copies of these weights on the device, beside the memory.  Others that the owner had are given up."""
+        before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
+        kept = {home: before[home] for home in homes if home in before}
+        missing = dict.fromkeys(home for home in homes if home not in kept)
+        with moving("placing weights", sum(home.nbytes for home in missing)) as placed:
+            for home in missing:
+                try:
+                    kept[home] = home.resident(stagings)
+                except torch.OutOfMemoryError as error:
+                    raise ChunkflowError(
+                        f"The device {self.device} has no room for {home.name} ({home.nbytes} bytes), which is resident. "
+                        f"{advice()}Free memory on the device, or lower the option memory."
+                    ) from error
+                placed(home.nbytes)
+        self.streams.hold(kept[home] for home in missing)
+        self._residents[owner] = weakref.WeakKeyDictionary(kept)
+        return kept
+
+    def give_up(self, owner: object) -> None:
+        """Let go of the weights that a program or a course keeps on the device beside the memory."""
+        self._residents.pop(owner, None)
 
     def make_way(self, nbytes: int, beside: int) -> None:
         """Free everything if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.
@@ -254,7 +341,7 @@ class Arena:
             self._streams.release()
         self._occupancies.clear()
 
-    def occupancy(self, placement: object, marks: int) -> Occupancy:
+    def _occupancy(self, placement: object, marks: int) -> Occupancy:
         """The occupancy for a placement: the weights, their versions, slots and windows, and the marks of the copies."""
         found = self._occupancies.get(placement)
         if found is None:
@@ -265,6 +352,7 @@ class Arena:
         """Remove a tenant.  When the last one leaves, the memory is freed and the streams are closed."""
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not tenant]
+            self.give_up(tenant)
             self.sweep()
 
     def close_outlived(self) -> None:

@@ -36,14 +36,13 @@ from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Course, border
 from chunkflow_compile.passes.program.reads import Reads, reads_from
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.weights.meeting import ranks_of
+from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.shared_ring import Number
 from chunkflow_compile.weights.source import Source
 
-from .arena import Occupancy
-from .binding import Binding, Cost, Step
+from .arena import Binding, Occupancy
 from .drive_runs import Order
-from .instructions import Issue, Issuer
+from .instructions import Cost, Issue, Issuer, Step
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import Start
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,14 +20,41 @@ from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.source import DriveBytes, Source
 
-from .arena import Occupancy
-from .binding import Binding, Step
+from .arena import Binding, Occupancy
 from .first_call import owning, reading, undeclared
 from .host_flag import HostFlag
-from .measurement import RegionWatch
+from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
 from .taking import taking
 from .traffic import Traffic
+
+
+@dataclass
+class Cost:
+    """What a step has cost so far.  ``moved``: bytes copied.  ``primed``: bytes copied before a cold step."""
+
+    windows: WindowSeconds
+    primed: int = 0
+    collectives: int = 0
+    moved: int = 0
+
+
+@dataclass
+class Step:
+    """One run: the values of the program's nodes by number, and its cost, which is complete later than its outputs.
+
+    ``number``: that of the step.
+    """
+
+    env: list[Any]
+    cost: Cost
+    number: int
+
+    @property
+    def outputs(self) -> Any:
+        """The program's outputs; valid after :meth:`Device.deliver`."""
+        return self.env[-1]
+
 
 Issue = Callable[[Step], None]
 

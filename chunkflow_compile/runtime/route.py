@@ -12,7 +12,6 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
 
-import torch
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.cost.timings import Timings
@@ -22,14 +21,10 @@ from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
 from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
-from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.home import Home
-from chunkflow_compile.weights.host_store import ring_of
-from chunkflow_compile.weights.pinning import pin_all
-from chunkflow_compile.weights.source import DriveBytes, Source
+from chunkflow_compile.weights.source import DriveBytes
 
-from .arena import Arena, Occupancy
-from .binding import Binding
+from .arena import Arena, Binding
 from .executor import KEPT_MEASUREMENTS, Executor
 from .measurement import Passes, StepMeasurement, as_one, measured, save
 
@@ -91,10 +86,7 @@ class Route:
         self._passes = Passes(len(self.keys), KEPT_MEASUREMENTS)
         self._begun = 0  # passes
         self._marks = marks
-        self._occupancy: Occupancy | None = None
-        self._streamed = frozenset(w.name for w in course.plan.streamed)
-        self._slots: dict[str, torch.Tensor] = {}
-        self._hosts: dict[str, Source] = {}
+        self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[Session, Executor]] = [
             weakref.WeakKeyDictionary() for _ in self.keys
         ]
@@ -110,7 +102,7 @@ class Route:
     @property
     def ready(self) -> bool:
         """Whether it is bound to the memory, or can be."""
-        return self._occupancy is not None or self.lasts
+        return self._binding is not None or self.lasts
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
@@ -130,7 +122,7 @@ class Route:
 
     def _measured(self, wait: bool = False) -> list[tuple[StepMeasurement, ...]]:
         """The newest passes, each the measurements of its calls."""
-        if self._occupancy is not None:
+        if self._binding is not None:
             self.arena.streams.collect(wait)
         return list(self._passes.whole)
 
@@ -175,10 +167,14 @@ class Route:
             for executor in list(executors.values()):
                 executor.vacate()
             executors.clear()
-        if self._occupancy is not None and self.arena.holder is self._occupancy:
+        self._end_turn()
+        self._binding = None
+        self.arena.give_up(self)
+
+    def _end_turn(self) -> None:
+        """Let the next call start cold."""
+        if self._binding is not None and self.arena.holder is self._binding.occupancy:
             self.arena.holder = None
-        self._occupancy = None
-        self._slots, self._hosts = {}, {}
 
     def _check_versions(self, session: Session, call: int) -> None:
         """Start cold if a weight of the call was written since the course took over the arena."""
@@ -187,14 +183,21 @@ class Route:
         names = [self._name(home, call) for home in session.homes.values()]
         known = tuple(self._versions.get(name) for name in names)
         if known != session.versions:
-            drive = {name: source for name, source in self._hosts.items() if isinstance(source, DriveBytes)}
-            if any(self._home(name).drive is not source for name, source in drive.items()):
-                self.unbind()  # a weight that was on the drive is in host memory now, or in another file
-            if self._occupancy is not None and self.arena.holder is self._occupancy:
-                self.arena.holder = None
+            if self._outdated():
+                self.unbind()
+            self._end_turn()
             self._versions = {name: home.version for name, ref in self.homes.items() if (home := ref()) is not None}
             self._seen = [None for _ in self.keys]
         self._seen[call] = session.versions
+
+    def _outdated(self) -> bool:
+        """Whether a weight was on the drive, and is in host memory now or in another file, or a copy beside the memory is
+        of older values."""
+        if self._binding is None:
+            return False
+        hosts, values = self._binding.hosts, self._binding.values
+        moved = (isinstance(s, DriveBytes) and self._home(name).drive is not s for name, s in hosts.items())
+        return any(moved) or any(self._home(name).on_device is None for name in values.keys() - hosts.keys())
 
     def _make(self, session: Session, call: int) -> Executor:
         course, marks, placed = self.course, self._marks, self.calls[call]
@@ -205,7 +208,10 @@ class Route:
             placed = session.as_call(_names(session) | names)
             program, marks = self._program(session, call, placed)
             course = course.at(call, program)
-        return self._bound(session, course, call, placed.names, marks)
+        session.step_aside()  # its own plan keeps other weights on the device
+        binding = replace(self._bound(session.code.pin_bytes), marks=marks)
+        file = session.measured.append, partial(self._passes.file, call)
+        return Executor(course.calls[call], session.code.regions, binding, session.code.poison, course, file)
 
     def _program(self, session: Session, call: int, placed: Call) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""
@@ -226,42 +232,15 @@ class Route:
         """The name in the course of a weight of a call."""
         return self._places[call][id(home)]
 
-    def _bound(
-        self, session: Session, course: Course, call: int, names: Mapping[str, str], marks: Arrivals
-    ) -> Executor:
-        session.step_aside()  # its own plan keeps other weights on the device
-        outside = [name for name in session.homes if names[name] not in self._streamed]
-        if self._occupancy is not None:
-            self.arena.make_way(0, session.missing(outside))  # another program may have run since
-        if self._occupancy is None:
-            self._take_memory(session.code.pin_bytes)
-        values = {names[name]: value for name, value in session.residents(outside).items()}
-        for name, home in session.homes.items():
-            if names[name] in self._slots:
-                values[names[name]] = as_weight(self._slots[names[name]], home.host)
-        ring = ring_of(self._home(name) for name in self._slots)
-        binding = Binding(self.arena, values, self._slots, self._hosts, self._occupancy, marks, ring)
-        program = course.calls[call]
-        file = session.measured.append, partial(self._passes.file, call)
-        return Executor(program, session.code.regions, binding, session.code.poison, course, file)
-
-    def _take_memory(self, pin_bytes: int | None) -> None:
-        """Bind the course to the arena's memory.  Raises ChunkflowError if the device has no room."""
-        for tenant in self.arena.tenants:
-            if tenant.key in self.keys:
-                tenant.step_aside()
-        plan = self.course.plan
-        kept = [home for w in plan.weights if w.offset is None and (ref := self.homes.get(w.name)) and (home := ref())]
-        self.arena.make_way(plan.arena_bytes, sum(home.nbytes for home in set(kept)))
-        memory = self.arena.reserve(plan.arena_bytes)
-        homes = {w.name: self._home(w.name) for w in self.course.plan.streamed}
-        self._occupancy = Occupancy(self.arena.streams, len(self._marks.marked))
-        if not pin_all([*homes.values()], self.arena.streams, pin_bytes):
-            self.arena.streams.stage()
-        for weight in self.course.plan.streamed:
-            assert weight.offset is not None
-            self._slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
-        self._hosts = {name: home.source for name, home in homes.items()}
+    def _bound(self, pin_bytes: int | None) -> Binding:
+        """What the course has in the arena's memory.  Raises ChunkflowError if the device has no room."""
+        if self._binding is None:
+            for tenant in self.arena.tenants:
+                if tenant.key in self.keys:
+                    tenant.step_aside()
+            homes = {name: self._home(name) for name in self.homes}
+            self._binding = self.arena.bind(self, self.course.plan, homes, self._marks, pin_bytes=pin_bytes)
+        return self._binding
 
     def _home(self, name: str) -> Home:
         home = self.homes[name]()

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -23,18 +23,12 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.course import Call, block_of
 from chunkflow_compile.passes.program.verify import verify_together
-from chunkflow_compile.weights.bytes import as_weight, slot_bytes
-from chunkflow_compile.weights.home import Home, home_of
-from chunkflow_compile.weights.host_store import ring_of
+from chunkflow_compile.weights.groups import ranks_of
+from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
-from chunkflow_compile.weights.meeting import ranks_of
-from chunkflow_compile.weights.pinning import pin_all
-from chunkflow_compile.weights.progress import moving
-from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
-from .binding import Binding
 from .codes import Choice
 from .courses import Courses
 from .device import check_kind, refuse_capture
@@ -80,7 +74,6 @@ class Session:
         self._offloaded = taking([order.index(name) for name in self.homes])
         self._others = taking([order.index(name) for name in self._in_place])
         self._kinds = [type(p) for p in self._in_place.values()]
-        self._residents: dict[str, torch.Tensor] = {}
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self._executor: Executor | None = None
         died = partial(_weight_died, weakref.ref(arena))
@@ -219,7 +212,7 @@ class Session:
                     self.arena.courses.unbind()  # its programs move the weights of this session too
                 finally:  # also after an interrupt: the memory must be released
                     self.closed = True
-                    self.homes, self._in_place, self._weights, self._residents = {}, {}, [], {}
+                    self.homes, self._in_place, self._weights = {}, {}, []
                     self._as_they_are, self._bare, self._stores = [], [], []
                     self._gone.detach()
                     self.arena.leave(self)
@@ -233,12 +226,7 @@ class Session:
     def step_aside(self) -> None:
         """Give up what the program has on the device outside courses: a course has its weights in the arena."""
         self.unbind()
-        self._residents = {}
-
-    @property
-    def beside(self) -> Collection[torch.Tensor]:
-        """Its weights on the device beside the arena, which other programs on them share."""
-        return self._residents.values()
+        self.arena.give_up(self)
 
     @property
     def budget(self) -> tuple[object, int | None]:
@@ -259,27 +247,6 @@ class Session:
         drive = frozenset(names[name] for name, home in self.homes.items() if home.drive is not None)
         return Call(self.code.cut, names, keep, drive)
 
-    def residents(self, names: Collection[str]) -> Mapping[str, torch.Tensor]:
-        """Copies on the device, outside the arena, of these offloaded weights.  Those of others are given up."""
-        made, stagings = {name: self._residents[name] for name in names if name in self._residents}, GpuStagings()
-        missing = {name: self.homes[name] for name in names if name not in made}
-        with moving("placing weights", sum(home.nbytes for home in missing.values())) as placed:
-            for name, home in missing.items():
-                made[name] = self._resident(home, stagings)
-                placed(home.nbytes)
-        self.arena.streams.hold(made[name] for name in missing)
-        self._residents = made
-        return made
-
-    def missing(self, names: Iterable[str]) -> int:
-        """Bytes that :meth:`residents` would add to what is on the device."""
-        return sum(self.homes[name].nbytes for name in names if self.homes[name].on_device is None)
-
-    @property
-    def _outside(self) -> list[str]:
-        """The offloaded weights that the plan keeps on the device."""
-        return [w.name for w in self.plan.weights if w.offset is None and w.name in self.homes]
-
     def _save(self, wait: bool = False) -> None:
         """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
         if self._folder is None:
@@ -289,28 +256,12 @@ class Session:
 
     def _bound(self) -> Executor:
         """The executor of the program outside courses, on the arena's memory."""
-        outside = self._outside
-        self.arena.make_way(self.plan.arena_bytes, self.missing(outside))
-        memory = self.arena.reserve(self.plan.arena_bytes, self.code.advice)
-        values = dict(self.residents(outside))
-        slots: dict[str, torch.Tensor] = {}
-        for weight in self.plan.streamed:
-            if (home := self.homes.get(weight.name)) is not None and weight.offset is not None:
-                slots[weight.name] = slot_bytes(memory, weight.offset, weight.nbytes)
-                values[weight.name] = as_weight(slots[weight.name], home.host)
-        if not pin_all([self.homes[name] for name in slots], self.arena.streams, self.code.pin_bytes):
-            self.arena.streams.stage()
-        hosts = {name: self.homes[name].source for name in slots}
-        marks = arrivals(self.program)
-        key = (
-            self.plan.placement,
-            self.program.problem.structure,
-            marks.order,
-            tuple((n, id(self.homes[n]), self.homes[n].version) for n in slots),
+        code, marks = self.code, arrivals(self.program)
+        structure = self.program.problem.structure
+        binding = self.arena.bind(
+            self, self.plan, self.homes, marks, structure, pin_bytes=code.pin_bytes, advice=code.advice
         )
-        ring = ring_of(self.homes[name] for name in slots)
-        binding = Binding(self.arena, values, slots, hosts, self.arena.occupancy(key, len(marks.marked)), marks, ring)
-        return Executor(self.program, self.code.regions, binding, self.code.poison, file=(self.measured.append,))
+        return Executor(self.program, code.regions, binding, code.poison, file=(self.measured.append,))
 
     def _name(self) -> str:
         """The name of its calls, the same on every rank, whose shards may differ in size."""
@@ -330,15 +281,6 @@ class Session:
         problem = self.program.problem
         regions = [[home for name in r.weights if (home := self.homes.get(name)) is not None] for r in problem.regions]
         return courses.key(self, regions, tuple((c.kind, c.before, c.until) for c in problem.collectives))
-
-    def _resident(self, home: Home, stagings: GpuStagings) -> torch.Tensor:
-        try:
-            return home.resident(stagings)
-        except torch.OutOfMemoryError as error:
-            raise ChunkflowError(
-                f"The device {self.arena.device} has no room for {home.name} ({home.nbytes} bytes), which is resident. "
-                f"{self.code.advice()}Free memory on the device, or lower the option memory."
-            ) from error
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -35,7 +35,7 @@ class Scratch:
 
     def __init__(self, descriptor: Descriptor, where: str) -> None:
         """``where``: for errors."""
-        self._where = where
+        self.where = where
         self.file = WeightFile(descriptor, f"the scratch file {where}")
 
     @staticmethod
@@ -63,7 +63,7 @@ class Scratch:
             while done < len(view):
                 done += os.pwritev(number, [view[done:]], begin + done)
         except OSError as error:
-            raise ChunkflowError(_no_room(self._where, error.strerror or str(error))) from error
+            raise ChunkflowError(_no_room(self.where, error.strerror or str(error))) from error
 
 
 class Drive:

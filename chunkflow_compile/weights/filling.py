@@ -17,7 +17,7 @@ from .drive import Drive
 from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
 from .mapping import whole_pages
-from .peers import Peers
+from .node import Node
 from .sharing import Role, SharedPages, Wanted
 from .staging import GpuStagings
 
@@ -54,21 +54,21 @@ class Filling:
         dtype_of: DtypeOf,
         *,
         pages: bool,
-        peers: Peers | None = None,
+        node: Node | None = None,
         on_drive: Collection[str] = (),
         shards: Mapping[str, tuple[int, ...]] = _WHOLE,
     ) -> None:
         """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
-        own.  ``peers``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
+        own.  ``node``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
         those that go to the drive instead.  ``shards``: by name, which part of a weight this rank
         has; ranks share equal parts only."""
         self._device = device
         self._shards = shards
         self._nbytes = sum(w.nbytes for _, w in weights)
-        self._pages = pages or peers is not None
+        self._pages = pages or node is not None
         self._dtype_of = dtype_of
         self._stagings = GpuStagings()
-        self._peers = peers
+        self._node = node
         self._on_drive = on_drive
         self._kept: set[str] = set()
         self._owned: set[int] = set()  # pages of weights that have left their checkpoint
@@ -76,8 +76,8 @@ class Filling:
         self._shared: SharedPages | None = None
         try:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
-            if peers is not None:
-                self._shared = SharedPages(peers, [w for w in self._weights.values() if not w.stays])
+            if node is not None:
+                self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
             self._taken = {name: self._takes(weight) for name, weight in self._weights.items()}
             self._todo = sum(self._taken.values())
             self._twice = max((min(w.nbytes, w.frees) for w in self._weights.values() if self._fills(w)), default=0)
@@ -147,9 +147,9 @@ class Filling:
             self._shared.finish()
 
     def close(self, error: BaseException | None = None) -> None:
-        """Give back threads, files and sockets.  ``error``: why the move has failed, if it has."""
-        if self._peers is not None:
-            self._peers.close(error)
+        """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
+        if self._node is not None:
+            self._node.close(error)
         if "_reader" in self.__dict__:
             self._reader.close()
         if self._shared is not None:

@@ -20,8 +20,7 @@ from .filling import Filling
 from .home import Arriving, Home, home_of
 from .host_weight import HostWeight, become, like
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
-from .mapping import Descriptor
-from .peers import Peers
+from .node import Node
 from .progress import moving
 from .shared_ring import SharedRing
 from .staging import GpuStagings
@@ -128,16 +127,14 @@ class HostStore:
             self._homes.clear()
         self.ring = None
 
-    def agree(self, peers: Peers) -> None:
+    def agree(self, node: Node) -> None:
         """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
         drive = any(home.drive is not None for home in self.homes)
-        told = peers.gather([self.pinnable(), drive])
+        told = node.gather([self.pinnable(), drive])
         self.agreed = min(most for most, _ in told)
         if self.ring is None and all(each for _, each in told):
-            file = SharedRing.made() if peers.leads else Descriptor(peers.take())
-            if peers.leads:
-                peers.hand(file.number)
-            self.ring = SharedRing(file, peers.rank, peers.ranks, peers.seconds)
+            file = node.share(SharedRing.made() if node.leads else None)
+            self.ring = SharedRing(file, node.rank, node.ranks, node.seconds)
 
     def reclaim(self) -> None:
         """Count the weights as written whose memory a tensor of a state_dict has, or has had since the last call.

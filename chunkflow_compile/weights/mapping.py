@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import functools
 import mmap
 import os
+import shutil
 import weakref
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +38,29 @@ def memory_file(name: str, nbytes: int) -> Descriptor:
     # no rank can cut it while another reads it
     fcntl.fcntl(made.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     return made
+
+
+def named_file(path: str, nbytes: int) -> Descriptor:
+    """A new file that only this user can open.  Raises OSError if there is no room for it."""
+    if (free := shutil.disk_usage(Path(path).parent).free) < nbytes:  # a write to a mapping would kill the process
+        raise OSError(errno.ENOSPC, f"{free} bytes are free, and {nbytes} are needed")
+    made = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
+    os.ftruncate(made.number, nbytes)
+    return made
+
+
+def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
+    """The file at a path, to read and write.  Raises OSError if it cannot be opened, or is another one."""
+    if identity_of(os.stat(path)) != identity:  # to open a stranger's pipe or terminal may do anything
+        raise OSError(errno.ESTALE, "another file")
+    found = Descriptor(os.open(path, os.O_RDWR))
+    if identity_of(os.fstat(found.number)) != identity:
+        raise OSError(errno.ESTALE, "another file")
+    return found
+
+
+def identity_of(told: os.stat_result) -> tuple[int, int]:
+    return told.st_dev, told.st_ino
 
 
 def prefer_huge_pages(pages: torch.Tensor) -> None:

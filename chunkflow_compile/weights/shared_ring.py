@@ -209,7 +209,8 @@ class SharedRing:
         end = begin + table + nbytes
         if self.leads and os.fstat(self._descriptor.number).st_size < end:
             try:
-                os.truncate(self._descriptor.number, end)
+                # all of it, now: a write to a mapping that finds no room kills the process
+                os.posix_fallocate(self._descriptor.number, begin, end - begin)
             except OSError as error:
                 raise ChunkflowError(f"A ring of {nbytes} bytes cannot be made: {error.strerror or error}.") from error
         self._table = _words(self._descriptor, table, begin)

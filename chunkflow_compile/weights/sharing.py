@@ -30,7 +30,7 @@ from .mapping import (
     prefer_huge_pages,
     whole_pages,
 )
-from .peers import Peers
+from .node import Node
 from .source import DriveBytes
 
 _log = logging.getLogger(__name__)
@@ -94,16 +94,15 @@ class Wanted:
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file, and what this rank does with each."""
 
-    def __init__(self, peers: Peers, wanted: Sequence[Wanted]) -> None:
-        """All peers create it, each with its own weights.  Raises ChunkflowError if there is no room, or a peer has ended."""
-        self._peers = peers
+    def __init__(self, node: Node, wanted: Sequence[Wanted]) -> None:
+        """All ranks create it, each with its own weights.  Raises ChunkflowError if there is no room, or one has ended."""
+        self._node = node
         self._pages: dict[str, SharedMemory] = {}
         self._on_drive: dict[str, tuple[int, Wanted]] = {}  # and where each begins in the scratch file
         self._roles: dict[str, Role] = {}
-        self._awaited: set[str] = set()  # until the leader has written them
-        self._written: set[str] = set()  # by the leader, as it has told
+        self._awaited: dict[str, int] = {}  # how many weights the leader has written when it has written this one
         self._differ: list[str] = []
-        told = peers.gather([w.told() for w in wanted])
+        told = node.gather([w.told() for w in wanted])
         sources: dict[str, list[Any]] = {}
         for manifest in told:
             for weight in manifest:
@@ -116,7 +115,7 @@ class SharedPages:
             _log.warning(
                 "rank %s shares %s of its %s weights: another rank places another model. Ranks that share place the same "
                 "models in the same order; pass share=False for a model that only some have",
-                peers.rank,
+                node.rank,
                 len(common),
                 len(wanted),
             )
@@ -142,11 +141,11 @@ class SharedPages:
         """The leader makes the scratch file, and the others get it."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
-        if self._peers.leads:
-            self._scratch = Scratch.made(scratch_folder(), places[-1])
-            self._peers.hand(self._scratch.file.descriptor.number)
-        else:
-            self._scratch = Scratch(_opened_again(self._peers.take()), f"of rank {self._peers.ranks[0]}")
+        folder = scratch_folder()
+        made = Scratch.made(folder, places[-1]) if self._node.leads else None
+        # each rank has an opening of its own: the kernel reads ahead for each, and they read at different places
+        file = self._node.share(None if made is None else made.file.descriptor, folder)
+        self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if made is None else made.where)
 
     @staticmethod
     def _places(weights: Sequence[Wanted]) -> list[int]:
@@ -160,12 +159,9 @@ class SharedPages:
         """The shared memory, uint8, and its file: the leader makes it, the others get it.
 
         ``takes``: the most bytes that it takes beyond the memory that the weights have now."""
-        if not self._peers.leads:
-            descriptor = Descriptor(self._peers.take())
-        else:
+        if self._node.leads:
             check_room(takes)
-            descriptor = memory_file("chunkflow-weights", total)
-            self._peers.hand(descriptor.number)
+        descriptor = self._node.share(memory_file("chunkflow-weights", total) if self._node.leads else None)
         pages = map_file(descriptor, total, mmap.MAP_SHARED)
         if pages is None:
             raise ChunkflowError(f"{total} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}.")
@@ -183,13 +179,13 @@ class SharedPages:
         total, done = sum(w.nbytes for w in weights if w.name in same and not w.drive), 0
         for weight in weights:
             if weight.name in same and not weight.drive:
-                reader = self._peers.ranks[min(len(self._peers.ranks) * done // total, len(self._peers.ranks) - 1)]
-                self._roles[weight.name] = "fill" if reader == self._peers.rank else "leave"
+                reader = self._node.ranks[min(len(self._node.ranks) * done // total, len(self._node.ranks) - 1)]
+                self._roles[weight.name] = "fill" if reader == self._node.rank else "leave"
                 done += weight.nbytes
                 continue
-            self._awaited.add(weight.name)
+            self._awaited[weight.name] = len(self._awaited) + 1
             other: Role = "leave" if weight.name in same else "compare"
-            self._roles[weight.name] = "fill" if self._peers.leads else other
+            self._roles[weight.name] = "fill" if self._node.leads else other
 
     def pages(self, name: str) -> SharedMemory:
         """The pages of a weight that is shared in memory."""
@@ -207,8 +203,7 @@ class SharedPages:
     def written(self, name: str) -> None:
         """Tell the others that a weight is written, if they wait for it."""
         if name in self._awaited:
-            self._written.add(name)
-            self._peers.say(name)
+            self._node.step()
 
     def keep(self, name: str, made: torch.Tensor) -> None:
         """Write a weight, a dense host tensor, to the scratch file.  Raises ChunkflowError if the drive is full."""
@@ -220,31 +215,27 @@ class SharedPages:
 
         Writes to the tensor are this rank's own: neither the file nor another rank sees them.
         """
-        self._wait(name)
+        self._node.wait(self._awaited[name])
         begin, weight = self._on_drive[name]
         found = DriveBytes(self._scratch.file, begin, weight.nbytes)
         return weight.view(found.mapped()), found
 
     def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""
-        self._wait(name)
+        self._node.wait(self._awaited[name])
         equal = _same_bytes(host, values)
         if not equal:
             self._differ.append(name)
         return equal
 
-    def _wait(self, name: str) -> None:
-        while name not in self._written:
-            self._written.add(self._peers.hear())
-
     def finish(self) -> None:
         """Wait until all weights are written and compared.  Those that differ are named on all ranks."""
-        for rank, names in zip(self._peers.ranks, self._peers.gather(self._differ), strict=True):
+        for rank, names in zip(self._node.ranks, self._node.gather(self._differ), strict=True):
             if names:
                 _log.warning(
                     "rank %s has other values than rank %s in %s, and keeps its own copy of them",
                     rank,
-                    self._peers.ranks[0],
+                    self._node.ranks[0],
                     _some_of(names),
                 )
 
@@ -268,15 +259,3 @@ def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
         if ctypes.CDLL(None).memcmp(ctypes.c_void_p(held.data_ptr()), ctypes.c_void_p(piece.data_ptr()), held.nbytes):
             return False
     return True
-
-
-def _opened_again(number: int) -> Descriptor:
-    """Another opening, to read, of a file that is closed here.
-
-    The kernel reads ahead for each opening: ranks that read one at different places would disturb each other.
-    """
-    given = Descriptor(number)
-    try:
-        return Descriptor(os.open(f"/proc/self/fd/{number}", os.O_RDONLY))
-    except OSError:  # without /proc
-        return given

@@ -34,7 +34,7 @@ from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.report.record import size
 from chunkflow_compile.weights.filling import Filling, as_they_are, cast_to
 from chunkflow_compile.weights.host_memory import give_free_memory_back
-from chunkflow_compile.weights.peers import peers_of
+from chunkflow_compile.weights.node import node_of
 
 EVERY_S = 0.02
 _HUGE, _WRITE = 14, 23  # of madvise: huge pages; make all pages now
@@ -53,7 +53,7 @@ def placed(share: bool) -> Callable[[nn.Module, torch.dtype], list[torch.Tensor]
     def place(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
         weights = list(model.named_parameters())
         dtype_of = as_they_are if {p.dtype for _, p in weights} == {dtype} else cast_to(dtype, model)
-        filling = Filling(CPU, weights, dtype_of, pages=True, peers=peers_of(share, CPU))
+        filling = Filling(CPU, weights, dtype_of, pages=True, node=node_of(share, CPU))
         made = [filling.place(name, p).host for name, p in weights]
         filling.finish()
         filling.close()

@@ -47,7 +47,7 @@ def a_shard_is_replaced(rank: int, folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointReader, "read", read)
-        with pytest.raises(ChunkflowError, match=r"was changed while its weights were read|another rank failed"):
+        with pytest.raises(ChunkflowError, match=r"was changed while its weights were read|because rank 1 failed"):
             offload(model, min_bytes=LEAST, share=True)
     assert placement_of(model) is None and not shared(model)
     assert same(model, twin), "also what the other rank was to read"
@@ -74,7 +74,7 @@ def a_shard_is_cut(rank: int, folder: str) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CheckpointReader, "read", read)
-        with pytest.raises(ChunkflowError, match=r"was changed while its weights were read|another rank failed"):
+        with pytest.raises(ChunkflowError, match=r"was changed while its weights were read|because rank 1 failed"):
             offload(model, min_bytes=LEAST, share=True)
     assert placement_of(model) is None
     if rank == 0:
@@ -119,7 +119,7 @@ def memory_runs_out(rank: int) -> None:
         patch.setattr(filling, "_CHECKED", 1)
         patch.setattr(limits, "host_memory", soon_full)
         said = r"The weights take \d+ more bytes of host memory, and 5 are free"
-        with pytest.raises(ChunkflowError, match=said if rank == 0 else f"another rank failed. rank 0: {said}"):
+        with pytest.raises(ChunkflowError, match=said if rank == 0 else f"because rank 0 failed: {said}"):
             offload(model, min_bytes=LEAST, share=True)
         assert placement_of(model) is None and same(model, twin)
     dist.barrier()
@@ -172,7 +172,7 @@ def no_room(rank: int, file: str) -> None:
         with pytest.MonkeyPatch.context() as patch:
             if rank == 0:
                 patch.setattr(*change)
-            with pytest.raises(ChunkflowError, match=said if rank == 0 else f"another rank failed. rank 0: {said}"):
+            with pytest.raises(ChunkflowError, match=said if rank == 0 else f"because rank 0 failed: {said}"):
                 offload(model, min_bytes=LEAST, share=True, **PLACED[where])
         dtype = PLACED[where].get("dtype")
         assert all(

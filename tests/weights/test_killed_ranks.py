@@ -55,26 +55,20 @@ def nothing_is_left(codes: list[int | None], who: tuple[int, ...], folder: Path)
     assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
     noted = {inode for file in folder.glob("held*") for inode in file.read_text().split()}
     assert len(list(folder.glob("held*"))) == len(who) and noted, "each of the killed"
-    held = sockets()
+    held = set[str]()
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended
             held |= inodes(process)
     assert not noted & held
 
 
-def sockets() -> set[str]:
-    """The inodes of ChunkFlow's sockets on this machine."""
-    return {line.split()[6] for line in Path("/proc/net/unix").read_text().splitlines() if "@chunkflow-" in line}
-
-
 def inodes(process: Path) -> set[str]:
-    """Those of a process, and of the files without a name that it has open or mapped."""
-    ours, held = sockets(), {line.split()[4] for line in (process / "maps").read_text().splitlines() if nameless(line)}
+    """Those of the files without a name that a process has open or mapped."""
+    held = {line.split()[4] for line in (process / "maps").read_text().splitlines() if nameless(line)}
     for file in (process / "fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists them
-            link, inode = os.readlink(file), str(file.stat().st_ino)
-            if nameless(link) or (link.startswith("socket:") and inode in ours):
-                held.add(inode)
+            if nameless(os.readlink(file)):
+                held.add(str(file.stat().st_ino))
     return held
 
 

@@ -1,0 +1,100 @@
+"""Process groups: their ranks, and those that weights can be shared in."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import logging
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from chunkflow_compile.passes.errors import ChunkflowError
+
+from .limits import local_ranks
+
+_log = logging.getLogger(__name__)
+
+# Backends of process groups of real ranks, whose store all of them can reach.
+_REAL = ("gloo", "nccl")
+
+
+@dataclass(frozen=True)
+class Group:
+    """A process group of several ranks: its store, this rank of it, all of its ranks, and how long it waits for one."""
+
+    store: Any
+    rank: int
+    ranks: tuple[int, ...]
+    timeout: timedelta
+
+    @property
+    def key(self) -> str:
+        """The same on all of its ranks, for what they keep in the store: torch's names of groups may differ."""
+        return f"chunkflow/{hashlib.sha256(repr(self.ranks).encode()).hexdigest()[:8]}"
+
+
+def group_of(group: Any = None) -> Group | None:
+    """What is known of a process group, the default one if none is given; None unless it has several real ranks."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    found = group or dist.distributed_c10d._get_default_group()
+    ranks = tuple(dist.get_process_group_ranks(found))
+    if len(ranks) < 2 or dist.get_rank() not in ranks or (backend := _real_backend(found)) is None:
+        return None
+    timeout = getattr(getattr(backend, "options", None), "_timeout", dist.default_pg_timeout)
+    return Group(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout)
+
+
+def group_to_share_in(share: Any) -> Group | None:
+    """The group whose ranks share weights.  None for none by default, which is said where a machine has several ranks.
+
+    ``share``: True, a process group, or None for the default.
+    Raises ChunkflowError if sharing was asked for and there is no such group.
+    """
+    if share is not None and share is not True and not (dist.is_available() and isinstance(share, dist.ProcessGroup)):
+        raise ChunkflowError(
+            f"share={share!r} is no process group that this rank is in: pass True, False, or such a group; of a DeviceMesh, "
+            "mesh.get_group()."
+        )
+    found = group_of(None if share is True else share)
+    if found is None and share is not None:
+        raise ChunkflowError(
+            "share needs a process group of several ranks, of gloo or NCCL: call torch.distributed.init_process_group "
+            "first, or leave share out."
+        )
+    if found is None:
+        _say_why_none()
+    return found
+
+
+def ranks_of(name: str) -> tuple[int, ...]:
+    """The ranks of the process group of this name."""
+    # it exists in every release, but not in __all__
+    resolve: Any = dist.distributed_c10d.__dict__["_resolve_process_group"]
+    return tuple(dist.get_process_group_ranks(resolve(name)))
+
+
+@functools.cache  # once a process
+def _say_why_none() -> None:
+    """Say why the ranks of this machine do not share by default, if there are several."""
+    if (several := local_ranks()) < 2:
+        return
+    cause = "there is no process group yet; call torch.distributed.init_process_group before offload"
+    if dist.is_available() and dist.is_initialized():
+        cause = f"the default process group has no gloo or NCCL for several ranks, but {dist.get_backend()}"
+    _log.warning("each of the %s ranks of this machine keeps a copy of the weights, because %s", several, cause)
+
+
+def _real_backend(group: Any) -> Any:
+    """The backend of a group for one of its devices, None if it has no real one.  A group may have one for each device."""
+    for device in ("cpu", "cuda"):
+        with contextlib.suppress(RuntimeError):  # none for this device
+            backend = group._get_backend(torch.device(device))
+            if backend.name() in _REAL:
+                return backend
+    return None

@@ -1,0 +1,393 @@
+"""The node: the ranks of a process group that run on this machine and share its memory.
+
+They find each other and talk through the store of the process group.  A file is handed over as ``/proc/PID/fd/N`` of the
+first rank, so that it needs no name; only where the others cannot open that, it has one in a folder, until all have it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
+
+from .groups import Group, group_to_share_in
+from .host_memory import near_cpus
+from .mapping import PAGE, Descriptor, identity_of, memory_file, named_file, reopened
+
+_log = logging.getLogger(__name__)
+
+_SHM = Path("/dev/shm")
+# A value of more characters travels only if ranks differ in it: 2,000 weights of 4 ranks take half a second.
+_SHORT = 4096
+# Pauses between two looks at the store, in seconds.
+_FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
+
+
+class _AbsentError(ChunkflowError):
+    """``ranks`` did not come in time."""
+
+    def __init__(self, ranks: Collection[int]) -> None:
+        super().__init__(
+            f"{_numbers(ranks).capitalize()} did not answer in time while the weights were placed. Look at the errors there, "
+            "and start all ranks again."
+        )
+        self.ranks = [*ranks]
+
+
+class _NoWayError(ChunkflowError):
+    """Ranks cannot open a file of another."""
+
+
+class Node:
+    """The ranks of a machine that share memory, in their order; the first one leads.
+
+    All of them call its methods in the same order.  Raises ChunkflowError when another rank has ended or failed.
+    """
+
+    def __init__(self, group: Group, key: str, processes: Mapping[int, Sequence[Any]] | None = None) -> None:
+        """``group``: only these ranks.  ``key``: of what they keep in the store.  ``processes``: see :func:`_process`."""
+        self.rank = group.rank
+        self.ranks = group.ranks
+        self.seconds = group.timeout.total_seconds()  # how long one waits for another
+        self._store = group.store
+        self.key = key
+        self._processes = processes or {}
+        self._rounds = self._steps = 0
+        self._open = True
+
+    @property
+    def leads(self) -> bool:
+        return self.rank == self.ranks[0]
+
+    def __enter__(self) -> Node:
+        return self
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        self.close(error)
+
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all ranks, at every rank.  They must be such that JSON can hold."""
+        text = json.dumps(value)
+        mine = text if len(text) <= _SHORT else f"#{hashlib.sha256(text.encode()).hexdigest()}"
+        told = self._round(mine)
+        texts = {t: t for t in told} | {mine: text}
+        if len(texts) > 1 and any(t.startswith("#") for t in told):
+            first = self.ranks[told.index(mine)] == self.rank
+            longs = self._round(text if first and mine != text else "")
+            texts |= {t: long for t, long in zip(told, longs, strict=True) if long}
+        values = {t: json.loads(text) for t, text in texts.items()}
+        return [values[t] for t in told]
+
+    def step(self) -> None:
+        """The leader has done one more step."""
+        self._steps = self._add("steps", 1)
+
+    def wait(self, steps: int) -> None:
+        """Wait until the leader has done ``steps``."""
+
+        def awaited() -> Sequence[int]:
+            if self._steps < steps:
+                self._steps = self._add("steps", 0)
+            return self.ranks[:1] if self._steps < steps else ()
+
+        self._until(awaited)
+
+    def share(self, made: Descriptor | None, folder: Path = _SHM) -> Descriptor:
+        """A file that the leader has ``made`` and not yet written, opened at every rank; the others pass None.
+
+        Where they cannot open it, another of its size in ``folder``, which no seal can hold, takes its place.
+        """
+        path = "" if made is None else f"/proc/{os.getpid()}/fd/{made.number}"
+        found, first = self._offer(made, path)
+        if found is not None and not any(first):
+            return found
+        named, cause, path = None, "", str(folder / f"chunkflow-{secrets.token_hex(16)}")
+        try:
+            if made is not None:
+                try:
+                    named = named_file(path, os.fstat(made.number).st_size)
+                except OSError as error:
+                    cause = _said(error)
+            found, second = self._offer(named, path, cause)
+        finally:
+            if made is not None:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(path)
+        if found is not None and not any(second):
+            return found
+        causes = " nor ".join(f"in {where} ({max(why)})" for where, why in (("/proc", first), (folder, second)))
+        raise _NoWayError(
+            f"A file of rank {self.ranks[0]} cannot be opened by the other ranks of this machine, neither {causes}. Let them "
+            "have one /proc (--pid) or one such folder with room (--ipc, --shm-size, TMPDIR), or pass share=False."
+        )
+
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave.  ``error``: why this rank cannot go on, which the others are told.  The last one empties the store."""
+        if not self._open:
+            return
+        self._open = False
+        with contextlib.suppress(RuntimeError):  # the store may have ended too
+            if error is not None and self._failure() is None:
+                cause = str(error) if isinstance(error, ChunkflowError) else first_line(error)
+                absent = error.ranks if isinstance(error, _AbsentError) else []
+                self._store.set(f"{self.key}/failed", json.dumps({"rank": self.rank, "cause": cause, "absent": absent}))
+            if self._add("closed", 1) == len(self.ranks):
+                # where one has failed, they are at most a round apart
+                rounds = range(max(0, self._rounds - 2), self._rounds + 1)
+                self._delete(*(f"{n}/{rank}" for n in rounds for rank in (*self.ranks, "read")))
+                self._delete("failed", "steps", "closed")
+
+    def given_up(self) -> bool:
+        """Whether other ranks have waited for this one in vain, and have gone on."""
+        return isinstance(self._failure(), _AbsentError)
+
+    def _offer(self, made: Descriptor | None, path: str, cause: str = "") -> tuple[Descriptor | None, list[str]]:
+        """The leader's file, opened by its ``path``, and why ranks could not.  ``cause``: why there is none."""
+        (place, *_) = self.gather(None if made is None else [path, *identity_of(os.fstat(made.number))])
+        if not self.leads and place is not None:
+            try:
+                made = reopened(place[0], (place[1], place[2]))
+            except OSError as error:
+                cause = _said(error)
+        return made, self.gather(cause)
+
+    def _round(self, text: str) -> list[str]:
+        """The texts of all ranks."""
+        keys = {rank: f"{self._rounds}/{rank}" for rank in self.ranks}
+        read, self._rounds = f"{self._rounds}/read", self._rounds + 1
+        missing = [*self.ranks]
+
+        def awaited() -> Sequence[int]:
+            missing[:] = [rank for rank in missing if not self._store.check([f"{self.key}/{keys[rank]}"])]
+            return missing
+
+        with _reached():
+            self._store.set(f"{self.key}/{keys[self.rank]}", text)
+        self._until(awaited)
+        with _reached():
+            texts = [self._store.get(f"{self.key}/{key}").decode() for key in keys.values()]
+        if self._add(read, 1) == len(self.ranks):
+            self._delete(*keys.values(), read)
+        return texts
+
+    def _until(self, awaited: Callable[[], Sequence[int]]) -> None:
+        """Wait until no rank is ``awaited`` any more."""
+        deadline, pause = time.monotonic() + self.seconds, _FIRST_PAUSE
+        while True:
+            with _reached():
+                if not (late := awaited()):
+                    return
+            failure = self._failure() or next((_ended(r) for r in late if not self._lives(r)), None)
+            if failure is not None:
+                with _reached():
+                    if not awaited():  # it was the last that it did
+                        return
+                raise failure
+            if time.monotonic() > deadline:
+                raise _AbsentError(late)
+            time.sleep(pause)
+            pause = min(1.5 * pause, _LAST_PAUSE)
+
+    def _failure(self) -> ChunkflowError | None:
+        """What a rank has failed with that has told it."""
+        failed = f"{self.key}/failed"
+        with _reached():
+            if not self._store.check([failed]):
+                return None
+            told = json.loads(self._store.get(failed))
+        if told["absent"]:
+            return _AbsentError(told["absent"])
+        return ChunkflowError(
+            f"The weights are not placed, because rank {told['rank']} failed: {told['cause'].rstrip('.')}."
+        )
+
+    def _lives(self, rank: int) -> bool:
+        """Whether the process of a rank lives, as far as this one can see."""
+        space, process, began = self._processes.get(rank, ("", 0, ""))
+        return not space or space != _name_space() or _began(process) == began
+
+    def _add(self, key: str, number: int) -> int:
+        with _reached():
+            return int(self._store.add(f"{self.key}/{key}", number))
+
+    def _delete(self, *keys: str) -> None:
+        for key in keys:
+            with contextlib.suppress(RuntimeError):  # not every store can
+                self._store.delete_key(f"{self.key}/{key}")
+
+
+def node_of(share: Any, device: torch.device) -> Node | None:
+    """The ranks to share weights with that are placed for ``device``; None for none.
+
+    ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.
+    Raises ChunkflowError if sharing was asked for and there is no such group, or if a rank of it is absent.
+    """
+    if share is False or (share is None and device.type != "cuda"):
+        return None
+    if (found := group_to_share_in(share)) is None:
+        return None
+    # each memory node has its own copy: a GPU reads the other node's memory more slowly
+    near = near_cpus(device)
+    return meet(found, ",".join(map(str, sorted(near))))
+
+
+def stay_away(share: Any, device: torch.device, error: BaseException) -> None:
+    """Tell the ranks that call :func:`node_of` why this one does not.  Does not wait for them."""
+    if share is False or (share is None and device.type != "cuda"):
+        return
+    with contextlib.suppress(RuntimeError):  # the store has ended too, or there is no group
+        if (found := group_to_share_in(share)) is not None:
+            _next(found).close(error)
+
+
+def meet(found: Group, near: str = "") -> Node | None:
+    """The node of this rank, None if it shares with no other.  All ranks of the group must call it.
+
+    ``near``: the memory node to share on; ranks on others share among themselves.
+    Raises ChunkflowError, with the numbers of the ranks, if some do not call it before the timeout.
+    """
+    everyone = _next(found)
+    try:
+        with everyone:
+            mine = {"machine": _machine(), "reach": _reach(), "near": near, "process": _process()}
+            records = dict(zip(found.ranks, everyone.gather(mine), strict=True))
+    except _AbsentError as error:
+        raise ChunkflowError(
+            f"{_numbers(error.ranks).capitalize()} did not place the model within {everyone.seconds:.0f} s: with "
+            "share, every rank of the group calls offload. Pass share=False to place it on this rank alone, or share=group "
+            "with the ranks that place it."
+        ) from error
+    ranks = _sharing(found, records)
+    if len(ranks) < 2:
+        return None
+    processes = {rank: records[rank]["process"] for rank in ranks}
+    node = Node(replace(found, ranks=ranks), f"{everyone.key}/{ranks[0]}", processes)
+    try:
+        node.share(memory_file("chunkflow-trial", PAGE) if node.leads else None)
+    except _NoWayError as error:
+        node.close()
+        _log.warning("each of %s keeps weights of its own: %s", _numbers(ranks), error)
+        return None
+    except BaseException as error:
+        node.close(error)
+        raise
+    return node
+
+
+def _next(found: Group) -> Node:
+    """All ranks of a group, the next time that they meet.  Each counts for itself, as all of them come each time.
+
+    A rank that was absent skips the times that the others have given up, or they would never meet again.
+    """
+    while True:
+        with _reached():
+            number = found.store.add(f"{found.key}/count/{found.rank}", 1)
+        everyone = Node(found, f"{found.key}/{number}")
+        if not everyone.given_up():
+            return everyone
+        everyone.close()
+
+
+def _sharing(found: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[int, ...]:
+    """The ranks that share with this one.  Says why others of this machine do not."""
+    mine = records[found.rank]
+    here = [rank for rank in found.ranks if records[rank]["machine"] == mine["machine"]]
+    reached = [rank for rank in here if records[rank]["reach"] == mine["reach"]]
+    ranks = [rank for rank in reached if records[rank]["near"] == mine["near"]]
+    if beside := [rank for rank in here if rank not in reached]:
+        _log.warning(
+            "rank %s shares no weights with %s on this machine: another user, or a container with another /dev/shm (--ipc)",
+            found.rank,
+            _numbers(beside),
+        )
+    if elsewhere := [rank for rank in reached if rank not in ranks]:
+        alone = len(ranks) < 2
+        _log.log(
+            logging.WARNING if alone else logging.INFO,
+            "rank %s %s: %s %s near other memory nodes of this machine, and each node has a copy",
+            found.rank,
+            "keeps weights of its own" if alone else f"shares its weights with {_numbers(set(ranks) - {found.rank})}",
+            _numbers(elsewhere),
+            "are" if len(elsewhere) > 1 else "is",
+        )
+    return tuple(ranks)
+
+
+@contextlib.contextmanager
+def _reached() -> Iterator[None]:
+    """Around calls of the store."""
+    try:
+        yield
+    except ChunkflowError:
+        raise
+    except RuntimeError as error:
+        raise ChunkflowError(
+            f"The store of the process group cannot be reached while the weights are placed ({first_line(error)}). Look at "
+            "the errors of the other ranks, and start all of them again."
+        ) from error
+
+
+def _said(error: OSError) -> str:
+    return error.strerror or str(error)
+
+
+def _ended(rank: int) -> ChunkflowError:
+    return ChunkflowError(
+        f"Rank {rank} has ended while the weights were placed. Look at its own error, and start all ranks again."
+    )
+
+
+def _numbers(ranks: Collection[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, sorted(ranks)))}"
+
+
+def _machine() -> str:
+    """The same for all containers of one running machine."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return socket.gethostname()
+
+
+def _reach() -> str:
+    """The user, and how far files of this process can reach: as far as its /dev/shm, or else as its process numbers."""
+    try:
+        where = f"{identity_of(os.stat(_SHM))}"
+    except OSError:
+        where = _name_space()
+    return f"{os.getuid()} {where}"
+
+
+def _process() -> tuple[str, int, str | None]:
+    """The name space of process numbers, the number of this one there, and when it began."""
+    return _name_space(), os.getpid(), _began(os.getpid())
+
+
+def _name_space() -> str:
+    """That of process numbers; empty where there is no /proc."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+def _began(process: int) -> str | None:
+    """When a process began, None if it has ended: its number may be another one's by now."""
+    try:
+        state, *told = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if state in "ZX" else told[18]
