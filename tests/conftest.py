@@ -76,6 +76,12 @@ def frozen() -> None:
 
 
 @pytest.fixture
+def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No bars of progress."""
+    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
+
+
+@pytest.fixture
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -83,6 +84,39 @@ class Stack(nn.Module):
         for block in self.blocks:
             x = block(x)
         return self.head(x)
+
+
+class Tabled(Stack):
+    """With a buffer that is large, too; it is called as a model of diffusers."""
+
+    def __init__(self, layers: int = 4) -> None:
+        super().__init__(layers, 64)  # weights of several pages
+        self.register_buffer("table", torch.randn(32, 32))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
+        return (super().forward(x @ self.table[:8, :8]),)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.head.weight.dtype
+
+
+def save_stack(folder: Path) -> str:
+    """The file of the weights of a ``Tabled``."""
+    torch.manual_seed(0)
+    save_file(Tabled().state_dict(), folder / "model.safetensors")
+    return str(folder / "model.safetensors")
+
+
+def load_stack(file: str, dtype: torch.dtype | None = None) -> Tabled:
+    """A ``Tabled`` on the pages of a file, as diffusers loads a model, and cast as it casts one."""
+    model = Tabled().eval().requires_grad_(False)
+    model.load_state_dict(load_file(file), assign=True)
+    return model.to(dtype)
+
+
+def stack_inputs(seed: int, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    return {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed)).to(dtype)}
 
 
 class Broken(Stack):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,13 +15,8 @@ from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.phases import Budget, Phase, budget_of
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("quiet")
 CALL = {"control_image": torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1)), "num_inference_steps": 5}
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
-    yield
 
 
 def applied(memory: str) -> tuple[Any, Any, Budget, Phase, Phase]:

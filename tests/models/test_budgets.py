@@ -7,7 +7,6 @@ import gc
 import logging
 import re
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,12 +20,7 @@ from chunkflow_compile.phases import Budget, budget_of
 from chunkflow_compile.placement import placement_of
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
-    yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 class Uneven(Counting):
@@ -146,11 +140,6 @@ def test_other_phases_give_way_to_an_arena_that_grows() -> None:
     assert size < max(seen) <= budget.usable
     assert phase.beside == beside, "weights that gave way are no activations"
     remove(pipe)
-
-
-def test_what_apply_says_of_activations() -> None:
-    with pytest.raises(ChunkflowError, match=r"Give at least memory=\d+\. Activations come on top, .* first call"):
-        apply(small_pipeline("wan"), **{**EAGER, "memory": 1024})
 
 
 def test_host_memory_after_a_component_was_replaced() -> None:

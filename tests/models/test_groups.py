@@ -54,9 +54,9 @@ def has_one_copy(model: nn.Module) -> None:
     assert len(files) == 1 and everywhere(files) == [files] * dist.get_world_size()
 
 
-def guided(name: str, mesh: DeviceMesh, inside: bool) -> None:
+def guided(name: str, size: Size, mesh: DeviceMesh, inside: bool) -> None:
     """A denoising loop with guidance, a branch on each Ulysses group, beside one rank with both in a batch."""
-    size, branch = SIZES[name], mesh.get_local_rank("cfg")
+    branch = mesh.get_local_rank("cfg")
     model, alone = small_model(name, size), small_model(name, size)
     enable_ulysses(model, group=mesh["ulysses"])
     offload(model, min_bytes=LEAST, share=True)
@@ -142,7 +142,7 @@ def apart(rank: int) -> None:
 
 def on_rank(rank: int) -> None:
     refused(rank)
-    guided("wan", init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses")), inside=True)
+    guided("wan", Size(layers=1), init_device_mesh("cpu", (2, 2), mesh_dim_names=("cfg", "ulysses")), inside=True)
     apart(rank)
 
 
@@ -153,7 +153,7 @@ def test_four_ranks_as_two_groups(on_ranks: Callable[..., None]) -> None:
 def joined_outside(rank: int) -> None:
     """The other way round: ranks 0 and 2 share a sequence, and the branches are joined beside the program."""
     for name in SIZES:
-        guided(name, init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "cfg")), inside=False)
+        guided(name, SIZES[name], init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "cfg")), inside=False)
 
 
 @pytest.mark.long

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import re
 import threading
 import weakref
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,54 +16,14 @@ import torch
 from test_pipelines import EAGER, WAN, models, same_weights
 from torch import nn
 
-from chunkflow_compile import ChunkflowError, apply, programs, remove
+from chunkflow_compile import Arena, ChunkflowError, apply, offload, programs, remove
 from chunkflow_compile.compiling import Compiled
 from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.phases import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
-    yield
-
-
-@pytest.mark.parametrize("part", ["whole", "block", "forward"])
-def test_a_component_that_torch_compiled(part: str) -> None:
-    pipe = small_pipeline("wan")
-    if part == "block":
-        pipe.transformer.blocks[0] = torch.compile(pipe.transformer.blocks[0], backend="eager")
-    elif part == "whole":
-        pipe.transformer = torch.compile(pipe.transformer, backend="eager")
-    else:
-        pipe.transformer.forward = torch.compile(pipe.transformer.forward, backend="eager")
-    with pytest.raises(ChunkflowError, match=r"pipe\.transformer .* is compiled already: pass a pipeline that is not"):
-        apply(pipe, **EAGER)
-    assert budget_of(pipe) is None and not any(isinstance(p, HostWeight) for p in pipe.transformer.parameters())
-
-
-def test_a_component_that_torch_compiled_after() -> None:
-    pipe = small_pipeline("wan")
-    apply(pipe, memory="1MiB", **EAGER)
-    plain = pipe.transformer
-    pipe.transformer = torch.compile(plain, backend="eager")
-    with pytest.raises(ChunkflowError, match=r"pipe\.transformer .* is compiled already"):
-        apply(pipe)
-    pipe.transformer = plain
-    assert WAN.generate(pipe).isfinite().all()
-    pipe.vae.decode = torch.compile(pipe.vae.decode, backend="eager")
-    with pytest.raises(ChunkflowError, match=r"pipe\.vae .* was compiled after apply, which compiles it: .*remove"):
-        WAN.generate(pipe)
-    remove(pipe)
-    apply(pipe, memory="1MiB", **EAGER)
-    pipe.transformer.compile(backend="eager")
-    with pytest.raises(ChunkflowError, match=r"pipe\.transformer .* was compiled after apply"):
-        WAN.generate(pipe)
-    remove(pipe)
-    assert not any(map(compiled, models(pipe).values())) and same_weights(pipe, small_pipeline("wan"))
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def compiled(model: nn.Module) -> list[str]:
@@ -76,6 +37,117 @@ def compiled(model: nn.Module) -> list[str]:
         if module._compiled_call_impl is not None or any(isinstance(c, Compiled) for c in calls):
             found.append(name)
     return found
+
+
+def under_accelerate(pipe: Any) -> None:
+    from accelerate.hooks import ModelHook, add_hook_to_module
+
+    add_hook_to_module(pipe.transformer, ModelHook())
+
+
+def under_group_offloading(pipe: Any) -> None:
+    cpu = torch.device("cpu")
+    pipe.vae.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
+
+
+class Elsewhere(nn.Parameter):
+    """No second device is here: a weight that says it is on one stands for it."""
+
+    device = torch.device("cuda:1")
+
+
+def compiled_whole(pipe: Any) -> None:
+    pipe.transformer = torch.compile(pipe.transformer, backend="eager")
+
+
+def compiled_in_a_block(pipe: Any) -> None:
+    pipe.transformer.blocks[0] = torch.compile(pipe.transformer.blocks[0], backend="eager")
+
+
+def compiled_forward(pipe: Any) -> None:
+    pipe.transformer.forward = torch.compile(pipe.transformer.forward, backend="eager")
+
+
+def on_another_device(pipe: Any) -> None:
+    pipe.transformer.proj_out.weight = Elsewhere(pipe.transformer.proj_out.weight.data, requires_grad=False)
+
+
+CALL_REMOVE = r".*: call chunkflow_compile\.remove\(pipe\) first"
+IS_COMPILED = r"pipe\.transformer .* is compiled already: pass a pipeline that is not"
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (compiled_whole, IS_COMPILED),
+        (compiled_in_a_block, IS_COMPILED),
+        (compiled_forward, IS_COMPILED),
+        (lambda pipe: pipe.transformer.compile(backend="eager"), IS_COMPILED),
+        (under_accelerate, r"pipe\.transformer .* is under a hook of accelerate.*remove_all_hooks"),
+        (under_group_offloading, r"pipe\.vae .* is under diffusers' group offloading"),
+        (on_another_device, r"pipe\.transformer .* is on cuda:1: pass device='cuda:1', or move it to the CPU"),
+        (
+            lambda pipe: pipe.text_encoder.to("meta"),
+            r"pipe\.text_encoder \(UMT5EncoderModel\) has parameters on the meta device",
+        ),
+        (
+            lambda pipe: offload(pipe.transformer, "cpu", min_bytes=EAGER["min_bytes"]),
+            r"pipe\.transformer .* offloaded already: call chunkflow_compile\.restore",
+        ),
+    ],
+)
+def test_what_apply_refuses(change: Any, sentence: str) -> None:
+    """Before it moves a weight."""
+    pipe = small_pipeline("wan")
+    change(pipe)
+    kinds = {name: [type(p) for p in m.parameters()] for name, m in models(pipe).items()}
+    with pytest.raises(ChunkflowError, match=sentence):
+        apply(pipe, **EAGER)
+    assert budget_of(pipe) is None
+    assert kinds == {name: [type(p) for p in m.parameters()] for name, m in models(pipe).items()}
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    """A pipeline that no test applies."""
+    return small_pipeline("wan")
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        (
+            {"memory": 1024},
+            r"memory=1024 bytes is too little for pipe\.\w+: its largest streamed weight has \d+ bytes.* Give at least "
+            r"memory=\d+\. Activations come on top, .* first call",
+        ),
+        ({"memmory": 1}, "Unknown option 'memmory'"),
+        ({"arena": Arena("cpu")}, "leave out arena"),
+        ({"slowdown": 1.1}, "leave out slowdown"),
+        (
+            {"dtype": {"transfomer": torch.bfloat16}},
+            "dtype has 'transfomer', which is no component .* use default, vae",
+        ),
+        ({"dtype": "bf16"}, "dtype='bf16' is no dtype"),
+        ({"dtype": {"transformer": torch.int8}}, "casts to float32, float16 or bfloat16"),  # the last one to be placed
+        ({"dynamic": "yes"}, "dynamic='yes' must be True, False or None"),
+        ({"lowering": "tensorrt"}, "lowering='tensorrt' cannot be used on cpu"),
+    ],
+)
+def test_options_that_apply_refuses(plain: Any, options: dict[str, Any], sentence: str) -> None:
+    kind = type(plain)
+    with pytest.raises(ChunkflowError, match=sentence):
+        apply(plain, **{**EAGER, **options})
+    assert same_weights(plain, small_pipeline("wan")) and type(plain) is kind and budget_of(plain) is None
+    assert not any(map(compiled, models(plain).values()))
+
+
+def test_a_model_is_no_pipeline(plain: Any) -> None:
+    with pytest.raises(
+        ChunkflowError,
+        match=r"takes a diffusers pipeline, not UMT5EncoderModel: one model is for chunkflow_compile\.compile",
+    ):
+        apply(plain.text_encoder, **EAGER)
 
 
 @pytest.mark.parametrize("again", [False, True])
@@ -113,6 +185,7 @@ def test_a_component_that_is_dropped() -> None:
     given |= {"negative_prompt_embeds": given["prompt_embeds"], "prompt": None, "negative_prompt": None}
     want = WAN.generate(twin, **given)
     gone = weakref.ref(pipe.text_encoder.encoder.block[0].layer[0].SelfAttention.q.weight)
+    gc.collect()  # Dynamo's own cycles, of the compilation
     pipe.text_encoder = None
     gc.disable()
     try:
@@ -129,66 +202,45 @@ def test_a_component_that_is_dropped() -> None:
     remove(pipe)
 
 
-def under_accelerate(pipe: Any) -> None:
-    from accelerate.hooks import ModelHook, add_hook_to_module
-
-    add_hook_to_module(pipe.transformer, ModelHook())
-
-
-def under_group_offloading(pipe: Any) -> None:
-    cpu = torch.device("cpu")
-    pipe.vae.enable_group_offload(onload_device=cpu, offload_device=cpu, offload_type="leaf_level")
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        (lambda pipe: pipe.transformer.blocks[1].norm2.to("meta"), r"pipe\.transformer .* was moved from cpu to meta"),
-        (under_accelerate, r"pipe\.transformer .* is under a hook of accelerate since apply"),
-        (under_group_offloading, r"pipe\.vae .* is under diffusers' group offloading since apply"),
+        (
+            lambda pipe: pipe.transformer.blocks[1].norm2.to("meta"),
+            r"pipe\.transformer .* was moved from cpu to meta" + CALL_REMOVE,
+        ),
+        (under_accelerate, r"pipe\.transformer .* is under a hook of accelerate since apply" + CALL_REMOVE),
+        (under_group_offloading, r"pipe\.vae .* is under diffusers' group offloading since apply" + CALL_REMOVE),
+        (lambda pipe: pipe.transformer.compile(backend="eager"), r"pipe\.transformer .* was compiled after apply"),
     ],
 )
-def test_a_component_that_something_else_moves(change: Any, match: str) -> None:
+def test_what_something_else_does_to_a_component_after(change: Any, match: str) -> None:
     pipe = small_pipeline("wan")
     apply(pipe, memory="1MiB", **EAGER)
     change(pipe)
-    with pytest.raises(ChunkflowError, match=match + r".*: call chunkflow_compile\.remove\(pipe\) first"):
+    with pytest.raises(ChunkflowError, match=match):
         WAN.generate(pipe)
     assert remove(pipe) is pipe and not any(compiled(m) for m in models(pipe).values())
     assert not any(isinstance(t, HostWeight) for m in models(pipe).values() for t in m.parameters())
 
 
-def test_what_moves_a_component_before() -> None:
-    pipe = small_pipeline("wan")
-    under_group_offloading(pipe)
-    with pytest.raises(ChunkflowError, match=r"pipe\.vae .* is under diffusers' group offloading"):
-        apply(pipe, **EAGER)
-    assert budget_of(pipe) is None
-
-
-def test_a_component_on_another_device() -> None:
-    """No second device is here: a weight that says it is on one stands for it."""
-    pipe = small_pipeline("wan")
-
-    class Elsewhere(nn.Parameter):
-        device = torch.device("cuda:1")
-
-    plain = pipe.transformer.proj_out.weight
-    pipe.transformer.proj_out.weight = Elsewhere(plain.data, requires_grad=False)
-    with pytest.raises(
-        ChunkflowError, match=r"pipe\.transformer .* is on cuda:1: pass device='cuda:1', or move it to the CPU"
-    ):
-        apply(pipe, **EAGER)
-    assert budget_of(pipe) is None and not any(isinstance(p, HostWeight) for p in pipe.vae.parameters())
-
-
-def test_apply_on_a_copy() -> None:
-    """The copy is a pipeline of its own, and an ordinary one after remove."""
+def test_a_copy_of_a_pipeline(tmp_path: Path) -> None:
+    """It is an ordinary one, which can be applied; saved files are those of the plain pipeline; a pickle is refused."""
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
     want = WAN.generate(twin)
     apply(pipe, memory="1MiB", **EAGER)
+    assert torch.equal(WAN.generate(pipe), want)
     other = copy.deepcopy(pipe)
-    assert torch.equal(WAN.generate(other), want)
+    calls = [phase.calls for phase in budget_of(pipe).phases]
+    assert torch.equal(WAN.generate(other), want) and budget_of(other) is None
+    assert [phase.calls for phase in budget_of(pipe).phases] == calls
+    with pytest.raises(ChunkflowError, match=r"vae belongs to a pipeline that was applied, .* remove\(pipe\) first"):
+        pickle.dumps(pipe.vae)
+    for name, p in (("ours", pipe), ("plain", twin)):
+        p.transformer.save_pretrained(tmp_path / name / "transformer")
+        p.vae.save_pretrained(tmp_path / name / "vae")
+    for path in (tmp_path / "plain").rglob("*.*"):
+        assert (tmp_path / "ours" / path.relative_to(tmp_path / "plain")).read_bytes() == path.read_bytes()
     apply(other, memory="1MiB", **EAGER)
     assert type(other).__mro__[1] is type(twin) and budget_of(other) is not budget_of(pipe)
     assert torch.equal(WAN.generate(other), want)
@@ -196,20 +248,42 @@ def test_apply_on_a_copy() -> None:
     for p in (other, pipe, another):
         assert type(remove(p)) is type(twin)
         assert same_weights(p, twin) and not any(compiled(m) for m in models(p).values())
+    assert torch.equal(WAN.generate(pipe), want)
 
 
-def test_a_component_that_is_added() -> None:
-    pipe = small_pipeline("wan")
+def test_components_that_change_after() -> None:
+    """They are named until apply is called again, with the arguments of the first time or none."""
+    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
     apply(pipe, memory="1MiB", **EAGER)
+    with pytest.raises(ChunkflowError, match="applied already"):
+        apply(pipe, **EAGER)
     pipe.register_modules(transformer_2=small_pipeline("wan", seed=1).transformer)
     with pytest.raises(ChunkflowError, match=r"pipe\.transformer_2 was added after apply: call .*apply\(pipe\) again"):
         WAN.generate(pipe)
-    pipe.vae = small_pipeline("wan", seed=1).vae
-    with pytest.raises(ChunkflowError, match=r"pipe\.vae was replaced after apply"):
+    before, pipe.transformer = pipe.transformer, small_pipeline("wan", seed=1).transformer
+    with pytest.raises(ChunkflowError, match=r"pipe\.transformer was replaced after apply: call .*apply\(pipe\) again"):
         WAN.generate(pipe)
+    with pytest.raises(ChunkflowError, match="have a budget already"):
+        apply(pipe, memory="2MiB", **EAGER)
+    apply(pipe, memory="1MiB", **EAGER)
+    twin.transformer = small_pipeline("wan", seed=1).transformer
+    twin.register_modules(transformer_2=small_pipeline("wan", seed=1).transformer)
+    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))
+    placed = {n for n, m in models(pipe).items() if any(isinstance(p, HostWeight) for p in m.parameters())}
+    assert placed == {*models(pipe)} and "transformer_2" in placed
+    assert not any(isinstance(p, HostWeight) for p in before.parameters()), "nothing runs on it any more"
+    plain, pipe.transformer = pipe.transformer, torch.compile(pipe.transformer, backend="eager")
+    with pytest.raises(ChunkflowError, match=r"pipe\.transformer .* is compiled already"):
+        apply(pipe)
+    pipe.transformer = plain
+    plain, pipe.vae = pipe.vae, small_pipeline("wan", seed=1).vae
     apply(pipe)
-    assert WAN.generate(pipe).isfinite().all()
-    remove(pipe)
+    assert not any(isinstance(p, HostWeight) for p in plain.parameters())
+    pipe.vae.decode = torch.compile(pipe.vae.decode, backend="eager")
+    with pytest.raises(ChunkflowError, match=r"pipe\.vae .* was compiled after apply, which compiles it: .*remove"):
+        WAN.generate(pipe)
+    assert remove(remove(pipe)) is pipe and not any(map(compiled, models(pipe).values()))
+    assert not any(isinstance(p, HostWeight) for m in models(pipe).values() for p in m.parameters())
 
 
 @pytest.mark.parametrize("memory", ["1MiB", 1024])

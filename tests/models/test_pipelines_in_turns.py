@@ -6,25 +6,19 @@ import copy
 import gc
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from test_pipelines import EAGER, FLUX, WAN, models, same_weights
 
-from chunkflow_compile import ChunkflowError, apply, remove
+from chunkflow_compile import apply, remove
 from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.phases import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
-    yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def placed(pipe: Any) -> set[str]:
@@ -81,17 +75,6 @@ def test_a_shallow_copy_of_a_pipeline_that_is_removed() -> None:
     remove(pipe)
     assert torch.equal(WAN.generate(other), want)
     assert type(remove(other)) is type(twin) and budget_of(other) is None
-
-
-def test_the_same_memory_again() -> None:
-    pipe = small_pipeline("wan")
-    apply(pipe, memory="1MiB", **EAGER)
-    pipe.transformer = small_pipeline("wan", seed=1).transformer
-    with pytest.raises(ChunkflowError, match="have a budget already"):
-        apply(pipe, memory="2MiB", **EAGER)
-    apply(pipe, memory="1MiB", **EAGER)
-    assert placed(pipe) == {*models(pipe)}
-    remove(pipe)
 
 
 def test_calls_that_wait_while_it_is_removed() -> None:

@@ -15,12 +15,7 @@ from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.phases import Budget, Phase, budget_of
 
 pytest.importorskip("transformers")
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
-    yield
+pytestmark = pytest.mark.usefixtures("quiet")
 
 
 def test_out_of_memory_in_a_phase(caplog: pytest.LogCaptureFixture) -> None:

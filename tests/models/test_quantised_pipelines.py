@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,14 +20,9 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of, stream_inside
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("quiet")
 MIN_BYTES = 1024
 OPTIONS = {**EAGER, "min_bytes": MIN_BYTES, "memory": "512KiB"}  # less than the quantised transformer and the encoder
-
-
-@pytest.fixture(autouse=True)
-def quiet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("CHUNKFLOW_PROGRESS", "0")
-    yield
 
 
 def replace_linear(blocks: nn.ModuleList, make: Callable[[nn.Linear], nn.Module]) -> None:

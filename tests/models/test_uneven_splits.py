@@ -18,9 +18,9 @@ from chunkflow_compile.models.ulysses import enable_ulysses
 EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 
 
-def uneven_on_a_rank(rank: int) -> None:
+def uneven_on_a_rank(rank: int, ways: list[tuple[str, str]]) -> None:
     size = Size(layers=1, singles=1, frames=1, height=6, width=10)  # 15 tokens of an image
-    for given, how in [("wan", "eager"), ("wan", "whole"), ("flux", "symbolic"), ("flux", "in parts")]:
+    for given, how in ways:
         torch._dynamo.reset()  # the first graph of each model is the first of its code
         model, twin = small_model(given, size), small_model(given, size)
         uneven = replace(size, text=5) if given == "flux" else size
@@ -47,5 +47,12 @@ def uneven_on_a_rank(rank: int) -> None:
         enable_ulysses(small_model("wan", Size(layers=1, heads=3)), 2)
 
 
-def test_what_the_degree_does_not_divide(on_ranks: Callable[..., None]) -> None:
-    on_ranks(uneven_on_a_rank)
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("wan", "eager"), ("wan", "whole"), ("flux", "in parts")],
+        pytest.param([("flux", "symbolic")], marks=pytest.mark.long),
+    ],
+)
+def test_what_the_degree_does_not_divide(on_ranks: Callable[..., None], ways: list[tuple[str, str]]) -> None:
+    on_ranks(uneven_on_a_rank, ways)

@@ -17,6 +17,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS as SLOW
+from helpers import Stack, load_stack, save_stack, stack_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -34,7 +35,7 @@ from chunkflow_compile.weights.drive import Drive, for_the_drive
 from chunkflow_compile.weights.home import Home, home_of
 from chunkflow_compile.weights.limits import HostMemory
 
-SIZE = Size(layers=3)
+SIZE = Size(layers=2)
 LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 
@@ -43,13 +44,7 @@ pytestmark = pytest.mark.usefixtures("no_grad")
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
-    return tmp_path / "wan"
-
-
-def loaded(folder: Path, **options: Any) -> nn.Module:
-    model: nn.Module = diffusers.WanTransformer3DModel.from_pretrained(folder, **options)
-    return model
+    return Path(save_stack(tmp_path))
 
 
 def homes(model: nn.Module) -> dict[str, Home]:
@@ -91,16 +86,21 @@ def counted_reads() -> Iterator[list[int]]:
         yield taken
 
 
-def steps(run: Any, twin: nn.Module, dtype: torch.dtype = torch.float32, seed: int = 0) -> None:
+def steps(run: Any, twin: Any, seed: int = 0) -> None:
     for step in range(3):
-        found = small_inputs("wan", SIZE, seed + step).items()
-        inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in found}
+        if isinstance(twin, Stack):
+            found: dict[str, Any] = stack_inputs(seed + step)
+        else:
+            found = small_inputs("wan", SIZE, seed + step)
+        inputs = {k: v.to(twin.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in found.items()}
         assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> None:
-    model, twin = loaded(saved), loaded(saved, torch_dtype=dtype)
+def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) -> None:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
+    kind = diffusers.WanTransformer3DModel
+    model, twin = kind.from_pretrained(tmp_path / "wan"), kind.from_pretrained(tmp_path / "wan", torch_dtype=dtype)
     budget = large(twin) // 2
     offload(model, min_bytes=LEAST, host_memory=budget, dtype=None if dtype == torch.float32 else dtype)
     placed = homes(model).values()
@@ -110,7 +110,7 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     assert any(not h.scratch for h in drive) or dtype != torch.float32, "a part of the checkpoint stays there"
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     before = read_so_far(model)
-    steps(run, twin, dtype)
+    steps(run, twin)
     (program,) = programs(model)
     streamed = {w.name for w in program.plan.streamed}
     each = sum(h.nbytes for h in drive if h.name in streamed)
@@ -123,7 +123,7 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     with counted_reads() as taken:
         for seed in range(3):
             taken.append(0)
-            steps(run, twin, dtype, seed)
+            steps(run, twin, seed)
             copies.synchronize()  # with those that a step begins for the next one
     assert taken == [3 * planned_reads(program.plan, drive)] * 3, "of warm steps"
     restore(model)
@@ -144,7 +144,7 @@ def test_half_of_the_weights_on_the_drive(saved: Path, dtype: torch.dtype) -> No
     ],
 )
 def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: bool) -> None:
-    model, twin = (loaded(saved) for _ in range(2))
+    model, twin = (load_stack(str(saved)) for _ in range(2))
     for m in (model, twin):
         if scratch:
             m.requires_grad_(False)
@@ -161,14 +161,14 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
         steps(run, twin)
         programs(model)[0].arena.courses.settle()
     assert bool(courses(model)) == by_kind
-    name = "blocks.1.ffn.net.0.proj.weight"
+    name = "blocks.1.up.weight"
     view = model.get_parameter(name)[1:]
     for m in (model, twin):
         m.get_parameter(name).mul_(2)
     assert torch.equal(view, twin.get_parameter(name)[1:])
     assert found[name].drive is None, "it is in host memory from then on"
     steps(run, twin, seed=3)
-    other = "blocks.2.ffn.net.0.proj.weight"
+    other = "blocks.2.up.weight"
     model.state_dict()[other].mul_(2)
     twin.get_parameter(other).mul_(2)
     steps(run, twin, seed=5)
@@ -196,13 +196,13 @@ def fails_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_drive_that_fails_in_a_step(saved: Path, fails_once: list[int]) -> None:
-    model, twin = (loaded(saved) for _ in range(2))
+    model, twin = (load_stack(str(saved)) for _ in range(2))
     offload(model, min_bytes=LEAST, host_memory=0)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     steps(run, twin)
     fails_once.clear()
     with pytest.raises(ChunkflowError, match=r"cannot be read at byte \d+: Input/output error. Check the drive"):
-        run(**small_inputs("wan", SIZE, 9))
+        run(**stack_inputs(9))
     steps(run, twin)
     restore(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
@@ -211,7 +211,7 @@ def test_a_drive_that_fails_in_a_step(saved: Path, fails_once: list[int]) -> Non
 def test_a_drive_that_is_ten_times_slower_than_planned(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, twin = (loaded(saved) for _ in range(2))
+    model, twin = (load_stack(str(saved)) for _ in range(2))
     rate = large(model) / 0.4
     profile = tmp_path / "hardware.json"
     emulated = on_emulated_link(load_profile(CPU), LinkEmulation(bandwidth=1e9, drive=rate), 1)
@@ -226,24 +226,22 @@ def test_a_drive_that_is_ten_times_slower_than_planned(
 
 
 def test_a_checkpoint_that_changes_under_a_placed_model(saved: Path) -> None:
-    model = loaded(saved)
+    model = load_stack(str(saved))
     offload(model, min_bytes=LEAST, host_memory=0)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    run(**small_inputs("wan", SIZE, 0))
-    (file,) = saved.glob("*.safetensors")
-    os.utime(file, ns=(1, 1))
+    run(**stack_inputs(0))
+    os.utime(saved, ns=(1, 1))
     with pytest.raises(ChunkflowError, match="was changed while its weights were read: load the model again"):
-        run(**small_inputs("wan", SIZE, 1))
+        run(**stack_inputs(1))
 
 
 def test_a_checkpoint_that_is_cut_under_a_placed_model(saved: Path) -> None:
     """An op that touched the mapping would kill the process."""
-    model = loaded(saved)
+    model = load_stack(str(saved))
     offload(model, min_bytes=LEAST, host_memory=0)
-    (file,) = saved.glob("*.safetensors")
-    os.truncate(file, 4096)
+    os.truncate(saved, 4096)
     with pytest.raises(ChunkflowError, match="was changed while its weights were read: load the model again"):
-        model(**small_inputs("wan", SIZE, 0))
+        model(**stack_inputs(0))
 
 
 def touch(what: str, model: nn.Module, name: str) -> None:
@@ -268,8 +266,8 @@ def touch(what: str, model: nn.Module, name: str) -> None:
 @pytest.mark.parametrize("what", ["mul_", "load", "copy_", "state", "deepcopy", "restore", "pickle", "tolist"])
 def test_nothing_touches_a_weight_whose_file_was_cut(saved: Path, what: str) -> None:
     """That would kill the process, so another one tries.  A weight that was written before is in memory, all of it."""
-    name, written = "blocks.1.ffn.net.0.proj.weight", "blocks.1.ffn.net.2.weight"
-    model = loaded(saved)
+    name, written = "blocks.1.up.weight", "blocks.1.down.weight"
+    model = load_stack(str(saved))
     child = os.fork()
     if not child:
         code = 1
@@ -277,8 +275,7 @@ def test_nothing_touches_a_weight_whose_file_was_cut(saved: Path, what: str) -> 
             offload(model, min_bytes=LEAST, host_memory=0)
             model.get_parameter(written)[:1].mul_(1)
             expected = model.get_parameter(written).tolist()
-            (file,) = saved.glob("*.safetensors")
-            os.truncate(file, 4096)
+            os.truncate(saved, 4096)
             assert model.get_parameter(written).tolist() == expected
             with pytest.raises((ChunkflowError, RuntimeError), match="was changed while its weights were read"):
                 touch(what, model, name)
@@ -289,9 +286,9 @@ def test_nothing_touches_a_weight_whose_file_was_cut(saved: Path, what: str) -> 
 
 
 def test_writes_beyond_host_memory_are_told_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = (loaded(saved) for _ in range(2))
+    model, twin = (load_stack(str(saved)) for _ in range(2))
     offload(model, min_bytes=LEAST, host_memory=0)
-    name = "blocks.1.ffn.net.0.proj.weight"
+    name = "blocks.1.up.weight"
     with monkeypatch.context() as patch:
         patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
         with pytest.raises(ChunkflowError, match=rf"{name} is written, .* \d+ bytes find no room there: 5 are free"):
@@ -305,7 +302,7 @@ def test_writes_beyond_host_memory_are_told_once(saved: Path, monkeypatch: pytes
 
 def test_copies_of_weights_on_the_drive(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They go into host memory: a sentence where there is no room, and one warning for weights that leave the drive."""
-    model = loaded(saved)
+    model = load_stack(str(saved))
     offload(model, min_bytes=LEAST, host_memory=0)
     with monkeypatch.context() as patch:
         patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
@@ -335,7 +332,7 @@ def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_no_room_for_weights_that_come_back_from_the_drive(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = loaded(saved), loaded(saved, torch_dtype=torch.bfloat16)
+    model, twin = load_stack(str(saved)), load_stack(str(saved), torch.bfloat16)
     offload(model, min_bytes=LEAST, host_memory=0, dtype=torch.bfloat16)
     with monkeypatch.context() as patch:
         patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))

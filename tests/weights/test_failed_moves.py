@@ -15,9 +15,10 @@ import diffusers
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import load_stack, save_stack
 from test_drive import homes
 from test_killed_ranks import without_name
-from test_shared_weights import LEAST, PLACED, PLACES, SIZE, large, loaded, said_here, same, save, shared
+from test_shared_weights import LEAST, PLACED, PLACES, SIZE, large, said_here, same, shared
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import small_model
@@ -150,7 +151,7 @@ class Fills:
 
 def no_room(rank: int, file: str) -> None:
     before = without_name()
-    model, twin = loaded(file), loaded(file)
+    model, twin = load_stack(file), load_stack(file)
     free = sum(p.nbytes for p in model.parameters()) // 8  # for each weight, and not for all of them
     there = "There is no room for a scratch file in "
     cases: list[tuple[str, str, tuple[Any, str, Any]]] = [
@@ -184,12 +185,12 @@ def no_room(rank: int, file: str) -> None:
 
 def test_no_room_for_what_is_shared(on_ranks: Callable[..., None], tmp_path: Path) -> None:
     """Said before the kernel kills a rank."""
-    on_ranks(no_room, save(tmp_path), fresh=True)
+    on_ranks(no_room, save_stack(tmp_path), fresh=True)
 
 
 def no_room_to_write(rank: int, file: str) -> None:
     """A write takes memory, too."""
-    model, twin = loaded(file), loaded(file)
+    model, twin = load_stack(file), load_stack(file)
     offload(model, min_bytes=LEAST, share=True)
     name = min(shared(model))
     with pytest.MonkeyPatch.context() as patch:
@@ -204,4 +205,4 @@ def no_room_to_write(rank: int, file: str) -> None:
 
 
 def test_no_room_to_write(on_ranks: Callable[..., None], tmp_path: Path) -> None:
-    on_ranks(no_room_to_write, save(tmp_path))
+    on_ranks(no_room_to_write, save_stack(tmp_path))

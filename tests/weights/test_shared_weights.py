@@ -18,8 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import OPTIONS as SLOW
-from helpers import Stack
-from safetensors.torch import load_file, save_file
+from helpers import Stack, load_stack, save_stack, stack_inputs
 from test_drive import counted_reads, homes, planned_reads
 from test_killed_ranks import without_name
 from torch import nn
@@ -35,7 +34,7 @@ from chunkflow_compile.weights.mapping import whole_pages
 from chunkflow_compile.weights.sharing import SharedPages
 from chunkflow_compile.weights.source import DriveBytes
 
-SIZE = Size(layers=2)
+SIZE = Size(layers=1)
 LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 BF16 = torch.bfloat16
@@ -44,43 +43,14 @@ PLACES = ["in host memory", "on the drive"]
 PLACED: dict[str, dict[str, Any]] = {PLACES[0]: {}, PLACES[1]: {"host_memory": 0, "dtype": BF16}}
 
 
-class Tabled(Stack):
-    """With a buffer that is large, too."""
-
-    def __init__(self) -> None:
-        super().__init__(4)
-        self.register_buffer("table", torch.randn(32, 32))
-
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor]:
-        return (super().forward(x @ self.table[:8, :8]),)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """As a model of diffusers has it."""
-        return self.head.weight.dtype
-
-
-def save(folder: Path) -> str:
-    torch.manual_seed(0)
-    save_file(Tabled().state_dict(), folder / "model.safetensors")
-    return str(folder / "model.safetensors")
-
-
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    return save(tmp_path)
-
-
-def loaded(file: str) -> nn.Module:
-    """A model on the pages of a file, as diffusers loads one."""
-    model = Tabled().eval()
-    model.load_state_dict(load_file(file), assign=True)
-    return model.requires_grad_(False)
+    return save_stack(tmp_path)
 
 
 def pair(file: str, where: str) -> tuple[nn.Module, nn.Module]:
     """A model, and one that has the type in which the other is placed."""
-    return loaded(file), loaded(file).to(PLACED[where].get("dtype"))
+    return load_stack(file), load_stack(file, PLACED[where].get("dtype"))
 
 
 def memfds() -> int:
@@ -121,7 +91,7 @@ def steps(run: Any, twin: nn.Module, seed: int = 0) -> None:
     dtype = twin.dtype
     for step in range(3):
         if isinstance(twin, Stack):
-            found: dict[str, Any] = {"x": torch.randn(4, 8, generator=torch.Generator().manual_seed(seed + step))}
+            found: dict[str, Any] = stack_inputs(seed + step)
         else:
             found = small_inputs("wan", SIZE, seed + step)
         inputs = {k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in found.items()}
