@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 
 from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.report.record import SCHEMA, ArmRecord, Record, seconds, size, table
+from chunkflow_compile.report.record import SCHEMA, ArmRecord, ComparisonRecord, seconds, size, table
 
 from .job import RESIDENT, ArmRun, Job, RankRun, Run
 from .link_error import LinkError
@@ -28,7 +28,7 @@ class BenchRecord:
     their largest value.  ``link``: the accuracy of the emulated link on the worst rank.
     """
 
-    record: Record
+    record: ComparisonRecord
     settings: Mapping[str, str]
     predicted: Mapping[str, ArmRecord]
     steps_s: Mapping[str, tuple[float, ...]]
@@ -98,7 +98,7 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
     steps = {name: tuple(max(s) for s in zip(*(r.steps_s for r in arm), strict=True)) for name, arm in everyone.items()}
     measured = {name: _measured(arm, total) for name, arm in runs.items()}
     measured |= {name: _peer(arm, total) for name, arm in peers.items()}
-    record = Record(model=_title(job), degree=job.ranks, arms=measured)
+    record = ComparisonRecord(model=_title(job), degree=job.ranks, arms=measured)
     return BenchRecord(
         record=record,
         settings={name: arm[0].settings for name, arm in everyone.items()},

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from chunkflow_compile.cli import target
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.record import Record, seconds, table
+from chunkflow_compile.report.record import ComparisonRecord, seconds, table
 from chunkflow_compile.simulate.arms import arm_record, plan_arms
 
 from .output import Progress, check_json, say, write_json
@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
             slowdown=settings.slowdown,
             yields=settings.yields,
         )
-    record = Record(
+    record = ComparisonRecord(
         model=f"{found.title}, simulated on {found.hardware.name}",
         degree=found.degree,
         cfg_parallel=found.cfg_parallel,

@@ -22,11 +22,10 @@ from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.link import Port
 
-from .beside import beside_copies, compute_slowdown, copier, factor, median_seconds
+from .beside import MIB, beside_copies, compute_slowdown, copier, factor, median_seconds
 from .loopback import join_loopback
 from .machine import device_name
 
-MIB = 1 << 20
 RANKS = 2
 # The smallest copy gives the cost to start one, the largest the rate.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)

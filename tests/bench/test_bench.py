@@ -44,7 +44,7 @@ from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.place import place
-from chunkflow_compile.passes.placement.policies import blocks_of
+from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.host_flag import HostFlag
 
@@ -147,7 +147,7 @@ def test_shares_of_blocks() -> None:
     assert (forty.policy, forty.residency) == ("chunkflow", 0.4)
     found = blocks_problem(4)
     inside = [w for w in found.weights if w.uses]
-    assert block_bytes(found) * len(blocks_of(found)) >= sum(w.nbytes for w in inside) - block_bytes(found)
+    assert block_bytes(found) * len(block_regions(found)) >= sum(w.nbytes for w in inside) - block_bytes(found)
 
 
 def test_a_prefix_keeps_the_first_blocks_that_the_budget_holds() -> None:
