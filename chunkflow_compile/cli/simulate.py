@@ -18,7 +18,7 @@ from .parsers import SIMULATED
 def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     progress = Progress(2)
-    found = target.load(arguments, progress)
+    found = target.load_target(arguments, progress)
     settings = found.settings
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
     policies = able if arguments.policy == "all" else [arguments.policy]
@@ -40,12 +40,12 @@ def run(arguments: argparse.Namespace) -> int:
         arms={name: arm_record(plan, found.problem, found.forwards) for name, plan in plans.items()},
     )
     say(arguments, f"{record.model}; {found.parallel}, {found.calls}\n")
-    say(arguments, table(record, _columns(plans, found.forwards)))
+    say(arguments, table(record, _policy_columns(plans, found.forwards)))
     write_json(arguments, record.to_json())
     return 0
 
 
-def _columns(plans: Mapping[Policy, Plan], forwards: int) -> dict[str, dict[str, object]]:
+def _policy_columns(plans: Mapping[Policy, Plan], forwards: int) -> dict[str, dict[str, object]]:
     predicted = {name: plan.predicted for name, plan in plans.items() if plan.predicted is not None}
     columns: dict[str, dict[str, object]] = {
         "collectives slowed by": {name: seconds(p.inflation_s * forwards) for name, p in predicted.items()}
