@@ -347,7 +347,7 @@ class Turns:
         return torch.cuda.memory_allocated(self.device) - self.held[peer]
 
     def _run(self, name: str) -> dict[str, Any]:
-        """The fields of the :class:`Run` of an arm."""
+        """The fields of the :class:`ArmSteps` of an arm."""
         right = self.outputs.get(RESIDENT, {})
         off = [_relative_difference(value, right[step]) for step, value in self.outputs[name].items() if step in right]
         return {
