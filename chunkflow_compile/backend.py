@@ -148,7 +148,7 @@ def chunkflow(
         wanted = [found[p.key] for p in parameters if p.name in make_runner.programs[-1].offloaded]
         if part and wanted:  # its guards then fit the other blocks too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
-        _move(index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if home_of(w) is None])
+        _move_weights(index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if home_of(w) is None])
     return compiled
 
 
@@ -193,13 +193,13 @@ class _MakeRunner:
             verified="verify" not in chosen.disable,
             pin_bytes=chosen.pin_bytes(),
             options=chosen,
-            advice=partial(_advice, program, chosen, self.settings.outside, memory=self.settings.memory),
+            advice=partial(_room_advice, program, chosen, self.settings.outside, memory=self.settings.memory),
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
         place = partial(_place, self.device, self.min_bytes, code.kind, seen)
         codes = Codes(code, traced, Goal.of(chosen.settings()))
-        return Runner(codes, place, _changed, chosen.arena, Tables(self.device, tables))
+        return Runner(codes, place, _goal_of, chosen.arena, Tables(self.device, tables))
 
 
 def _check_options(chosen: Options, device: torch.device) -> None:
@@ -229,7 +229,7 @@ def _likes(placement: Placement | None, chosen: Options, settings: Settings) -> 
     return tuple((s.program.problem, s.plan) for s in same)
 
 
-def _changed(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Any]:
+def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Any]:
     """What replan has set for the model of these weights."""
     return next((p.goal for p in placements_around(parameters.values()) if p.goal), {})
 
@@ -245,7 +245,7 @@ def _is_first_compilation() -> bool:
     return compilation is not None and compilation.frame_compile_id == 0
 
 
-def _move(index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor]) -> None:
+def _move_weights(index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor]) -> None:
     """Move weights of a model into its store."""
     if weights and index.root is not None:
         placement = Placement.on(index.root, device, min_bytes)
@@ -357,7 +357,7 @@ def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> Model
     return ModelIndex.around(parameters)
 
 
-def _advice(program: Program, chosen: Options, outside: int, memory: int | None) -> str:
+def _room_advice(program: Program, chosen: Options, outside: int, memory: int | None) -> str:
     """A sentence on what would fit, for the error when there is no room."""
     least = least_memory(program.problem, chosen.profile(), chosen.chunk_bytes, outside)
     budget = "No budget was given" if memory is None else f"The budget was memory={memory}"

@@ -22,12 +22,12 @@ from pathlib import Path
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # The first kernel for the CPU takes 150 MB, most of it a precompiled header; one for a GPU takes less than this.
 _LEAST_BYTES = 32 << 20
 # Beside the folder for temporary files.
 _ELSEWHERE = ("/var/tmp", "/dev/shm")
-FIX = f"set {VARIABLE} to a folder that can be written"
+FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def temporary_folder() -> Folder:
 
 def compile_cache() -> Folder:
     """The folder of torch's compile caches, which is made if it is missing, as torch does."""
-    path = os.environ.get(VARIABLE)
+    path = os.environ.get(FOLDER_VARIABLE)
     if not path:
         temporary = temporary_folder()
         if temporary.fault:
@@ -72,15 +72,15 @@ def settle(full: bool = False) -> Folder:
     if full and not wanted.fault:
         wanted = replace(wanted, fault=os.strerror(errno.ENOSPC))
     if not wanted.fault:
-        os.environ[VARIABLE] = wanted.path  # as torch does; older ones fail for a user without an account
+        os.environ[FOLDER_VARIABLE] = wanted.path  # as torch does; older ones fail for a user without an account
         return wanted
     for base in dict.fromkeys([temporary.path, *_ELSEWHERE]):
         path = os.path.join(base, f"torchinductor_uid_{os.getuid()}")
         if os.path.isdir(base) and path != wanted.path and not (found := _looked_at(path)).fault and _is_mine(path):
-            os.environ[VARIABLE] = path
+            os.environ[FOLDER_VARIABLE] = path
             if "torch._inductor.utils" in sys.modules:  # it remembers paths in the other folder
                 sys.modules["torch._inductor.utils"].clear_caches()
-            _warn(
+            _warn_of_cache(
                 f"{path} is used as the compile cache, because {wanted.path} cannot be ({wanted.fault}). To keep it, {FIX}."
             )
             return found
@@ -95,7 +95,7 @@ def _settle_temporary() -> Folder:
     for base in _ELSEWHERE:
         if os.path.isdir(base) and not (found := _looked_at(base)).fault:
             os.environ["TMPDIR"], tempfile.tempdir = base, None
-            _warn(
+            _warn_of_cache(
                 f"{base} is used for temporary files, because {usual.path} has {usual.free} bytes free: set TMPDIR to a "
                 "folder with room."
             )
@@ -130,18 +130,18 @@ def check_compile_cache(needed: bool) -> bool:
             f"temporary files. To go on, {FIX}, or run without it: options={{'lowering': 'eager'}}."
         )
     if found.fault:
-        _warn(f"Plans are not saved: {found.path} cannot be used ({found.fault}). To save them, {FIX}.")
+        _warn_of_cache(f"Plans are not saved: {found.path} cannot be used ({found.fault}). To save them, {FIX}.")
     return not found.fault
 
 
 def warn_of_plans(folder: Path, error: OSError) -> None:
     """Warn that plans cannot be read or saved, once for each folder and cause."""
     cause = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or str(error)
-    _warn(f"Plans are not saved in {folder} ({cause}), and the next process searches for them again: {FIX}.")
+    _warn_of_cache(f"Plans are not saved in {folder} ({cause}), and the next process searches for them again: {FIX}.")
 
 
 @functools.cache  # once in a process, although each graph finds it again
-def _warn(text: str) -> None:
+def _warn_of_cache(text: str) -> None:
     warnings.warn(text, stacklevel=3)
 
 

@@ -19,7 +19,15 @@ from torch.fx import GraphModule
 
 from chunkflow_compile.frames import guard_hooks
 from chunkflow_compile.guards import needed
-from chunkflow_compile.kinds import Kind, between_hooks, blocks_of, caching_hook, calls_of_hooks, kinds_of, parts_of
+from chunkflow_compile.kinds import (
+    Kind,
+    between_hooks,
+    caching_hook,
+    calls_of_hooks,
+    kinds_of,
+    parts_of,
+    repeated_blocks,
+)
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.placement import Placement, placement_of
@@ -55,7 +63,7 @@ def compile(
     are left open from the second compilation on.  ``options``: those of the backend.
     Raises ChunkflowError, and leaves the model as it was, for unknown options or a model that is compiled already.
     """
-    _check(model, dynamic, options)
+    _check_arguments(model, dynamic, options)
     given_place = {"device": device, "dtype": dtype, "share": share, "host_memory": host_memory}
     if placement_of(model) is not None and (named := [k for k, v in given_place.items() if v is not None]):
         raise ChunkflowError(
@@ -73,7 +81,7 @@ def compile(
     return model
 
 
-def _check(model: nn.Module, dynamic: bool | None, options: Mapping[str, Any]) -> None:
+def _check_arguments(model: nn.Module, dynamic: bool | None, options: Mapping[str, Any]) -> None:
     """Raise ChunkflowError for what cannot be compiled by kind, and for arguments that are those of torch.compile."""
     if not isinstance(model, nn.Module):
         raise ChunkflowError(f"compile takes a torch.nn.Module, not {type(model).__name__}.")
@@ -103,10 +111,10 @@ def compile_by_kind(
 
     ``options``: those of the backend.  ``dynamic``: as in torch.compile.
     """
-    blocks = blocks_of(model)
+    blocks = repeated_blocks(model)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
-        _compile(model, options, dynamic)
+        _compile_module(model, options, dynamic)
         _show_first_call(model, placement, 1)
         return
     parts = parts_of(model, blocks.values(), min_bytes)
@@ -117,9 +125,9 @@ def compile_by_kind(
     others = kinds_of(parts)
     _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *others]))
     for kind in (*kinds, *others):
-        code = _code()
+        code = _code_of_kind()
         for module in kind.members.values():
-            _compile(module, options, dynamic, _with_hooks, code)
+            _compile_module(module, options, dynamic, _with_hooks, code)
     _show_first_call(model, placement, len(kinds) + len(others))
 
 
@@ -184,7 +192,7 @@ def _with_hooks(graph: GraphModule, inputs: list[Any], **given: Any) -> Any:
 _with_hooks.__name__ = "chunkflow"  # torch's errors have it
 
 
-def _compile(
+def _compile_module(
     module: nn.Module,
     options: Mapping[str, Any],
     dynamic: bool | None,
@@ -203,7 +211,7 @@ def _compile(
     if type(module).__module__.startswith("torch.nn."):
         # Dynamo compiles no frame of torch's own modules, such as Linear, but traces them where other code calls them.
         called = _through(module._call_impl)
-        called.__code__ = code or _code()
+        called.__code__ = code or _code_of_kind()
         module._compiled_call_impl = torch.compile(called, **more)
 
 
@@ -215,9 +223,9 @@ def _through(call: Callable[..., Any]) -> FunctionType:
     return called
 
 
-def _code() -> CodeType:
+def _code_of_kind() -> CodeType:
     """Code for the calls of one kind: Dynamo finds and counts compilations by code."""
-    return _through(_code).__code__.replace()
+    return _through(_code_of_kind).__code__.replace()
 
 
 def _said(kinds: list[Kind]) -> str:

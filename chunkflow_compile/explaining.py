@@ -10,7 +10,7 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.phases import budget_of
 from chunkflow_compile.placing import courses, programs
-from chunkflow_compile.report.calls import calls_of
+from chunkflow_compile.report.calls import call_figures
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.measurement import measured, under
@@ -38,7 +38,7 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
         plan = route.course.plan
         explanation = explain_plan(plan, measured(plan, route.measurements))
         notes = dict.fromkeys(note for session in found for note in session.code.notes)
-        return replace(explanation, calls=tuple(calls_of(route.course)), jumps=route.jumps, notes=tuple(notes))
+        return replace(explanation, calls=tuple(call_figures(route.course)), jumps=route.jumps, notes=tuple(notes))
     alone = [p for p in found if under(p.plan, p.measurements)]
     if not alone:
         raise ChunkflowError(

@@ -77,7 +77,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
     for node in graph.graph.find_nodes(op="placeholder"):
         source = getattr(getattr(node, "_dynamo_source", None), "base", None)
         while source is not None:
-            if (name := _name(source)) not in known:
+            if (name := _source_name(source)) not in known:
                 try:
                     known[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
                 except _NO_VALUE:
@@ -86,7 +86,7 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
     return [v for v in known.values() if issubclass(type(v), nn.Module)]
 
 
-def _name(source: Any) -> str:
+def _source_name(source: Any) -> str:
     """The name of a source, which is a method in some releases."""
     return str(source.name() if callable(source.name) else source.name)
 
@@ -191,7 +191,7 @@ def refuse_decisions_of_a_rank(root: nn.Module | None, graph: GraphModule) -> No
     """Raise ChunkflowError for a step cache of diffusers that skips blocks by what one rank computes, if ranks exchange
     activations in these blocks: one rank could skip an exchange that another waits for."""
     names = {name for m in (() if root is None else root.modules()) for name in hooks_of(m)}
-    if _DECIDES_BY_VALUES & names and any(_exchanges(node) for node in graph.graph.nodes):
+    if _DECIDES_BY_VALUES & names and any(_is_exchange(node) for node in graph.graph.nodes):
         raise ChunkflowError(
             "FirstBlockCache compares activations, of which each rank has its own part, so the ranks may decide otherwise "
             "and one would wait for the other without end. Use a cache that decides by the step, such as "
@@ -199,7 +199,7 @@ def refuse_decisions_of_a_rank(root: nn.Module | None, graph: GraphModule) -> No
         )
 
 
-def _exchanges(node: Node) -> bool:
+def _is_exchange(node: Node) -> bool:
     """Whether a node of a Dynamo graph is a collective of more than one rank."""
     return "_c10d_functional" in str(node.target) and dist.is_initialized() and dist.get_world_size() > 1
 

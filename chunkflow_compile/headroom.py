@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 # Share of a budget that plans leave to what the caching allocator cannot reuse.
-RESERVED_SHARE = 0.05
+HEADROOM_SHARE = 0.05
 
 
 def usable(memory: int) -> int:
     """Bytes of a budget that plans may count on."""
-    return memory - int(RESERVED_SHARE * memory)
+    return memory - int(HEADROOM_SHARE * memory)
 
 
 def budget_for(nbytes: int) -> int:
     """A budget of which plans may count on ``nbytes``."""
-    return int(nbytes / (1 - RESERVED_SHARE)) + 1
+    return int(nbytes / (1 - HEADROOM_SHARE)) + 1

@@ -20,7 +20,7 @@ from torch import nn
 from chunkflow_compile.weights.leaves import leaves_of
 from chunkflow_compile.weights.modules import elements, hook_registry, is_called
 
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN_TYPES = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Kind:
     counters: tuple[str, ...] = ()
 
 
-def blocks_of(root: nn.Module) -> dict[str, nn.Module]:
+def repeated_blocks(root: nn.Module) -> dict[str, nn.Module]:
     """The repeated blocks: name -> module.  Of a list, those are the elements of a class that it has twice or more, with
     weights."""
     found: dict[str, nn.Module] = {}
@@ -148,10 +148,10 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     for prefix, inner in module.named_modules():
         for name, value in inner.__dict__.items():
             path = f"{prefix}.{name}".lstrip(".")
-            if isinstance(value, _PLAIN):
+            if isinstance(value, _PLAIN_TYPES):
                 yield path, value
             elif not name.startswith("_") and hasattr(value, "__dict__") and not isinstance(value, type):
-                yield from ((f"{path}.{n}", v) for n, v in vars(value).items() if isinstance(v, _PLAIN))
+                yield from ((f"{path}.{n}", v) for n, v in vars(value).items() if isinstance(v, _PLAIN_TYPES))
 
 
 def _names_read(cls: type) -> Iterator[str]:

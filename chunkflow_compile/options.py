@@ -33,7 +33,7 @@ DEBUG = ("poison", "threads")
 # Field -> name of the option, if that is a keyword of Python.
 ALIASES = {"yields": "yield"}
 
-_T = TypeVar("_T")
+_Parsed = TypeVar("_Parsed")
 
 
 @dataclass(kw_only=True, frozen=True, slots=True)
@@ -214,15 +214,15 @@ class Options:
 
 def read_plan(path: str | Path) -> Plan:
     """Read a plan.  Raises ChunkflowError if the file cannot be read or is not a plan."""
-    return _read(path, "plan", Plan.from_json)
+    return _read_file(path, "plan", Plan.from_json)
 
 
 def read_measured(path: str | Path) -> Measured:
     """Read the measurement of a run.  Raises ChunkflowError if the file cannot be read or is not a measurement."""
-    return _read(path, "measurement", Measured.from_json)
+    return _read_file(path, "measurement", Measured.from_json)
 
 
-def _read(path: str | Path, what: str, parse: Callable[[str], _T]) -> _T:
+def _read_file(path: str | Path, what: str, parse: Callable[[str], _Parsed]) -> _Parsed:
     try:
         text = Path(path).read_text()
     except (OSError, UnicodeDecodeError, TypeError) as error:
@@ -246,7 +246,7 @@ def parse_options(options: Mapping[str, Any] | None, mode: str | None = None) ->
             close = difflib.get_close_matches(key, known, n=1, cutoff=0.0)
             raise ChunkflowError(f"Unknown option {key!r}; did you mean {close[0]!r}? Options are {', '.join(known)}.")
     inductor = {**_mode_options(mode), **dict(given.pop("inductor", None) or {})}
-    _refuse(inductor)
+    _check_inductor(inductor)
     for field_name, name in ALIASES.items():
         if name in given:
             given[field_name] = given.pop(name)
@@ -262,7 +262,7 @@ def _mode_options(mode: str | None) -> dict[str, Any]:
     return dict(modes[mode])
 
 
-def _refuse(inductor: Mapping[str, Any]) -> None:
+def _check_inductor(inductor: Mapping[str, Any]) -> None:
     known = torch._inductor.config.get_config_copy()
     for key, value in inductor.items():
         if key.replace("-", "_") not in known:
@@ -274,7 +274,7 @@ def _refuse(inductor: Mapping[str, Any]) -> None:
                 "weights; use mode 'max-autotune-no-cudagraphs' or leave triton.cudagraphs off."
             )
     if torch._inductor.config.triton.cudagraphs and "triton.cudagraphs" not in inductor:
-        return _refuse({**inductor, "triton.cudagraphs": True})
+        return _check_inductor({**inductor, "triton.cudagraphs": True})
     if inductor.get("freezing", torch._inductor.config.freezing):
         raise ChunkflowError(
             "Inductor freezing turns weights into constants of the compiled code, so they could not be streamed; set "

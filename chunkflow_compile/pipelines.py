@@ -22,7 +22,7 @@ from chunkflow_compile.components import (
     why_eager,
 )
 from chunkflow_compile.hardware.read_time import ReadTime
-from chunkflow_compile.kinds import blocks_of
+from chunkflow_compile.kinds import repeated_blocks
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -96,7 +96,7 @@ def _apply(
     models = components_of(pipe)
     budget, made = _shared_budget(pipe, models), None
     if budget is None:
-        target = _device(device)
+        target = _default_device(device)
         made = Budget(target, _total(memory, target))
         budget = claim(pipe, made)
     with budget.turn(), budget.lock():
@@ -139,7 +139,7 @@ def _extend(
     if pipe in budget.pipelines and not fresh and not dropped:
         raise ChunkflowError("This pipeline is applied already: call chunkflow_compile.remove(pipe) first.")
     other_memory = memory is not None and parse_bytes(memory, "memory") != budget.total
-    if budget.phases and (other_memory or (device is not None and _device(device) != budget.device)):
+    if budget.phases and (other_memory or (device is not None and _default_device(device) != budget.device)):
         raise ChunkflowError("Components of this pipeline have a budget already: leave out memory and device.")
     check_dtypes(given.get("dtype"), pipe)
     for name, model in fresh.items():
@@ -179,18 +179,18 @@ def _add(
     if room is not None:
         stay = (placement_of(phase.root) for phase in budget.phases)
         room = max(0, room - sum(placement.store.held_bytes for placement in stay if placement is not None))
-    total = max(1, sum(map(_bytes, models.values())))
+    total = max(1, sum(map(_weight_bytes, models.values())))
     placed: list[nn.Module] = []
     try:
         with moving(f"placing {', '.join(models)}", total, _expected(models, budget.device, share, room)) as moved:
             for name, model in models.items():
-                part = None if room is None else room * _bytes(model) // total
+                part = None if room is None else room * _weight_bytes(model) // total
                 offload(
                     model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part
                 )
                 placed.append(model)
-                _compile(Phase(name, model, arenas[name]), budget, given, chosen, dynamic)
-                moved(_bytes(model))
+                _compile_phase(Phase(name, model, arenas[name]), budget, given, chosen, dynamic)
+                moved(_weight_bytes(model))
     except BaseException:
         for model in placed:
             undo(model, budget)
@@ -244,7 +244,9 @@ def _budgets(pipe: Any) -> list[Budget]:
     return [*{id(found): found for owner in owners if (found := budget_of(owner)) is not None}.values()]
 
 
-def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: Options, dynamic: bool | None) -> None:
+def _compile_phase(
+    phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
+) -> None:
     """Compile a placed component and make its calls a phase."""
     model, placement = phase.root, placement_of(phase.root)
     assert placement is not None
@@ -253,7 +255,7 @@ def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: O
     if isinstance(decoder := getattr(model, "decoder", None), nn.Module) and hasattr(model, "decode"):
         placement.store.warned = True  # what is not compiled is meant to run eagerly
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
-        if blocks_of(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
+        if repeated_blocks(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
             # Its levels have different sizes, which Dynamo would make symbols; Inductor fails on some (HunyuanVideo).
             compile_by_kind(decoder, placement, given, chosen.min_bytes, bool(dynamic))
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
@@ -263,7 +265,7 @@ def _compile(phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: O
         placement.store.warned = True
         budget.add(phase, ())
         return
-    if not blocks_of(model):  # compiled whole, and its first plan may keep as much as it is given
+    if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
         given["memory"] = max(0, budget.usable - kept_by(budget.phases))
     compile_by_kind(model, placement, given, chosen.min_bytes, dynamic)
     budget.add(phase, ())
@@ -281,7 +283,7 @@ def _keeps_frames(decoder: nn.Module) -> bool:
     return "feat_cache" in inspect.signature(decoder.forward).parameters
 
 
-def _device(device: torch.device | str | None) -> torch.device:
+def _default_device(device: torch.device | str | None) -> torch.device:
     if device is not None:
         return check_device(torch.device(device))
     return check_device(
@@ -298,5 +300,5 @@ def _total(memory: int | str | None, device: torch.device) -> int:
     return machine_memory().free
 
 
-def _bytes(model: nn.Module) -> int:
+def _weight_bytes(model: nn.Module) -> int:
     return sum(leaf.nbytes for leaf in leaves_of(model))

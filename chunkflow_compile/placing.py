@@ -66,9 +66,9 @@ def offload(
     try:
         refuse_fully_sharded(root)
         refuse_unknown_parts(root)
-        target = _target(root, device, parameters)
+        target = _target_device(root, device, parameters)
         index = ModelIndex.of(root)
-        dtype_of = as_they_are if dtype is None else cast_to(_checked(dtype), root)
+        dtype_of = as_they_are if dtype is None else cast_to(_checked_dtype(dtype), root)
         _refuse_to_cast_shards(root, dtype_of)
         weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
         bound, on_drive = None, frozenset[str]()
@@ -78,7 +78,7 @@ def offload(
             on_drive = for_the_drive(sizes, bound)
     except BaseException as error:  # the other ranks of the group need not wait for this one
         with contextlib.suppress(ChunkflowError, RuntimeError):
-            stay_away(share, _device(device, parameters), error)
+            stay_away(share, _one_device(device, parameters), error)
         raise
     node = node_of(share, target)
     with contextlib.nullcontext() if node is None else node:
@@ -96,7 +96,7 @@ def offload(
     return model
 
 
-def _target(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
+def _target_device(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
     """The compute device of a model that can be placed.  Raises ChunkflowError if it cannot."""
     if placements_of(root):
         placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
@@ -115,7 +115,7 @@ def _target(root: nn.Module, device: torch.device | str | None, parameters: list
         )
     if any(p.is_meta for p in parameters):
         raise ChunkflowError("This model has parameters on the meta device, without values: load its weights first.")
-    return check_device(_device(device, parameters))
+    return check_device(_one_device(device, parameters))
 
 
 def refuse_accelerate(root: nn.Module) -> None:
@@ -189,7 +189,7 @@ def courses(model: nn.Module) -> tuple[Route, ...]:
     return tuple(found)
 
 
-def _checked(dtype: torch.dtype) -> torch.dtype:
+def _checked_dtype(dtype: torch.dtype) -> torch.dtype:
     if not dtype.is_floating_point or dtype.itemsize < 2:
         raise ChunkflowError(
             f"offload casts to float32, float16 or bfloat16, not to {dtype}: quantise the model instead."
@@ -207,7 +207,7 @@ def _refuse_to_cast_shards(root: nn.Module, dtype_of: DtypeOf) -> None:
             )
 
 
-def _device(device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
+def _one_device(device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
     if device is not None:
         return torch.device(device)
     devices = {p.device for p in parameters}

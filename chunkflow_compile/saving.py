@@ -65,7 +65,7 @@ def save(model: nn.Module, path: str | Path) -> int:
     try:
         with tempfile.TemporaryDirectory(prefix=f".{target.name}_", dir=target.parent) as folder:
             part = Path(folder, target.name)
-            saved = _write(part, artifacts, _plans(model))
+            saved = _write_archive(part, artifacts, _plans(model))
             if saved:
                 part.replace(target)  # a reader never sees half of it, and of several ranks one is the last
     except OSError as error:
@@ -75,7 +75,7 @@ def save(model: nn.Module, path: str | Path) -> int:
     return saved
 
 
-def _write(part: Path, artifacts: Sequence[CompiledArtifact], plans: Mapping[str, str]) -> int:
+def _write_archive(part: Path, artifacts: Sequence[CompiledArtifact], plans: Mapping[str, str]) -> int:
     """Write the archive; return the number of regions in it."""
     digests = dict[str, str]()
     with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -91,7 +91,7 @@ def _write(part: Path, artifacts: Sequence[CompiledArtifact], plans: Mapping[str
         for name, text in plans.items():
             archive.writestr(name, text)
         told = {"regions": digests, "plans": {n: hashlib.sha256(t.encode()).hexdigest() for n, t in plans.items()}}
-        archive.writestr(_MANIFEST, json.dumps({**_machine(), **told}, indent=1, sort_keys=True))
+        archive.writestr(_MANIFEST, json.dumps({**_machine_key(), **told}, indent=1, sort_keys=True))
     return len(digests)
 
 
@@ -141,7 +141,7 @@ def load(path: str | Path) -> int:
     return len(manifest["regions"])
 
 
-def _machine() -> dict[str, Any]:
+def _machine_key() -> dict[str, Any]:
     """What a file of regions is for.  Without a GPU, Inductor's kernels are for the vector instructions of the CPU."""
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device()) if torch.cuda.is_available() else None
     instructions = "any"
@@ -159,7 +159,7 @@ def _machine() -> dict[str, Any]:
 
 
 def _differences(manifest: dict[str, Any]) -> Iterator[str]:
-    for what, here in _machine().items():
+    for what, here in _machine_key().items():
         if manifest.get(what) != here:
             yield f"it was saved with {what} {manifest.get(what)}, here it is {here}"
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from importlib.metadata import Distribution, DistributionFinder
 
 BACKEND = "chunkflow"
-NAME = "chunkflow-compile"
+DISTRIBUTION = "chunkflow-compile"
 # As in pyproject.toml.
 ENTRY_POINTS = "[torch_dynamo_backends]\nchunkflow = chunkflow_compile.backend:chunkflow\n"
 
@@ -33,13 +33,13 @@ class SourceTree:
 
         class Tree(Distribution):
             def read_text(self, filename: str) -> str | None:
-                texts = {"METADATA": f"Metadata-Version: 2.1\nName: {NAME}\n", "entry_points.txt": ENTRY_POINTS}
+                texts = {"METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\n", "entry_points.txt": ENTRY_POINTS}
                 return texts.get(filename)
 
             def locate_file(self, path: Any) -> Any:
                 return Path(__file__).parent.parent / path
 
-        return [Tree()] if context.name in (None, NAME) else []
+        return [Tree()] if context.name in (None, DISTRIBUTION) else []
 
 
 def show_backend() -> None:

@@ -30,7 +30,7 @@ from chunkflow_compile.weights.streamable import why_not
 # Why a parameter stays on the device that is an attribute of no module, or of none that can be found.
 NO_MODULE = "no module holds it"
 # ATen's ops for Tensor.to and Tensor.cuda.
-_MOVES = (torch.ops.aten._to_copy.default,)
+_DEVICE_MOVES = (torch.ops.aten._to_copy.default,)
 
 
 def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_MIN_BYTES) -> Traced:
@@ -108,7 +108,7 @@ def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int
 
     ``min_bytes``: smaller ones stay on the device.
     """
-    found = [_describe(*key, p, model, min_bytes) for key, p in weights_among(inputs, model).items()]
+    found = [_parameter_at(*key, p, model, min_bytes) for key, p in weights_among(inputs, model).items()]
     taken = Counter(p.name for p in found)
     return [
         p if taken[p.name] == 1 else replace(p, names=(f"{p.name}@{p.index}", *p.names[1:]))  # two models use it
@@ -126,7 +126,7 @@ def weights_among(inputs: Sequence[Any], model: ModelIndex) -> dict[tuple[int, s
     }
 
 
-def _describe(index: int, inside: str, parameter: torch.Tensor, model: ModelIndex, min_bytes: int) -> Parameter:
+def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: ModelIndex, min_bytes: int) -> Parameter:
     home = home_of(parameter)
     names = home.names if home is not None else model.names.get(id(parameter), (f"input_{index}{inside}",))
     nbytes = parameter.numel() * parameter.element_size()
@@ -159,7 +159,7 @@ def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
         value = node.meta.get("val")
         if not isinstance(value, FakeTensor) or not value.dim() or value.device == device:
             continue
-        if node.users and all(u.target in _MOVES and u.kwargs.get("device") == device for u in node.users):
+        if node.users and all(u.target in _DEVICE_MOVES and u.kwargs.get("device") == device for u in node.users):
             with value.fake_mode:
                 node.meta["val"] = value.to(device)
             moved.append(position)

@@ -16,12 +16,12 @@ from chunkflow_compile.phases import Budget, budget_of, unclaim
 from chunkflow_compile.placing import bring_back
 
 # Attribute of a class that ``in_turns`` made: the class that it was made of.
-_PLAIN = "_chunkflow_plain"
+_MADE_OF = "_chunkflow_plain"
 
 
 def in_turns(cls: type) -> type:
     """The class of a pipeline, whose calls wait for each other and check the components.  That of a copy has them."""
-    if _PLAIN in vars(cls):
+    if _MADE_OF in vars(cls):
         return cls
     call: Callable[..., Any] = cls.__call__  # type: ignore[operator]
 
@@ -36,7 +36,7 @@ def in_turns(cls: type) -> type:
                 # removed while this thread waited: still one generation at a time
                 return call(self, *args, **kwargs)
             if now is budget:
-                _check(self, budget)
+                _check_components(self, budget)
                 with budget.lock():
                     free(unused(budget), budget)
                 with budget.generation():
@@ -52,14 +52,14 @@ def in_turns(cls: type) -> type:
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
-        _PLAIN: cls,
+        _MADE_OF: cls,
     }
     return type(cls.__name__, (cls,), body)
 
 
 def without_turns(cls: type) -> type:
     """The class that :func:`in_turns` made this one of; any other as it is."""
-    plain: type = vars(cls).get(_PLAIN, cls)
+    plain: type = vars(cls).get(_MADE_OF, cls)
     return plain
 
 
@@ -93,7 +93,7 @@ def _left(pipe: Any, budget: Budget) -> bool:
     return pipe not in budget.pipelines and all(budget.phase_of(m) is None for m in components_of(pipe).values())
 
 
-def _check(pipe: Any, budget: Budget) -> None:
+def _check_components(pipe: Any, budget: Budget) -> None:
     """Raise ChunkflowError if a component is another one than at apply, or somewhere else."""
     names = budget.pipelines.get(pipe, frozenset())
     for name, model in components_of(pipe).items():

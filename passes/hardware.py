@@ -32,10 +32,10 @@ class LinkEmulation:
     drive: float = 0.0
 
     def __post_init__(self) -> None:
-        _check("link_emulation.drive", self.drive, 0, 1e12)
-        _check("link_emulation.bandwidth", self.bandwidth, 1e5, 1e13)
-        _check("link_emulation.latency_s", self.latency_s, 0, 1)
-        _check("link_emulation.quantum", self.quantum, 256, 1 << 30)
+        _check_number("link_emulation.drive", self.drive, 0, 1e12)
+        _check_number("link_emulation.bandwidth", self.bandwidth, 1e5, 1e13)
+        _check_number("link_emulation.latency_s", self.latency_s, 0, 1)
+        _check_number("link_emulation.quantum", self.quantum, 256, 1 << 30)
         if self.order not in ("fair", "fifo"):
             raise ChunkflowError(f"Hardware field link_emulation.order must be fair or fifo, not {self.order!r}.")
 
@@ -80,11 +80,11 @@ class Hardware:
 
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
-            _check(name, getattr(self, name), low, high)
+            _check_number(name, getattr(self, name), low, high)
         if not isinstance(self.peak_flops, Mapping) or not self.peak_flops:
             raise ChunkflowError("Hardware field peak_flops must map dtypes to FLOP/s, like {'bfloat16': 756e12}.")
         for dtype, rate in self.peak_flops.items():
-            _check(f"peak_flops[{dtype!r}]", rate, 1e8, 1e17)
+            _check_number(f"peak_flops[{dtype!r}]", rate, 1e8, 1e17)
         if not isinstance(self.shared_link, bool):
             raise ChunkflowError(f"Hardware field shared_link must be true or false, not {self.shared_link!r}.")
         if not self.shared_link and (self.copy_slowdown != 1 or self.collective_slowdown != 1):
@@ -148,7 +148,7 @@ _RANGES: Mapping[str, tuple[float, float]] = {
 }
 
 
-def _check(name: str, value: object, low: float, high: float) -> None:
+def _check_number(name: str, value: object, low: float, high: float) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         raise ChunkflowError(f"Hardware field {name} must be a number, not {value!r}.")
     if not low <= value <= high:

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-_LIBRARY = torch.library.Library("chunkflow", "DEF")
-_LIBRARY.define("prefetch(str weight, int first, int end, int window, bool next_step=False) -> ()")
-_LIBRARY.define("wait(str weight) -> ()")
-_LIBRARY.define("evict(str weight) -> ()")
+_OPS = torch.library.Library("chunkflow", "DEF")
+_OPS.define("prefetch(str weight, int first, int end, int window, bool next_step=False) -> ()")
+_OPS.define("wait(str weight) -> ()")
+_OPS.define("evict(str weight) -> ()")
 
 PREFETCH = torch.ops.chunkflow.prefetch.default
 WAIT = torch.ops.chunkflow.wait.default
@@ -36,7 +36,7 @@ def _never_dispatched(*args: object, **kwargs: object) -> None:
 
 
 for _op in (PREFETCH, WAIT, EVICT):
-    _LIBRARY.impl(_op, _never_dispatched, "CompositeExplicitAutograd")
+    _OPS.impl(_op, _never_dispatched, "CompositeExplicitAutograd")
     # torch.fx treats an op that returns () as dead code unless it is registered as having a side effect.
     torch.fx.has_side_effect(_op)
 

@@ -17,12 +17,12 @@ SCHEMA = 3
 # Kernels assume that inputs are aligned to 16 bytes; the CUDA allocator aligns every tensor to 256.
 ALIGNMENT = 256
 
-Home = Literal["host", "device"]
+HomeName = Literal["host", "device"]
 # The window that starts each chunk of a weight, None for a resident chunk.
 Windows = tuple["int | None", ...]
 
 
-def align(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
     """Bytes rounded up to :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
@@ -33,7 +33,7 @@ def chunk_count(nbytes: int, chunk_bytes: int) -> int:
 
 
 @dataclass(frozen=True)
-class Run:
+class ChunkRun:
     """Consecutive chunks ``[first, end)`` of one weight that the same window starts; None for resident chunks."""
 
     first: int
@@ -41,12 +41,12 @@ class Run:
     window: int | None
 
 
-def runs(windows: Windows) -> Iterator[Run]:
+def runs(windows: Windows) -> Iterator[ChunkRun]:
     """The chunks of a weight, grouped by window."""
     first = 0
     for window, group in groupby(windows):
         end = first + len(list(group))
-        yield Run(first, end, window)
+        yield ChunkRun(first, end, window)
         first = end
 
 
@@ -61,7 +61,7 @@ class WeightPlan:
     """
 
     name: str
-    home: Home
+    home: HomeName
     nbytes: int
     why: str
     offset: int | None = None
@@ -183,7 +183,7 @@ class Plan:
         known, nbytes, seconds = {w.name: w for w in self.weights}, 0, 0.0
         for found in self.predicted.spans if self.predicted is not None else ():
             if found.lane == "read":
-                name, first, end = chunks_of(found.name)
+                name, first, end = span_chunks(found.name)
                 begin, stop = self.span(known[name], first, end)
                 nbytes, seconds = nbytes + stop - begin, seconds + found.end - found.start
         return nbytes / seconds if seconds else None
@@ -240,7 +240,7 @@ def span_name(weight: str, first: int, end: int) -> str:
     return f"{weight}[{first}:{end}]"
 
 
-def chunks_of(span: str) -> tuple[str, int, int]:
+def span_chunks(span: str) -> tuple[str, int, int]:
     """The weight and its chunks ``[first, end)``, from a name that :func:`span_name` made."""
     name, _, chunks = span.rpartition("[")
     first, _, end = chunks.removesuffix("]").partition(":")

@@ -52,7 +52,7 @@ class Weight:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost:
+class RegionCost:
     """The work of a region.  ``flops``: of GEMMs, convolutions and attention.  ``nbytes``: device memory traffic.
 
     ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
@@ -83,7 +83,7 @@ class Region:
     block: str
     nodes: int
     weights: tuple[str, ...]
-    cost: Cost
+    cost: RegionCost
 
 
 @dataclass(frozen=True, kw_only=True)

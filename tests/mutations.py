@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.graph.discover import collective_kind, is_wait_tensor
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, prefetch_of
-from chunkflow_compile.passes.plan import ALIGNMENT, align
+from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 from chunkflow_compile.passes.program.lifetimes import releases
 from chunkflow_compile.passes.program.rewrite import Program
 
@@ -182,7 +182,7 @@ def keep_every_chunk(program: Program, rng: random.Random) -> Program | None:
         for w in plan.weights
     )
     size = next(w.nbytes for w in plan.weights if w.name == name)
-    return replace(program, plan=replace(plan, weights=weights, arena_bytes=plan.arena_bytes + align(size)))
+    return replace(program, plan=replace(plan, weights=weights, arena_bytes=plan.arena_bytes + aligned(size)))
 
 
 def _with_offset(program: Program, name: str, offset: int) -> Program:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.problem import Collective, Cost, Problem, Region, Weight
+from chunkflow_compile.passes.problem import Collective, Problem, Region, RegionCost, Weight
 
 CHUNK = 1024
 # 1000 FLOP take a microsecond, and so does the copy of a chunk.
@@ -56,7 +56,7 @@ def problem(
             block=f"blocks.{k * blocks // len(compute)}",
             nodes=1,
             weights=tuple(w.name for w in weights if k in w.uses),
-            cost=Cost(flops=round(1000 * c), nbytes=0, dtype="float32"),
+            cost=RegionCost(flops=round(1000 * c), nbytes=0, dtype="float32"),
         )
         for k, c in enumerate(compute)
     )

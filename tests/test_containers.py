@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import chunkflow_compile
-from chunkflow_compile.caches import VARIABLE
+from chunkflow_compile.caches import FOLDER_VARIABLE
 
 RUN = """
 import warnings
@@ -72,7 +72,7 @@ def test_a_user_without_an_account_or_home() -> None:
     """No HOME, and a cache folder that this user cannot write: one warning each."""
     with tempfile.TemporaryDirectory() as cache:  # a folder of pytest is for root only
         os.chmod(cache, 0o755)
-        found = warned(python(ANOTHER_USER + RUN, {"HOME": None, "XDG_CACHE_HOME": None, VARIABLE: cache}))
+        found = warned(python(ANOTHER_USER + RUN, {"HOME": None, "XDG_CACHE_HOME": None, FOLDER_VARIABLE: cache}))
     assert len(found) == 2, found
     assert f"{cache} cannot be (Permission denied)" in "".join(found)
     assert "This user has no home folder: set HOME or XDG_CACHE_HOME" in "".join(found)
@@ -83,14 +83,14 @@ def test_a_cache_folder_that_cannot_be_made(what: str, tmp_path: Path) -> None:
     """torch's compiler cannot be imported with it."""
     (tmp_path / "taken").touch()
     path = tmp_path / "taken" / ("" if what == "a file" else "below")
-    (found,) = warned(python(RUN, {VARIABLE: str(path)}))
-    assert "taken" in found and "(Not a directory)" in found and f"set {VARIABLE} to a folder" in found
+    (found,) = warned(python(RUN, {FOLDER_VARIABLE: str(path)}))
+    assert "taken" in found and "(Not a directory)" in found and f"set {FOLDER_VARIABLE} to a folder" in found
 
 
 def test_a_folder_of_plans_that_cannot_be_made(tmp_path: Path) -> None:
     """Torch's folder can be used, and the plans' cannot: one warning for all models."""
     (tmp_path / "chunkflow_plans").touch()
-    (found,) = warned(python(RUN, {VARIABLE: str(tmp_path)}))
+    (found,) = warned(python(RUN, {FOLDER_VARIABLE: str(tmp_path)}))
     assert f"Plans are not saved in {tmp_path}/chunkflow_plans (" in found
 
 
@@ -100,7 +100,7 @@ def test_no_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(caches, "_looked_at", lambda path: caches.Folder(path, fault="Read-only file system"))
     with pytest.raises(
-        chunkflow_compile.ChunkflowError, match=rf"no folder to compile in: .*Read-only.* set {VARIABLE}"
+        chunkflow_compile.ChunkflowError, match=rf"no folder to compile in: .*Read-only.* set {FOLDER_VARIABLE}"
     ):
         caches.check_compile_cache(needed=True)
     with pytest.warns(UserWarning, match="Plans are not saved: "):

@@ -10,7 +10,7 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import POLICIES, Policy
 from chunkflow_compile.passes.placement.place import BUDGETED
-from chunkflow_compile.passes.placement.policies import blocks_of
+from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
@@ -76,7 +76,7 @@ def settings_of(
         return {"policy": arm.policy, "timings": timings}
     memory = min(layerwise.device_bytes, round(most * problem.total_bytes))
     if arm.residency:
-        memory += round(arm.residency * len(blocks_of(problem))) * block_bytes(problem)
+        memory += round(arm.residency * len(block_regions(problem))) * block_bytes(problem)
     if arm.name in (MISJUDGED, REPLANNED):
         slower = tuple(WRONG_BY * s for s in timings.compute_s)
         timings = replace(timings, compute_s=slower, copy_rate=WRONG_BY * rate)
@@ -88,7 +88,7 @@ def block_bytes(problem: Problem) -> int:
     return max(
         (
             sum(w.nbytes for w in problem.weights if w.uses and begin <= w.uses[0] <= end)
-            for begin, end in blocks_of(problem)
+            for begin, end in block_regions(problem)
         ),
         default=0,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from chunkflow_compile.lowering.lower import Lowering
-from chunkflow_compile.models.presets import Sizes
+from chunkflow_compile.models.presets import OutputSizes
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan
@@ -50,7 +50,7 @@ class Job:
     load: float | None = None
     pace: float | None = None
     model: str | None = None
-    sizes: Sizes | None = None
+    sizes: OutputSizes | None = None
     lowering: Lowering = "inductor"
     device: str = "threads"
     hardware: str | None = None
@@ -81,7 +81,7 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ArmSteps:
     """The steps of one arm on one rank.
 
     ``settings``: the calls that make the arm.  ``steps_s``: seconds of a step in each turn.  ``host_s``: seconds until a call
@@ -98,7 +98,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmRun(Run):
+class ArmRun(ArmSteps):
     """The steps of an arm that runs ChunkFlow.
 
     ``folder``: the dump of its program.  ``predicted``: its program, simulated with the times of the resident arm in
@@ -121,7 +121,7 @@ class RankRun:
     """
 
     arms: Mapping[str, ArmRun]
-    peers: Mapping[str, Run]
+    peers: Mapping[str, ArmSteps]
     total_bytes: int
     link: LinkError | None
     load: LinkLoad | None

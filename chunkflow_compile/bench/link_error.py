@@ -10,7 +10,7 @@ from chunkflow_compile.runtime.link import LANES, LaneName, Port
 
 _TRANSFER = 1 << 20
 # Seconds of link time in a measurement: long compared with the milliseconds by which a thread wakes up late.
-_SECONDS = 0.25
+_TRANSFERS_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class LinkError:
 def link_error(link: LinkEmulation) -> LinkError:
     """Measure ``link`` on private ports.  On a shared port, the traffic of other ranks would appear as an error."""
     link = replace(link, shared="", latency_s=0.0)
-    count = max(4, round(_SECONDS * link.bandwidth / _TRANSFER))
+    count = max(4, round(_TRANSFERS_S * link.bandwidth / _TRANSFER))
     return LinkError(link.bandwidth, chain(Port(link), "copy", count), together(Port(link), count))
 
 

@@ -27,7 +27,7 @@ def peer_of(arm: str) -> str:
     return INDUCTOR if arm == INDUCTOR_AGAIN else arm
 
 
-def calls_of(peer: str, device: str) -> Mapping[str, Mapping[str, Any]]:
+def peer_calls(peer: str, device: str) -> Mapping[str, Mapping[str, Any]]:
     """The calls that make a peer, in order, with their keyword arguments.  ``device``: its type.
 
     Group offload is as the documentation of diffusers recommends it where speed counts: copies beside compute, and no wait
@@ -64,7 +64,7 @@ def make_peer(peer: str, model: nn.Module, device: torch.device) -> Callable[...
     """
     import torch  # --help shows the names of the peers
 
-    calls = dict(calls_of(peer, device.type))
+    calls = dict(peer_calls(peer, device.type))
     if peer == INDUCTOR:
         return torch.compile(model, **calls["torch.compile"])
     if not hasattr(model, "enable_group_offload"):

@@ -32,17 +32,17 @@ def run_job(job: Job) -> list[RankRun]:
         if job.link is not None:
             job = replace(job, link=replace(job.link, shared=str(Path(folder) / "port") if job.link.shared else ""))
         try:
-            spawn(_rank, (job,), nprocs=job.processes)
+            spawn(_run_rank, (job,), nprocs=job.processes)
         except ProcessException as error:
             raise ChunkflowError(f"A rank failed: {error}") from error
         return [torch.load(Path(folder) / f"rank{r}.pt", weights_only=False) for r in range(job.processes)]
 
 
-def _rank(rank: int, job: Job) -> None:
+def _run_rank(rank: int, job: Job) -> None:
     import diffusers
 
     if job.device != "cuda":
-        _settle(rank, job.processes)
+        _pin_to_cores(rank, job.processes)
     diffusers.utils.logging.set_verbosity_error()
     warnings.filterwarnings("ignore")
     if job.transport != "processes":
@@ -62,7 +62,7 @@ def _rank(rank: int, job: Job) -> None:
         dist.destroy_process_group()
 
 
-def _settle(rank: int, ranks: int) -> None:
+def _pin_to_cores(rank: int, ranks: int) -> None:
     """Pin a rank to processors of its own.  Threads that move between processors slow the other rank by a tenth."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     mine = cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]

@@ -38,13 +38,13 @@ class Regime:
 
 
 # 512 wide: a projection has 1 MiB in float32, which is enough to stream it, and larger weights have several chunks.
-_WAN = {"heads": 8, "head_dim": 64, "text": 64}
+_WAN_WIDTH = {"heads": 8, "head_dim": 64, "text": 64}
 _CHUNK = 1 << 20
 
 REGIMES: Mapping[str, Regime] = {
     "compute-rich": Regime(
         family="wan",
-        size=Size(layers=6, frames=8, height=32, width=32, **_WAN),
+        size=Size(layers=6, frames=8, height=32, width=32, **_WAN_WIDTH),
         load=0.2,
         chunk_bytes=_CHUNK,
         arms=PEERS,
@@ -53,7 +53,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "contention": Regime(
         family="wan",
-        size=Size(layers=4, frames=7, height=32, width=32, **_WAN),
+        size=Size(layers=4, frames=7, height=32, width=32, **_WAN_WIDTH),
         load=0.7,
         chunk_bytes=_CHUNK,
         arms=("resident", "layerwise", "layerwise-barrier", "host-yield", "chunkflow", "misjudged", "replanned"),
@@ -69,7 +69,7 @@ REGIMES: Mapping[str, Regime] = {
     ),
     "compute-poor": Regime(
         family="wan",
-        size=Size(layers=8, frames=5, height=32, width=32, **_WAN),
+        size=Size(layers=8, frames=5, height=32, width=32, **_WAN_WIDTH),
         load=1.6,
         chunk_bytes=_CHUNK,
         arms=("resident", *(f"{p}@{b}%" for b in BUDGETS for p in ("layerwise-prefix", "chunkflow"))),

@@ -22,7 +22,7 @@ def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], di
     Weights and inputs are the same in every run and on every rank.
     """
     torch.manual_seed(0)
-    model, inputs = _made(job, device)
+    model, inputs = _model_and_inputs(job, device)
     return _split(job, model.to(device)), lambda step: _on(device, inputs(step))
 
 
@@ -34,19 +34,19 @@ def build_on_host(job: Job, weights: Mapping[str, torch.Tensor]) -> nn.Module:
     from accelerate import init_empty_weights
 
     with init_empty_weights(include_buffers=False):
-        model, _ = _made(job, torch.device("cpu"))
+        model, _ = _model_and_inputs(job, torch.device("cpu"))
     model.load_state_dict({name: value.to("cpu", copy=True) for name, value in weights.items()}, assign=True)
     return _split(job, model.eval())
 
 
-def _made(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
+def _model_and_inputs(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], dict[str, Any]]]:
     if job.model is None:
         regime = job.regime
         return small_model(regime.family, regime.size), lambda step: small_inputs(
             regime.family, regime.size, step + REHEARSAL
         )
     made, given = preset(job.model).build(job.sizes, device) if job.model in PRESETS else load_build(job.model)()
-    return made, lambda step: _changed(given, step)
+    return made, lambda step: _inputs_of_step(given, step)
 
 
 def first(output: Any) -> torch.Tensor:
@@ -64,7 +64,7 @@ def _on(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
-def _changed(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:
+def _inputs_of_step(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:
     """The inputs of another step: every floating-point tensor is scaled down a little, as latents lose noise."""
     return {
         k: v / (1 + 0.01 * (step + REHEARSAL)) if isinstance(v, torch.Tensor) and v.is_floating_point() else v

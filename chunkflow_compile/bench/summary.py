@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass
 from statistics import median, quantiles
 
 from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.report.record import SCHEMA, ArmRecord, Record, seconds, size, table
+from chunkflow_compile.report.record import SCHEMA, ArmRecord, ComparisonRecord, seconds, size, table
 
-from .job import RESIDENT, ArmRun, Job, RankRun, Run
+from .job import RESIDENT, ArmRun, ArmSteps, Job, RankRun
 from .link_error import LinkError
 from .link_load import LinkLoad
 
@@ -28,7 +28,7 @@ class BenchRecord:
     their largest value.  ``link``: the accuracy of the emulated link on the worst rank.
     """
 
-    record: Record
+    record: ComparisonRecord
     settings: Mapping[str, str]
     predicted: Mapping[str, ArmRecord]
     steps_s: Mapping[str, tuple[float, ...]]
@@ -92,19 +92,19 @@ def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
     names = list(ranks[0].arms)
     runs = {name: [rank.arms[name] for rank in ranks] for name in names}
     total = ranks[0].total_bytes
-    base = _exchanges(runs[RESIDENT]) if RESIDENT in runs else None
+    base = _collective_seconds(runs[RESIDENT]) if RESIDENT in runs else None
     peers = {name: [rank.peers[name] for rank in ranks] for name in ranks[0].peers}
-    everyone: Mapping[str, Sequence[Run]] = {**runs, **peers}
+    everyone: Mapping[str, Sequence[ArmSteps]] = {**runs, **peers}
     steps = {name: tuple(max(s) for s in zip(*(r.steps_s for r in arm), strict=True)) for name, arm in everyone.items()}
-    measured = {name: _measured(arm, total) for name, arm in runs.items()}
+    measured = {name: _measured_record(arm, total) for name, arm in runs.items()}
     measured |= {name: _peer(arm, total) for name, arm in peers.items()}
-    record = Record(model=_title(job), degree=job.ranks, arms=measured)
+    record = ComparisonRecord(model=_title(job), degree=job.ranks, arms=measured)
     return BenchRecord(
         record=record,
         settings={name: arm[0].settings for name, arm in everyone.items()},
         predicted={name: _predicted(arm, total) for name, arm in runs.items()},
         steps_s=steps,
-        inflation={name: _exchanges(arm) / base - 1 if base else None for name, arm in runs.items()},
+        inflation={name: _collective_seconds(arm) / base - 1 if base else None for name, arm in runs.items()},
         host_s={name: max(median(r.host_s) for r in arm) for name, arm in everyone.items()},
         copy_rate={name: _copy_rate(arm) for name, arm in runs.items()},
         peak_bytes={name: arm[0].peak_bytes for name, arm in everyone.items()},
@@ -132,7 +132,7 @@ def _title(job: Job) -> str:
     return f"{job.regime.family}, {blocks}, {size.heads * size.head_dim} wide, random weights{link}"
 
 
-def describe(job: Job, found: BenchRecord) -> str:
+def conditions(job: Job, found: BenchRecord) -> str:
     """The lines above the table: model, ranks, device, and the emulated link."""
     stood = " (one process stands for all)" if job.processes < job.ranks else ""
     machine = f" ({found.machine})" if job.device == "cuda" else ""
@@ -183,7 +183,7 @@ def _copy_rate(ranks: Sequence[ArmRun]) -> float | None:
     return min(found, default=None)
 
 
-def _peer(ranks: Sequence[Run], total: int) -> ArmRecord:
+def _peer(ranks: Sequence[ArmSteps], total: int) -> ArmRecord:
     return ArmRecord(
         step_s=max(median(r.steps_s) for r in ranks),
         exposed_h2d_s=None,
@@ -195,7 +195,7 @@ def _peer(ranks: Sequence[Run], total: int) -> ArmRecord:
     )
 
 
-def _measured(ranks: Sequence[ArmRun], total: int) -> ArmRecord:
+def _measured_record(ranks: Sequence[ArmRun], total: int) -> ArmRecord:
     def slowest(figure: Callable[[ArmRun], Sequence[float]]) -> float:
         return max(median(figure(rank)) for rank in ranks)
 
@@ -224,7 +224,7 @@ def _predicted(ranks: Sequence[ArmRun], total: int) -> ArmRecord:
     )
 
 
-def _exchanges(ranks: Sequence[ArmRun]) -> float:
+def _collective_seconds(ranks: Sequence[ArmRun]) -> float:
     """Seconds of collectives in a step, each timed on the rank that reached it last, because the others waited."""
     found: list[float] = []
     for step in zip(*(r.measurements for r in ranks), strict=True):

@@ -34,11 +34,11 @@ from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
-from .job import REHEARSAL, RESIDENT, ArmRun, Job, RankRun, Run
+from .job import REHEARSAL, RESIDENT, ArmRun, ArmSteps, Job, RankRun
 from .link_error import LinkError, link_error
 from .link_load import LinkLoad
 from .pace import paced
-from .peers import OFFLOADED, calls_of, describe_calls, make_peer, peer_of
+from .peers import OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
 from .stopwatch import Stopwatch
 from .subject import build, build_on_host, first
 
@@ -114,7 +114,7 @@ class Turns:
         total = self._session.program.problem.total_bytes
         return RankRun(
             arms=self._results(codes, timings),
-            peers={arm.name: Run(**self._run(arm.name)) for arm in job.arms if arm.policy is None},
+            peers={arm.name: ArmSteps(**self._run(arm.name)) for arm in job.arms if arm.policy is None},
             total_bytes=total,
             link=link,
             load=load,
@@ -183,7 +183,7 @@ class Turns:
         for arm in self.job.arms:
             peer = peer_of(arm.name)
             if arm.policy is None:
-                self.settings[arm.name] = describe_calls(calls_of(peer, self.device.type))
+                self.settings[arm.name] = describe_calls(peer_calls(peer, self.device.type))
             if arm.policy is None and peer not in self.peers:
                 self.progress.set_description(f"{peer}: compile")
                 before = self._allocated()
@@ -347,9 +347,9 @@ class Turns:
         return torch.cuda.memory_allocated(self.device) - self.held[peer]
 
     def _run(self, name: str) -> dict[str, Any]:
-        """The fields of the :class:`Run` of an arm."""
+        """The fields of the :class:`ArmSteps` of an arm."""
         right = self.outputs.get(RESIDENT, {})
-        off = [_difference(value, right[step]) for step, value in self.outputs[name].items() if step in right]
+        off = [_relative_difference(value, right[step]) for step, value in self.outputs[name].items() if step in right]
         return {
             "settings": self.settings[name],
             "steps_s": tuple(self.times[name]),
@@ -387,7 +387,7 @@ def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:
     return max(1.0, 1 + more / beside) if beside > _LEAST_BESIDE * base else 1.0
 
 
-def _difference(value: torch.Tensor, right: torch.Tensor) -> float:
+def _relative_difference(value: torch.Tensor, right: torch.Tensor) -> float:
     """0 for equal bits; otherwise the largest difference over the largest value of ``right``, and at least 1e-30."""
     if torch.equal(value, right):
         return 0.0

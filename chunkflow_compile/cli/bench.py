@@ -14,8 +14,8 @@ from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.link_load import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
-from chunkflow_compile.bench.summary import bench_table, describe, summarise
-from chunkflow_compile.models.presets import PRESETS, Sizes
+from chunkflow_compile.bench.summary import bench_table, conditions, summarise
+from chunkflow_compile.models.presets import PRESETS, OutputSizes
 from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.sizes import Size
 from chunkflow_compile.models.weightless import load_build
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
     job = _job(arguments)
     ranks = run_job(job)
     found = summarise(job, ranks)
-    say(arguments, f"{describe(job, found)}\n\n{bench_table(found)}")
+    say(arguments, f"{conditions(job, found)}\n\n{bench_table(found)}")
     if arguments.picture:
         draw_arms(found.record, found.predicted, Path(arguments.picture))
     write_json(arguments, found.to_json())
@@ -104,7 +104,7 @@ def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
         raise ChunkflowError("Presets, --transport loopback and --hardware need --device cuda.")
 
 
-def _sizes(arguments: argparse.Namespace) -> Sizes | None:
+def _sizes(arguments: argparse.Namespace) -> OutputSizes | None:
     given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
     given = {n: v for n, v in given.items() if v is not None}
     if arguments.model in PRESETS:

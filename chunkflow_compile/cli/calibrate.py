@@ -39,12 +39,12 @@ def run(arguments: argparse.Namespace) -> int:
         sources = {**profile.sources, "drive_bandwidth": f"measured on {arguments.drive}"}
         profile = replace(profile, drive_bandwidth=rate, sources=sources)
     out.write_text(profile.to_json())
-    print(describe(profile))
+    print(profile_table(profile))
     print(f"\nprofile: {out}")
     return 0
 
 
-def describe(profile: Hardware) -> str:
+def profile_table(profile: Hardware) -> str:
     """The figures of a profile as a table."""
     rows = [(f"peak {d}", f"{rate / 1e12:.3g} TFLOP/s") for d, rate in profile.peak_flops.items()]
     rows += [

@@ -16,7 +16,7 @@ from chunkflow_compile.bench.link_load import TO_BE_DERIVED
 from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
-from chunkflow_compile.bench.summary import BenchRecord, describe, summarise
+from chunkflow_compile.bench.summary import BenchRecord, conditions, summarise
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import table
@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         )
         ranks = run_job(job)
         found[name] = measured = summarise(job, ranks)
-        say(arguments, f"{name}: {regime.shows}\n{describe(job, measured)}\n\n{_table(measured)}\n")
+        say(arguments, f"{name}: {regime.shows}\n{conditions(job, measured)}\n\n{_table(measured)}\n")
     for name, measured in found.items():
         say(arguments, f"{name}: {_finding(measured)}")
     folder = ranks[0].arms["chunkflow"].folder  # of the regime that was measured last
@@ -67,13 +67,13 @@ def _finding(found: BenchRecord) -> str:
     mine = found.record.arms["chunkflow"]
     share = (mine.weights_device_bytes or 0) / (mine.weights_total_bytes or 1)
     return (
-        f"a step of chunkflow takes {_ratio(found, 'chunkflow', RESIDENT)} times as long as the resident step, with "
-        f"{100 * share:.0f} % of the weights on the device; it is {_ratio(found, 'layerwise', 'chunkflow')} times as fast "
-        "as layerwise"
+        f"a step of chunkflow takes {_arm_ratio(found, 'chunkflow', RESIDENT)} times as long as the resident step, with "
+        f"{100 * share:.0f} % of the weights on the device; it is {_arm_ratio(found, 'layerwise', 'chunkflow')} times as "
+        "fast as layerwise"
     )
 
 
-def _ratio(found: BenchRecord, arm: str, base: str) -> str:
+def _arm_ratio(found: BenchRecord, arm: str, base: str) -> str:
     """The median of all rounds, and the rounds it comes from: far apart, they say that the machine was busy."""
     rounds = found.ratios(arm, base)
     return f"{median(rounds):.2f} ({min(rounds):.2f} to {max(rounds):.2f})"

@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
         hardware = target.options_of(arguments).profile()
         writer = StageWriter(Path(arguments.out), hardware, annotate=arguments.annotate)
     progress = Progress(1 + STAGES.index(last) + 1)  # the tracing and each stage
-    found = target.load(arguments, progress)
+    found = target.load_target(arguments, progress)
     run_to_last = stages(found.traced, found.settings, verify_each=arguments.verify_each, last=last)
     made: list[Stage] = []
     took: list[tuple[str, str, str]] = []

@@ -16,7 +16,7 @@ from .output import check_json, say, write_json
 
 def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
-    folder = _program(Path(arguments.folder))
+    folder = _measured_folder(Path(arguments.folder))
     try:
         text = (folder / MEASURED_FILE).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -30,7 +30,7 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _program(folder: Path) -> Path:
+def _measured_folder(folder: Path) -> Path:
     """The folder itself if it holds a plan, else the newest measured course in it of the lowest rank, or program."""
     if not folder.is_dir():
         raise ChunkflowError(f"There is no folder {folder}: use the one that options={{'dump': DIR}} names.")
@@ -41,10 +41,10 @@ def _program(folder: Path) -> Path:
         inside = sorted({p.parent.parent for p in folder.glob(f"*/rank*_*/{MEASURED_FILE}")})
         fix = f"use {' or '.join(map(str, inside))}" if inside else "call the compiled model first"
         raise ChunkflowError(f"{folder} holds no measured program: {fix}.")
-    return min(found, key=_order)
+    return min(found, key=_newest_first)
 
 
-def _order(folder: Path) -> tuple[int, bool, float]:
+def _newest_first(folder: Path) -> tuple[int, bool, float]:
     """By rank; courses first, by when they were measured; then programs by number.  The newest comes first."""
     rank, _, name = folder.name.removeprefix("rank").partition("_")
     newest = float(name) if name.isdigit() else (folder / MEASURED_FILE).stat().st_mtime

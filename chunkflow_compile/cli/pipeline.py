@@ -14,7 +14,7 @@ from torch import nn
 
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.eager_cost import eager_cost
-from chunkflow_compile.models.presets import Sizes
+from chunkflow_compile.models.presets import OutputSizes
 from chunkflow_compile.models.published import Encoder, Published, published
 from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.weightless import trace_without_weights
@@ -67,7 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _components(
-    found: Published, sizes: Sizes, steps: int, hardware: Hardware, progress: Progress
+    found: Published, sizes: OutputSizes, steps: int, hardware: Hardware, progress: Progress
 ) -> Iterator[Component]:
     """The phases of a generation, in order."""
     for encoder in found.encoders:
@@ -76,7 +76,7 @@ def _components(
     transformer = found.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
         problem = make_cut(transformer.trace(1, sizes)).problem
-        cost = eager_cost(lambda: _called(*transformer.build(sizes, torch.device("cpu"))), torch.bfloat16)
+        cost = eager_cost(lambda: _model_and_call(*transformer.build(sizes, torch.device("cpu"))), torch.bfloat16)
     for expert in range(found.experts):  # each takes its share of the steps
         mine = steps // found.experts + (expert < steps % found.experts)
         yield Component(
@@ -100,7 +100,7 @@ def _components(
 
 
 def _encoder(encoder: Encoder) -> Component:
-    cost = eager_cost(lambda: _called(encoder.build(), encoder.inputs()), torch.bfloat16)
+    cost = eager_cost(lambda: _model_and_call(encoder.build(), encoder.inputs()), torch.bfloat16)
     traced = trace_without_weights(
         lambda: (encoder.build().eval(), encoder.inputs()), 1, DEFAULT_MIN_BYTES, torch.bfloat16
     )
@@ -114,5 +114,5 @@ def _encoder(encoder: Encoder) -> Component:
     )
 
 
-def _called(model: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, Callable[[nn.Module], Any]]:
+def _model_and_call(model: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, Callable[[nn.Module], Any]]:
     return model, lambda m: m(**inputs)

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _curve(arguments: argparse.Namespace) -> int:
-    found, picture = target.load(arguments, Progress(1)), arguments.curve
+    found, picture = target.load_target(arguments, Progress(1)), arguments.curve
     target.note_rates(found)
     problem, chunk_bytes = found.problem, found.settings.chunk_bytes
     plans = plans_along(problem, found.hardware, chunk_bytes)

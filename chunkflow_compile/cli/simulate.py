@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from chunkflow_compile.cli import target
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.record import Record, seconds, table
+from chunkflow_compile.report.record import ComparisonRecord, seconds, table
 from chunkflow_compile.simulate.arms import arm_record, plan_arms
 
 from .output import Progress, check_json, say, write_json
@@ -18,7 +18,7 @@ from .parsers import SIMULATED
 def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     progress = Progress(2)
-    found = target.load(arguments, progress)
+    found = target.load_target(arguments, progress)
     settings = found.settings
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
     policies = able if arguments.policy == "all" else [arguments.policy]
@@ -33,19 +33,19 @@ def run(arguments: argparse.Namespace) -> int:
             slowdown=settings.slowdown,
             yields=settings.yields,
         )
-    record = Record(
+    record = ComparisonRecord(
         model=f"{found.title}, simulated on {found.hardware.name}",
         degree=found.degree,
         cfg_parallel=found.cfg_parallel,
         arms={name: arm_record(plan, found.problem, found.forwards) for name, plan in plans.items()},
     )
     say(arguments, f"{record.model}; {found.parallel}, {found.calls}\n")
-    say(arguments, table(record, _columns(plans, found.forwards)))
+    say(arguments, table(record, _policy_columns(plans, found.forwards)))
     write_json(arguments, record.to_json())
     return 0
 
 
-def _columns(plans: Mapping[Policy, Plan], forwards: int) -> dict[str, dict[str, object]]:
+def _policy_columns(plans: Mapping[Policy, Plan], forwards: int) -> dict[str, dict[str, object]]:
     predicted = {name: plan.predicted for name, plan in plans.items() if plan.predicted is not None}
     columns: dict[str, dict[str, object]] = {
         "collectives slowed by": {name: seconds(p.inflation_s * forwards) for name, p in predicted.items()}

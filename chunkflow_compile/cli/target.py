@@ -112,7 +112,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
     )
 
 
-def load(arguments: argparse.Namespace, progress: Progress) -> Target:
+def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     """Check the arguments, then trace: one phase of ``progress``, up to a minute for a large model.
 
     Raises ChunkflowError for bad arguments or a model that cannot be traced.
@@ -141,7 +141,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
             traced = _trace(
                 arguments, lambda: trace_without_weights(build, degree, options.min_bytes, cfg_parallel=cfg_parallel)
             )
-        return _target(arguments.model, traced, arguments, options, forwards)
+        return _target_of(arguments.model, traced, arguments, options, forwards)
     found = preset(arguments.model)
     sizes = replace(found.sizes, **given)
     found.shape(sizes)
@@ -149,7 +149,7 @@ def load(arguments: argparse.Namespace, progress: Progress) -> Target:
     with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
         traced = _trace(arguments, lambda: found.trace(degree, sizes, options.min_bytes, quantize, cfg_parallel))
     title = f"{found.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
-    return _target(title, traced, arguments, options, forwards)
+    return _target_of(title, traced, arguments, options, forwards)
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
@@ -166,7 +166,7 @@ def refuse_options(arguments: argparse.Namespace) -> None:
 
 def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Target, Plan]:
     """Trace, cut and plan: two phases of ``progress``."""
-    found = load(arguments, progress)
+    found = load_target(arguments, progress)
     with progress.phase("planning"):
         note_rates(found)
         return found, found.plan()
@@ -200,7 +200,7 @@ def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
     return calls // ranks
 
 
-def _target(title: str, traced: Traced, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
+def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
     settings = options.settings()
     host_memory, drive = getattr(arguments, "host_memory", None), getattr(arguments, "drive", None)
     if drive is not None:

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.blocks < 1:
         raise ChunkflowError("--blocks must be at least 1.")
     check_writable(out)
-    title, plan = _plan(arguments)
+    title, plan = _plan_shown(arguments)
     lanes = lanes_of(plan)
     total = sum(w.nbytes for w in plan.weights)
     held = f"{size(plan.device_bytes)} of {size(total)} of weights on the device"
@@ -35,11 +35,11 @@ def run(arguments: argparse.Namespace) -> int:
         out.write_text(trace_events(lanes, said))
     else:
         draw_timeline(lanes, said, out, block=arguments.block, blocks=arguments.blocks)
-    print(f"{said}\none call {seconds(lanes.step_s)}; {_stalls(lanes)}\n\nwritten: {out}")
+    print(f"{said}\none call {seconds(lanes.step_s)}; {_stalls_sentence(lanes)}\n\nwritten: {out}")
     return 0
 
 
-def _stalls(lanes: Lanes) -> str:
+def _stalls_sentence(lanes: Lanes) -> str:
     """The stalls in a sentence: the picture enlarges the middle by default, and stalls are often at the ends."""
     if not lanes.stalls:
         return "compute waits for no weight"
@@ -51,7 +51,7 @@ def _stalls(lanes: Lanes) -> str:
     return f"compute waits {count} time{'s' * (count != 1)}, {fine(waited)} in all; longest before {named}"
 
 
-def _plan(arguments: argparse.Namespace) -> tuple[str, Plan]:
+def _plan_shown(arguments: argparse.Namespace) -> tuple[str, Plan]:
     if arguments.model.endswith(".json"):
         target.refuse_options(arguments)
         plan = read_plan(arguments.model)

@@ -14,7 +14,7 @@ from .output import Progress, check_json, say, write_json
 def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     progress = Progress(3)
-    found = target.load(arguments, progress)
+    found = target.load_target(arguments, progress)
     name = find_weight(found.problem, arguments.param)
     with progress.phase("planning"):
         target.note_rates(found)

@@ -22,12 +22,11 @@ from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.link import Port
 
-from .beside import beside_copies, compute_slowdown, copier, factor, median_seconds
+from .beside import MIB, beside_copies, compute_slowdown, copier, factor, median_seconds
 from .loopback import join_loopback
 from .machine import device_name
 
-MIB = 1 << 20
-RANKS = 2
+LINK_RANKS = 2
 # The smallest copy gives the cost to start one, the largest the rate.
 COPY_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB, 64 * MIB)
 COLLECTIVE_SIZES = (4096, 1 * MIB, 4 * MIB, 16 * MIB)
@@ -56,7 +55,7 @@ def calibrate(
     profile use it.  ``loopback``: measure the collectives of one process, through host memory; one GPU is enough.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
-    link = RANKS if device.type == "cpu" or loopback or torch.cuda.device_count() >= RANKS else 1
+    link = LINK_RANKS if device.type == "cpu" or loopback or torch.cuda.device_count() >= LINK_RANKS else 1
     with tqdm(total=6, unit="stage") as progress:
 
         def stage(text: str) -> None:
@@ -76,7 +75,7 @@ def calibrate(
         launch = _launch_seconds(device)
         progress.update()
         stage("copies")
-        copy = _line(
+        copy = _line_through(
             [(size, median_seconds(device, copier(device, size, _make_link(emulated)))) for size in COPY_SIZES]
         )
         progress.update()
@@ -84,7 +83,7 @@ def calibrate(
         together = _on_ranks(device, emulated, loopback) if link > 1 else None
         slowdown = together.compute_slowdown if together else compute_slowdown(device)
         progress.update()
-    profile = _profile(name, device, gemms, attention, memory, launch, copy, slowdown, together)
+    profile = _profile_from(name, device, gemms, attention, memory, launch, copy, slowdown, together)
     return profile if emulated is None else replace(profile, link_emulation=emulated)
 
 
@@ -98,7 +97,7 @@ class _Together:
     compute_slowdown: float
 
 
-def _profile(
+def _profile_from(
     name: str,
     device: torch.device,
     gemms: dict[str, float],
@@ -189,14 +188,14 @@ def _make_link(emulated: LinkEmulation | None) -> Port | None:
 def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> _Together:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            spawn(_rank, (device.type, folder, emulated, loopback), nprocs=1 if loopback else RANKS)
+            spawn(_measure_rank, (device.type, folder, emulated, loopback), nprocs=1 if loopback else LINK_RANKS)
         except ProcessException as error:
             raise ChunkflowError(f"A rank of the calibration failed: {error}") from error
         result: _Together = torch.load(Path(folder) / "rank0.pt", weights_only=False)
         return result
 
 
-def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loopback: bool) -> None:
+def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loopback: bool) -> None:
     torch.set_num_threads(1)
     port = _make_link(emulated)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
@@ -204,17 +203,17 @@ def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loo
         torch.cuda.set_device(device)
     if loopback:
         # A copy engine serves one stream until that has no copy left: an exchange by copies would wait for all beside it.
-        join_loopback(RANKS, by_kernels=kind == "cuda")
+        join_loopback(LINK_RANKS, by_kernels=kind == "cuda")
     else:
         backend, meet = "nccl" if kind == "cuda" else "gloo", f"file://{folder}/meet"
-        dist.init_process_group(backend, init_method=meet, rank=rank, world_size=RANKS, timeout=_TIMEOUT)
+        dist.init_process_group(backend, init_method=meet, rank=rank, world_size=LINK_RANKS, timeout=_TIMEOUT)
     try:
         points = []
         for size in COLLECTIVE_SIZES:
-            crossing = size * (RANKS - 1) // RANKS
-            points.append((crossing, median_seconds(device, _exchange(device, size, port), ROUNDS_BESIDE)))
-        alone = _line(points)
-        exchange, size = _exchange(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
+            crossing = size * (LINK_RANKS - 1) // LINK_RANKS
+            points.append((crossing, median_seconds(device, _all_to_all(device, size, port), ROUNDS_BESIDE)))
+        alone = _line_through(points)
+        exchange, size = _all_to_all(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
         copy_alone = median_seconds(device, copier(device, size, port), own_stream=True)
         exchange_alone = median_seconds(device, exchange, ROUNDS_BESIDE, own_stream=True)
         copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, copier(device, size, port))
@@ -231,18 +230,18 @@ def _rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loo
         dist.destroy_process_group()
 
 
-def _exchange(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
+def _all_to_all(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
     sent, received = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
 
     def exchange() -> None:
         dist.all_to_all_single(received, sent)
         if port is not None:
-            port.send("collective", size * (RANKS - 1) // RANKS)
+            port.send("collective", size * (LINK_RANKS - 1) // LINK_RANKS)
 
     return exchange
 
 
-def _line(points: Sequence[tuple[int, float]]) -> _Line:
+def _line_through(points: Sequence[tuple[int, float]]) -> _Line:
     """Latency: the seconds of the smallest size, a few KiB.  Rate: from the smallest to the largest size."""
     (small, latency), (large, seconds) = points[0], points[-1]
     if seconds <= latency:

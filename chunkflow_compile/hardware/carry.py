@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-_BLOCK = 1024
+_BLOCK_BYTES = 1024
 # Programs of a kernel: NCCL moves bytes with 2 to 32 of them, its channels.
 PROGRAMS = 16
 
@@ -31,4 +31,4 @@ def carry(target: torch.Tensor, source: torch.Tensor, programs: int = PROGRAMS) 
     if all(t.numel() % 8 == 0 and t.data_ptr() % 8 == 0 for t in flat):
         flat = [t.view(torch.int64) for t in flat]
     into, out = flat
-    _carry[(programs,)](into, out, out.numel(), BLOCK=_BLOCK, num_warps=8)
+    _carry[(programs,)](into, out, out.numel(), BLOCK=_BLOCK_BYTES, num_warps=8)

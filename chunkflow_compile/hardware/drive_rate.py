@@ -11,10 +11,10 @@ from pathlib import Path
 from chunkflow_compile.passes.errors import ChunkflowError
 
 # What a thread of the runtime reads at a time, roughly; a drive is faster with more.
-_BLOCK = 8 << 20
+_READ_BYTES = 8 << 20
 # Less would measure the start of the first read.
 _LEAST = 64 << 20
-_SECONDS = 3.0
+_LONGEST_S = 3.0
 
 
 def drive_rate(path: Path) -> float:
@@ -38,10 +38,10 @@ def drive_rate(path: Path) -> float:
         raise ChunkflowError(
             f"{path} cannot be read beside the page cache: {error.strerror or error}. Give a file on a local drive."
         ) from error
-    buffer = memoryview(mmap.mmap(-1, _BLOCK))  # whole pages, as such reads need
+    buffer = memoryview(mmap.mmap(-1, _READ_BYTES))  # whole pages, as such reads need
     with contextlib.ExitStack() as closing:
         closing.callback(os.close, number)
         done, begin = 0, time.perf_counter()
-        while done + _BLOCK <= size and time.perf_counter() - begin < _SECONDS:
+        while done + _READ_BYTES <= size and time.perf_counter() - begin < _LONGEST_S:
             done += os.preadv(number, [buffer], done)
         return done / (time.perf_counter() - begin)

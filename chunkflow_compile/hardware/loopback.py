@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-NAME = "loopback"
+LOOPBACK = "loopback"
 
 
 class Loopback(dist.ProcessGroup):
@@ -58,7 +58,7 @@ class Loopback(dist.ProcessGroup):
         return self._work(None, [])
 
     def getBackendName(self) -> str:
-        return NAME
+        return LOOPBACK
 
     def _work(self, result: Any, parts: list[tuple[torch.Tensor, torch.Tensor]]) -> Any:
         """Copy each part to the host and back, except this rank's own, on the group's own stream."""
@@ -112,7 +112,7 @@ def join_loopback(size: int, by_kernels: bool = False) -> None:
 
     ``by_kernels``: whether kernels of Triton move the bytes on a GPU.
     """
-    name = f"{NAME}_kernels" if by_kernels else NAME
+    name = f"{LOOPBACK}_kernels" if by_kernels else LOOPBACK
     if name.upper() not in dist.Backend.__dict__:
         create = partial(_create, by_kernels)
         dist.Backend.register_backend(name, create, extended_api=True, devices=["cpu", "cuda"])

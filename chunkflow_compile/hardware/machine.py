@@ -106,7 +106,7 @@ def look() -> Machine:
         nccl=nccl,
         compiler=next((c for c in (os.environ.get("CXX"), "g++", "clang++") if c and shutil.which(c)), None),
         triton=importlib.util.find_spec("triton") is not None,
-        libraries={name: _version(name) for name in LIBRARIES},
+        libraries={name: _release_of(name) for name in LIBRARIES},
         profile=None if profile is None else str(profile),
         profile_fault=fault,
         compile_cache=compile_cache(),
@@ -205,7 +205,7 @@ def _locked_limit() -> int | None:
     return None if limit == resource.RLIM_INFINITY else limit
 
 
-def _version(name: str) -> str | None:
+def _release_of(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:

@@ -62,16 +62,16 @@ def measured_profile() -> tuple[Path | None, str]:
     return path, ""
 
 
-def _measured() -> Path | None:
+def _measured_path() -> Path | None:
     """The same, with a warning."""
     path, fault = measured_profile()
     if fault:
-        _warn(f"A profile of chunkflow calibrate cannot be looked for. {fault}")
+        _warn_of_profile(f"A profile of chunkflow calibrate cannot be looked for. {fault}")
     return path
 
 
 @functools.cache  # once in a process, although each model finds it again
-def _warn(text: str) -> None:
+def _warn_of_profile(text: str) -> None:
     warnings.warn(text, stacklevel=4)
 
 
@@ -82,7 +82,7 @@ def default_profile(device: torch.device) -> str:
     import torch
 
     name = torch.cuda.get_device_name(device)
-    if (measured := _measured()) is not None and name in str(_read(measured).sources):
+    if (measured := _measured_path()) is not None and name in str(_read_profile(measured).sources):
         return MEASURED
     found = next((profile for part, profile in CARDS.items() if part in name), None)
     if found is None:
@@ -103,20 +103,20 @@ def load_profile(name: str | Path) -> Hardware:
             f"hardware={name!r} is not a name: use one of {', '.join(profile_names())}, or the path of a JSON file."
         )
     if str(name) == MEASURED:
-        if (measured := _measured()) is None:
+        if (measured := _measured_path()) is None:
             raise ChunkflowError("hardware='measured', but this machine is not measured yet: run chunkflow calibrate.")
-        return _read(measured)
+        return _read_profile(measured)
     if str(name) in profile_names():
-        return _read(Path(__file__).parent / f"{name}.json")
+        return _read_profile(Path(__file__).parent / f"{name}.json")
     if Path(name).is_file():
-        return _read(Path(name))
+        return _read_profile(Path(name))
     raise ChunkflowError(
         f"There is no hardware profile {str(name)!r}: use one of {', '.join(profile_names())}, a JSON file, or "
         f"{MEASURED!r}."
     )
 
 
-def _read(path: Path) -> Hardware:
+def _read_profile(path: Path) -> Hardware:
     try:
         return Hardware.from_json(path.read_text())
     except ChunkflowError as error:

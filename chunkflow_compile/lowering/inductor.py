@@ -10,14 +10,14 @@ import torch
 from torch._inductor import cpu_vec_isa
 from torch.fx import GraphModule
 
-Region = Callable[..., Sequence[Any]]
+LoweredRegion = Callable[..., Sequence[Any]]
 
 # standalone_compile would tune kernels while it compiles, on random tensors of full size: memory that a card may not have
 # before the model is placed.  They are tuned in the first step instead, which it would do once more in any case.
 _TUNING = {"triton.autotune_at_compile_time": False}
 
 
-def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> Region:
+def through_inductor(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
     """Lower a region.  ``inductor``: the user's configuration.  Must be called inside a tracing context."""
     inputs = [n.meta["val"] for n in module.graph.nodes if n.op == "placeholder"]
     # standalone_compile gives each region a TracingContext of its own.  Weights stay inputs, so Inductor never takes

@@ -15,7 +15,7 @@ from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import release_of
 
-from .inductor import Region, through_inductor
+from .inductor import LoweredRegion, through_inductor
 from .tensorrt import through_tensorrt
 
 Lowering = Literal["inductor", "eager", "tensorrt"]
@@ -27,7 +27,7 @@ def lower_regions(
     inductor: Mapping[str, Any],
     told: Callable[[str], object] = str,
     note: Callable[[str], object] = str,
-) -> dict[str, Region]:
+) -> dict[str, LoweredRegion]:
     """Submodule name -> callable that takes the region's inputs and returns its outputs as a sequence.
 
     ``inductor``: the user's Inductor configuration, for every region.  ``told``: called with what is being done.  ``note``:
@@ -37,7 +37,7 @@ def lower_regions(
     modules = {name: region.module for name, region in program.regions.items()}
     if lowering == "eager":
         return {name: module.forward for name, module in modules.items()}
-    lowered = dict[str, Region]()
+    lowered = dict[str, LoweredRegion]()
     if lowering == "tensorrt":
         for number, (name, module) in enumerate(modules.items(), 1):
             told(f"building engine {number} of {len(modules)}")
@@ -52,7 +52,7 @@ def lower_regions(
     return {name: lowered[name] for name in modules}
 
 
-def _with_room(module: GraphModule, inductor: Mapping[str, Any]) -> Region:
+def _with_room(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
     """Through Inductor, in another folder if its own cannot be written any more."""
     try:
         return through_inductor(module, inductor)

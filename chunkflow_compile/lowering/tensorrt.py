@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import torch
     from torch.fx import GraphModule
 
-    from .inductor import Region
+    from .inductor import LoweredRegion
 
 # The whole region, or an error that says why not; engines are kept in memory only, because Inductor's cache has no place
 # for them.  By default torch-tensorrt takes every mask of an attention for a causal one, and leaves it out.
@@ -51,7 +51,7 @@ def check_tensorrt(device: torch.device) -> None:
         raise ChunkflowError(f"lowering='tensorrt' cannot be used on {device}: {reason}. Use lowering='inductor'.")
 
 
-def through_tensorrt(module: GraphModule) -> Region:
+def through_tensorrt(module: GraphModule) -> LoweredRegion:
     """The region as an engine.  Raises whatever torch-tensorrt raises for an op, type or size that it does not support."""
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
@@ -65,7 +65,7 @@ def through_tensorrt(module: GraphModule) -> Region:
         raise NotImplementedError("sizes that are open; give dynamic=False")
     interface: Any = import_module("torch_tensorrt")
     with FakeTensorMode():
-        exported = torch.export.export(module, tuple(_like(v, v.stride()) for v in inputs))
+        exported = torch.export.export(module, tuple(_empty_like(v, v.stride()) for v in inputs))
     engine = interface.dynamo.compile(
         exported,
         arg_inputs=[interface.Input(shape=tuple(v.shape), dtype=v.dtype) for v in inputs],
@@ -77,19 +77,19 @@ def through_tensorrt(module: GraphModule) -> Region:
     return _in_layout(engine, [v.stride() for v in wanted])
 
 
-def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> Region:
+def _in_layout(engine: Callable[..., Any], strides: Sequence[tuple[int, ...]]) -> LoweredRegion:
     """An engine's outputs are contiguous; the regions after it were lowered for the strides of the trace."""
     import torch
 
     def call(*args: torch.Tensor) -> Sequence[torch.Tensor]:
         found = engine(*(a.contiguous() for a in args))
         outputs = [found] if isinstance(found, torch.Tensor) else [*found]
-        return [o if o.stride() == s else _like(o, s).copy_(o) for o, s in zip(outputs, strides, strict=True)]
+        return [o if o.stride() == s else _empty_like(o, s).copy_(o) for o, s in zip(outputs, strides, strict=True)]
 
     return call
 
 
-def _like(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+def _empty_like(value: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """A new tensor of the same shape with this stride, fake inside a fake mode."""
     import torch
 

@@ -44,7 +44,7 @@ def eager_cost(build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]
         model, call = build()
         model.eval()
         weights = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
-        live, counter = _Live(set(weights)), FlopCounterMode(display=False)
+        live, counter = _LiveBytes(set(weights)), FlopCounterMode(display=False)
         with counter, live:
             call(model)
     return EagerCost(
@@ -56,7 +56,7 @@ def eager_cost(build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]
     )
 
 
-class _Live(TorchDispatchMode):
+class _LiveBytes(TorchDispatchMode):
     """Counts the bytes of the storages that ops make and that are still referred to."""
 
     def __init__(self, weights: set[int]) -> None:

@@ -30,20 +30,20 @@ def _refuse_uneven(x: torch.Tensor, dim: int, degree: int) -> None:
     if torch.compiler.is_dynamo_compiling():
         comptime(_while_traced)  # an error that is raised by traced code becomes one of Dynamo's
     else:
-        _check(x.shape, dim, degree)
+        _refuse_size(x.shape, dim, degree)
 
 
 def _while_traced(context: Any) -> None:
-    dim, degree = map(_fixed, (context.get_local("dim"), context.get_local("degree")))
-    _check(context.get_local("x").as_fake().shape, dim, degree)
+    dim, degree = map(_fixed_int, (context.get_local("dim"), context.get_local("degree")))
+    _refuse_size(context.get_local("x").as_fake().shape, dim, degree)
 
 
-def _fixed(number: Any) -> int:
+def _fixed_int(number: Any) -> int:
     """An int of traced code.  With dynamic=True it may be a symbol, which the split itself is going to fix."""
     return int(number.as_python_constant() if number.is_python_constant() else number.as_fake())
 
 
-def _check(shape: torch.Size, dim: int, degree: int) -> None:
+def _refuse_size(shape: torch.Size, dim: int, degree: int) -> None:
     if shape[dim] % degree == 0:
         return
     tokens = int(shape[dim])

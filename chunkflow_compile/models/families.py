@@ -29,7 +29,7 @@ class Family:
         return model
 
 
-def _wan(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+def _wan_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
     latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
     return {
         "hidden_states": torch.randn(latent, generator=generator),
@@ -39,7 +39,7 @@ def _wan(config: Config, shape: Shape, generator: torch.Generator | None) -> dic
     }
 
 
-def _flux(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+def _flux_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
     tokens, batch = shape.height * shape.width, shape.batch
     rows, columns = torch.meshgrid(torch.arange(shape.height), torch.arange(shape.width), indexing="ij")
     ids = torch.stack([torch.zeros_like(rows), rows, columns], dim=-1).reshape(tokens, 3).float()
@@ -55,7 +55,7 @@ def _flux(config: Config, shape: Shape, generator: torch.Generator | None) -> di
     }
 
 
-def _hunyuan(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+def _hunyuan_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
     latent = (shape.batch, config["in_channels"], shape.frames, shape.height, shape.width)
     return {
         "hidden_states": torch.randn(latent, generator=generator),
@@ -68,7 +68,7 @@ def _hunyuan(config: Config, shape: Shape, generator: torch.Generator | None) ->
     }
 
 
-def _qwen(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+def _qwen_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
     batch, tokens, text = shape.batch, shape.height * shape.width, config["joint_attention_dim"]
     return {
         "hidden_states": torch.randn(batch, tokens, config["in_channels"], generator=generator),
@@ -82,9 +82,9 @@ def _qwen(config: Config, shape: Shape, generator: torch.Generator | None) -> di
 FAMILIES: Mapping[str, Family] = {
     f.name: f
     for f in (
-        Family("wan", "WanTransformer3DModel", _wan),
-        Family("flux", "FluxTransformer2DModel", _flux),
-        Family("hunyuanvideo", "HunyuanVideoTransformer3DModel", _hunyuan),
-        Family("qwen-image", "QwenImageTransformer2DModel", _qwen),
+        Family("wan", "WanTransformer3DModel", _wan_inputs),
+        Family("flux", "FluxTransformer2DModel", _flux_inputs),
+        Family("hunyuanvideo", "HunyuanVideoTransformer3DModel", _hunyuan_inputs),
+        Family("qwen-image", "QwenImageTransformer2DModel", _qwen_inputs),
     )
 }

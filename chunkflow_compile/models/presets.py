@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
+class OutputSizes:
     """Output sizes: pixels of ``height`` by ``width``, ``frames`` of video (1 for an image), ``batch`` samples,
     ``text`` tokens of the prompt."""
 
@@ -49,12 +49,12 @@ class Preset:
     name: str
     family: str
     config: Config
-    sizes: Sizes
+    sizes: OutputSizes
     forwards: int
     spatial: int
     temporal: int = 1
 
-    def shape(self, sizes: Sizes) -> Shape:
+    def shape(self, sizes: OutputSizes) -> Shape:
         """The latent of ``sizes``.  Raises ChunkflowError if the VAE cannot decode to such pixels or frames."""
         for name, value, step in (("height", sizes.height, self.spatial), ("width", sizes.width, self.spatial)):
             if value < step or value % step:
@@ -71,7 +71,7 @@ class Preset:
             text=sizes.text,
         )
 
-    def build(self, sizes: Sizes | None, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
+    def build(self, sizes: OutputSizes | None, device: torch.device) -> tuple[nn.Module, dict[str, Any]]:
         """The model in bfloat16 with random weights on ``device``, and the inputs of one call."""
         import torch
 
@@ -87,7 +87,7 @@ class Preset:
     def trace(
         self,
         degree: int = 1,
-        sizes: Sizes | None = None,
+        sizes: OutputSizes | None = None,
         min_bytes: int = DEFAULT_MIN_BYTES,
         quantize: Quantisation | None = None,
         cfg_parallel: int = 1,
@@ -127,7 +127,7 @@ def _as_bfloat16(value: Any) -> Any:
     return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 
 
-_WAN: Config = {
+_WAN_CONFIG: Config = {
     "patch_size": (1, 2, 2),
     "attention_head_dim": 128,
     "text_dim": 4096,
@@ -144,14 +144,14 @@ PRESETS: Mapping[str, Preset] = {
             name="wan2.2-ti2v-5b",
             family="wan",
             config={
-                **_WAN,
+                **_WAN_CONFIG,
                 "num_attention_heads": 24,
                 "in_channels": 48,
                 "out_channels": 48,
                 "ffn_dim": 14336,
                 "num_layers": 30,
             },
-            sizes=Sizes(height=704, width=1280, frames=81),
+            sizes=OutputSizes(height=704, width=1280, frames=81),
             forwards=2,
             spatial=16,
             temporal=4,
@@ -160,14 +160,14 @@ PRESETS: Mapping[str, Preset] = {
             name="wan2.2-t2v-a14b",
             family="wan",
             config={
-                **_WAN,
+                **_WAN_CONFIG,
                 "num_attention_heads": 40,
                 "in_channels": 16,
                 "out_channels": 16,
                 "ffn_dim": 13824,
                 "num_layers": 40,
             },
-            sizes=Sizes(height=720, width=1280, frames=81),
+            sizes=OutputSizes(height=720, width=1280, frames=81),
             forwards=2,
             spatial=8,
             temporal=4,
@@ -185,7 +185,7 @@ PRESETS: Mapping[str, Preset] = {
                 "pooled_projection_dim": 768,
                 "guidance_embeds": True,
             },
-            sizes=Sizes(height=1024, width=1024),
+            sizes=OutputSizes(height=1024, width=1024),
             forwards=1,
             spatial=16,
         ),
@@ -202,7 +202,7 @@ PRESETS: Mapping[str, Preset] = {
                 "text_embed_dim": 4096,
                 "pooled_projection_dim": 768,
             },
-            sizes=Sizes(height=720, width=1280, frames=33, text=256),
+            sizes=OutputSizes(height=720, width=1280, frames=33, text=256),
             forwards=1,
             spatial=8,
             temporal=4,
@@ -218,7 +218,7 @@ PRESETS: Mapping[str, Preset] = {
                 "num_attention_heads": 24,
                 "joint_attention_dim": 3584,
             },
-            sizes=Sizes(height=1024, width=1024),
+            sizes=OutputSizes(height=1024, width=1024),
             forwards=2,
             spatial=16,
         ),

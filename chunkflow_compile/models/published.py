@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .presets import PRESETS, Preset, Sizes
+from .presets import PRESETS, OutputSizes, Preset
 
 if TYPE_CHECKING:
     from torch import nn
@@ -52,7 +52,7 @@ class Published:
     def name(self) -> str:
         return self.transformer.name
 
-    def decode(self, sizes: Sizes) -> Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]:
+    def decode(self, sizes: OutputSizes) -> Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]:
         """Returns the VAE and a call that decodes latents of ``sizes``."""
         frames = self.transformer.shape(sizes).frames
         still = (sizes.batch, self.channels, sizes.height // self.scale, sizes.width // self.scale)

@@ -14,7 +14,7 @@ from .sizes import Config, Shape, Size
 TEXT_WIDTH = 32
 
 
-def _wan(size: Size) -> Config:
+def _wan_config(size: Size) -> Config:
     return {
         "patch_size": (1, 2, 2),
         "num_attention_heads": size.heads,
@@ -30,7 +30,7 @@ def _wan(size: Size) -> Config:
     }
 
 
-def _flux(size: Size) -> Config:
+def _flux_config(size: Size) -> Config:
     return {
         "in_channels": 16,
         "num_layers": size.layers,
@@ -44,7 +44,7 @@ def _flux(size: Size) -> Config:
     }
 
 
-def _hunyuan(size: Size) -> Config:
+def _hunyuan_config(size: Size) -> Config:
     return {
         "in_channels": 4,
         "out_channels": 4,
@@ -59,7 +59,7 @@ def _hunyuan(size: Size) -> Config:
     }
 
 
-def _qwen(size: Size) -> Config:
+def _qwen_config(size: Size) -> Config:
     return {
         "in_channels": 16,
         "out_channels": 4,
@@ -72,10 +72,10 @@ def _qwen(size: Size) -> Config:
 
 
 SMALL_MODELS: Mapping[str, Callable[[Size], Config]] = {
-    "wan": _wan,
-    "flux": _flux,
-    "hunyuanvideo": _hunyuan,
-    "qwen-image": _qwen,
+    "wan": _wan_config,
+    "flux": _flux_config,
+    "hunyuanvideo": _hunyuan_config,
+    "qwen-image": _qwen_config,
 }
 
 

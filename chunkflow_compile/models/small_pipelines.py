@@ -63,7 +63,7 @@ def _scheduler(**config: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(**config)
 
 
-def _parts(transformer: Any, vae: Any, text_encoder: Any, tokens: int = 512, **more: Any) -> Components:
+def _pipeline_components(transformer: Any, vae: Any, text_encoder: Any, tokens: int = 512, **more: Any) -> Components:
     """The components of a pipeline.  ``tokens``: most in a prompt.  ``more``: others, or one in place of these."""
     found = {"transformer": transformer, "vae": vae, "scheduler": _scheduler(), "text_encoder": text_encoder}
     return {**found, "tokenizer": tokenizer(tokens), **more}
@@ -88,7 +88,7 @@ def _image_vae() -> Any:
     return AutoencoderKL(**_IMAGE_VAE, shift_factor=0.1, scaling_factor=1.5)
 
 
-def _wan_vae() -> Any:
+def _small_wan_vae() -> Any:
     from diffusers import AutoencoderKLWan
 
     return AutoencoderKLWan(
@@ -114,12 +114,14 @@ def _wan_transformer(channels: int = 16, **config: Any) -> Any:
     )
 
 
-def _wan() -> Components:
-    return _parts(_wan_transformer(), _wan_vae(), umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None)
+def _wan_components() -> Components:
+    return _pipeline_components(
+        _wan_transformer(), _small_wan_vae(), umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None
+    )
 
 
 def _wan_two_experts() -> Components:
-    return {**_wan(), "transformer_2": _wan_transformer(), "boundary_ratio": 0.875}
+    return {**_wan_components(), "transformer_2": _wan_transformer(), "boundary_ratio": 0.875}
 
 
 def _wan_from_image() -> Components:
@@ -135,14 +137,14 @@ def _wan_from_image() -> Components:
         projection_dim=TEXT,
     )
     return {
-        **_wan(),
+        **_wan_components(),
         "transformer": _wan_transformer(36, image_dim=TEXT, added_kv_proj_dim=TEXT),
         "image_encoder": CLIPVisionModel(vision),
         "image_processor": CLIPImageProcessor(crop_size=32, size=32),
     }
 
 
-def _flux() -> Components:
+def _flux_components() -> Components:
     from diffusers import FluxTransformer2DModel
 
     transformer = FluxTransformer2DModel(
@@ -157,7 +159,7 @@ def _flux() -> Components:
         guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
     )
-    return _parts(transformer, _image_vae(), clip(), 77, text_encoder_2=t5(), tokenizer_2=tokenizer())
+    return _pipeline_components(transformer, _image_vae(), clip(), 77, text_encoder_2=t5(), tokenizer_2=tokenizer())
 
 
 def _flux2() -> Components:
@@ -175,7 +177,7 @@ def _flux2() -> Components:
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    return _parts(transformer, AutoencoderKLFlux2(**_IMAGE_VAE), qwen3())
+    return _pipeline_components(transformer, AutoencoderKLFlux2(**_IMAGE_VAE), qwen3())
 
 
 def _qwen_image(levels: int = 2) -> Components:
@@ -201,7 +203,7 @@ def _qwen_image(levels: int = 2) -> Components:
         latents_mean=[0.0] * 4,
         latents_std=[1.0] * 4,
     )
-    return _parts(transformer, vae, qwen_vl(), 2048)
+    return _pipeline_components(transformer, vae, qwen_vl(), 2048)
 
 
 def _qwen_image_edit() -> Components:
@@ -234,7 +236,7 @@ def _hunyuan_video() -> Components:
         layers_per_block=1,
         norm_num_groups=4,
     )
-    return _parts(
+    return _pipeline_components(
         transformer, vae, llama(), scheduler=_scheduler(shift=7.0), text_encoder_2=clip(), tokenizer_2=tokenizer(77)
     )
 
@@ -260,7 +262,7 @@ def _ltx() -> Components:
         spatio_temporal_scaling=(True, True, False, False),
         decoder_spatio_temporal_scaling=(True, True, False, False),
     )
-    return _parts(transformer, vae, t5())
+    return _pipeline_components(transformer, vae, t5())
 
 
 def _z_image() -> Components:
@@ -279,7 +281,7 @@ def _z_image() -> Components:
         axes_dims=[8, 4, 4],
         axes_lens=[256, 32, 32],
     )
-    return _parts(transformer, _image_vae(), qwen3())
+    return _pipeline_components(transformer, _image_vae(), qwen3())
 
 
 def _sd3(**config: Any) -> Components:
@@ -298,7 +300,7 @@ def _sd3(**config: Any) -> Components:
         out_channels=4,
         **config,
     )
-    return _parts(
+    return _pipeline_components(
         transformer,
         _image_vae(),
         clip(projected=True),
@@ -314,15 +316,15 @@ def _sd35() -> Components:
     return _sd3(qk_norm="rms_norm", dual_attention_layers=(0, 1))
 
 
-_STEPS = {"num_inference_steps": 3, "output_type": "pt"}
-_IMAGE = {"prompt": "a paper boat", "height": 32, "width": 32, "max_sequence_length": 32, **_STEPS}
+_FEW_STEPS = {"num_inference_steps": 3, "output_type": "pt"}
+_IMAGE = {"prompt": "a paper boat", "height": 32, "width": 32, "max_sequence_length": 32, **_FEW_STEPS}
 _VIDEO = {**_IMAGE, "num_frames": 5, "negative_prompt": "rain"}
 
 SMALL_PIPELINES: Mapping[str, SmallPipeline] = {
-    "wan": SmallPipeline("WanPipeline", _wan, {**_VIDEO, "guidance_scale": 4.0}),
+    "wan": SmallPipeline("WanPipeline", _wan_components, {**_VIDEO, "guidance_scale": 4.0}),
     "wan2.2": SmallPipeline("WanPipeline", _wan_two_experts, {**_VIDEO, "guidance_scale": 4.0}),
     "wan-i2v": SmallPipeline("WanImageToVideoPipeline", _wan_from_image, {**_VIDEO, "guidance_scale": 4.0}, image=True),
-    "flux": SmallPipeline("FluxPipeline", _flux, _IMAGE),
+    "flux": SmallPipeline("FluxPipeline", _flux_components, _IMAGE),
     "flux2": SmallPipeline(
         "Flux2KleinPipeline", _flux2, {**_IMAGE, "guidance_scale": 4.0, "text_encoder_out_layers": (1, 2)}
     ),

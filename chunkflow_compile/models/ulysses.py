@@ -32,7 +32,7 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
     this rank is not in the group, if the degree does not divide the number of attention heads, or if the model cannot be
     split or is split already.  A call whose tokens the degree does not divide raises one too.
     """
-    degree = _checked(degree, group)
+    degree = _checked_degree(degree, group)
     if degree == 1:
         return model
     plan = parallel_plan(model)
@@ -51,8 +51,8 @@ def enable_ulysses(model: nn.Module, degree: int | None = None, *, group: Any = 
         model.__dict__.pop("_resolve_parallel_config", None)
     for module in model.modules():
         for hook in hooks_of(module).values():
-            _settle(getattr(hook, "module_forward_metadata", None))
-            _refuse_uneven(hook)
+            _look_up_arguments(getattr(hook, "module_forward_metadata", None))
+            _replace_split_hook(hook)
     return model
 
 
@@ -108,7 +108,7 @@ def _group_of(degree: int) -> dist.ProcessGroup:
     return made[dist.get_rank() // degree]
 
 
-def _checked(degree: int | None, group: Any) -> int:
+def _checked_degree(degree: int | None, group: Any) -> int:
     """The degree.  Raises ChunkflowError if this rank cannot be split so; other ranks are not asked."""
     if degree is None and group is None:
         raise ChunkflowError(
@@ -209,7 +209,7 @@ def _check_heads(model: nn.Module, degree: int) -> None:
                 )
 
 
-def _refuse_uneven(hook: Any) -> None:
+def _replace_split_hook(hook: Any) -> None:
     """Let a hook of diffusers that splits a sequence name the numbers if it cannot."""
     from diffusers.hooks.context_parallel import ContextParallelSplitHook
 
@@ -219,7 +219,7 @@ def _refuse_uneven(hook: Any) -> None:
         hook.__class__ = EvenSplitHook
 
 
-def _settle(metadata: Any) -> None:
+def _look_up_arguments(metadata: Any) -> None:
     """Look up the positions of the arguments that a hook splits before the first call: Dynamo does not trace that."""
     if metadata is not None and metadata.cached_parameter_indices is None:
         names = list(inspect.signature(metadata._cls.forward).parameters)[1:]  # without self

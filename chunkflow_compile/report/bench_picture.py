@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
-from .pictures import new_axes, save
-from .record import ArmRecord, Record
+from .pictures import new_axes, save_figure
+from .record import ArmRecord, ComparisonRecord
 
-_COLOURS = {"compute, and the host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
+_PART_COLOURS = {"compute, and the host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
 
 
-def draw_arms(record: Record, predicted: Mapping[str, ArmRecord], path: Path) -> None:
+def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path: Path) -> None:
     """Draw a bar for each arm, a diamond at its predicted step, and a dotted line at the step of the resident arm."""
     names = list(record.arms)
     figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
     begins = [0.0] * len(names)
-    for part, colour in _COLOURS.items():
+    for part, colour in _PART_COLOURS.items():
         lengths = [1e3 * _part(record.arms[name], part) for name in names]
         axes.barh(names, lengths, left=begins, color=colour, label=part, height=0.62)
         begins = [a + b for a, b in zip(begins, lengths, strict=True)]
@@ -36,7 +36,7 @@ def draw_arms(record: Record, predicted: Mapping[str, ArmRecord], path: Path) ->
     axes.set_xlabel("a step, ms (medians, slowest rank)")
     axes.set_title(record.model, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def _part(arm: ArmRecord, part: str) -> float:

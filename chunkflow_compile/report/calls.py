@@ -30,7 +30,7 @@ class CallFigures:
     jump_bytes: int
 
 
-def calls_of(course: Course) -> Iterator[CallFigures]:
+def call_figures(course: Course) -> Iterator[CallFigures]:
     """The figures of each call, in order."""
     plan = course.plan
     first = {w.name: w.first_use for w in plan.streamed}
@@ -43,9 +43,9 @@ def calls_of(course: Course) -> Iterator[CallFigures]:
             number=number,
             block=plan.regions[begin].block,
             windows=end - begin,
-            own_bytes=_bytes(plan, own),
-            ahead_bytes=_bytes(plan, fetched) - _bytes(plan, own),
-            jump_bytes=_bytes(plan, [ops[node] for node in border(course, number).prefetches]),
+            own_bytes=_copied_bytes(plan, own),
+            ahead_bytes=_copied_bytes(plan, fetched) - _copied_bytes(plan, own),
+            jump_bytes=_copied_bytes(plan, [ops[node] for node in border(course, number).prefetches]),
         )
 
 
@@ -55,7 +55,7 @@ def calls_table(calls: Sequence[CallFigures]) -> str:
     return str(tabulate(rows, headers=headers, disable_numparse=True))
 
 
-def _bytes(plan: Plan, ops: Sequence[Prefetch]) -> int:
+def _copied_bytes(plan: Plan, ops: Sequence[Prefetch]) -> int:
     weights = {w.name: w for w in plan.streamed}
     spans = (plan.span(weights[op.weight], op.first, op.end) for op in ops)
     return sum(end - begin for begin, end in spans)

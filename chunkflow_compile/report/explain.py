@@ -16,7 +16,7 @@ from chunkflow_compile.runtime.measurement import Measured
 
 from .calls import CallFigures, calls_table
 from .lanes import HELD, Lanes, lanes_of
-from .record import fine, seconds, size
+from .record import PROSE_WIDTH, fine, seconds, size
 
 # Stalls and windows listed: as many as a person reads before acting.
 SHOWN = 5
@@ -27,7 +27,6 @@ _FAR = 0.10
 _SHORT = 5e-5
 # Most characters of a region in a table: a block and two weights.
 _WIDE = 56
-_TEXT = 100
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,20 +104,20 @@ class Explanation:
         """The report as text.  ``every_window``: list all windows, not only those furthest from their prediction."""
         calls = f"medians of {self.steps} call{'s' * (self.steps != 1)}"
         warm = f"policy {self.policy}, planned for {self.hardware}; {calls}; plan {self.plan}"
-        parts = [warm, _figures(self.figures), fill(f"limited by {self.limit}", _TEXT)]
+        parts = [warm, _figure_table(self.figures), fill(f"limited by {self.limit}", PROSE_WIDTH)]
         if self.advice:
-            parts.append(fill(self.advice, _TEXT))
-        parts += [fill(note, _TEXT) for note in self.notes]
+            parts.append(fill(self.advice, PROSE_WIDTH))
+        parts += [fill(note, PROSE_WIDTH) for note in self.notes]
         if self.cold > 1:  # the first always is
             parts.append(
                 fill(
                     f"{self.cold} calls began cold, with empty slots: programs that share an arena take turns, and "
                     "each change repeats the first copies; or a call failed. Give one of them an arena of its own.",
-                    _TEXT,
+                    PROSE_WIDTH,
                 )
             )
         if self.stalls:
-            parts.append(f"worst stalls:\n\n{_stalls(self.stalls)}")
+            parts.append(f"worst stalls:\n\n{_stall_table(self.stalls)}")
         elif self.waited_s > _SHORT:
             parts.append(f"compute waited {fine(self.waited_s)} for weights, nowhere longer than {fine(_SHORT)}")
         else:
@@ -179,8 +178,8 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
         figures=figures,
         windows=windows,
         stalls=tuple(_worst(plan, lanes, windows)),
-        limit=_limit(measured),
-        advice=_advice(figures, plan.hardware),
+        limit=_longest_part(measured),
+        advice=_worst_prediction(figures, plan.hardware),
     )
 
 
@@ -214,7 +213,7 @@ def _worst(plan: Plan, lanes: Lanes, windows: Sequence[Window]) -> Iterator[Wors
     for weight in plan.streamed:
         slack = weight.slack_s if weight.slack_s is not None else 0.0
         arrivals.setdefault(weight.first_use, []).append((slack, weight.name, weight.why))
-    held = _held(plan, lanes)
+    held = _weights_held(plan, lanes)
     for window in sorted(windows, key=lambda w: -w.exposed_s[1])[:SHOWN]:
         weights = sorted(arrivals.get(window.index, ()))
         if window.exposed_s[1] < _SHORT:
@@ -236,7 +235,7 @@ def _worst(plan: Plan, lanes: Lanes, windows: Sequence[Window]) -> Iterator[Wors
         )
 
 
-def _held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
+def _weights_held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
     """Window -> the weights that barriers before its collectives wait for."""
     starts = [b.start for b in lanes.lane("compute")]
     barriers = {b.collective: b.weights for b in plan.barriers}
@@ -248,7 +247,7 @@ def _held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
     return found
 
 
-def _limit(measured: Measured) -> str:
+def _longest_part(measured: Measured) -> str:
     """The longest part of the step, and how far the copies are hidden."""
     parts = {
         "compute": measured.compute_s,
@@ -268,7 +267,7 @@ def _limit(measured: Measured) -> str:
     return text
 
 
-def _advice(figures: Sequence[Figure], hardware: str) -> str:
+def _worst_prediction(figures: Sequence[Figure], hardware: str) -> str:
     """The figure that is off most, and what to do; empty if the step is near its prediction."""
     step, *parts = figures[:5]
     if not step.predicted or step.measured is None or abs(step.measured / step.predicted - 1) <= _FAR:
@@ -282,17 +281,17 @@ def _advice(figures: Sequence[Figure], hardware: str) -> str:
     )
 
 
-def _figures(figures: Sequence[Figure]) -> str:
+def _figure_table(figures: Sequence[Figure]) -> str:
     rows = []
     for figure in figures:
-        cells = [_cell(v, figure.unit) for v in (figure.predicted, figure.measured)]
+        cells = [_figure_text(v, figure.unit) for v in (figure.predicted, figure.measured)]
         both = figure.predicted and figure.measured is not None
         ratio = f"{figure.measured / figure.predicted:.2f}" if both else ""  # type: ignore[operator]
         rows.append((figure.name, *cells, ratio))
     return tabulate(rows, headers=("", "predicted", "measured", "ratio"), tablefmt="simple", disable_numparse=True)
 
 
-def _cell(value: float | None, unit: str) -> str:
+def _figure_text(value: float | None, unit: str) -> str:
     if value is None:
         return "-"
     if unit == "bytes":
@@ -300,7 +299,7 @@ def _cell(value: float | None, unit: str) -> str:
     return f"{value / 1e9:.2f} GB/s" if unit == "bytes/s" else seconds(value)
 
 
-def _stalls(stalls: Sequence[WorstStall]) -> str:
+def _stall_table(stalls: Sequence[WorstStall]) -> str:
     rows = [
         (s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), _first(s.weights), s.why)
         for s in stalls
@@ -315,13 +314,14 @@ def _first(names: Sequence[str]) -> str:
 
 def _windows(windows: Sequence[Window]) -> str:
     rows = [
-        (w.index, _where(w.block, w.what), *(f"{p * 1e3:.2f} / {m * 1e3:.2f}" for p, m in _columns(w))) for w in windows
+        (w.index, _where(w.block, w.what), *(f"{p * 1e3:.2f} / {m * 1e3:.2f}" for p, m in _window_parts(w)))
+        for w in windows
     ]
     headers = ("window", "region", "compute, ms", "waited, ms", "collectives, ms")
     return f"{tabulate(rows, headers=headers, tablefmt='simple')}\n(predicted / measured)"
 
 
-def _columns(window: Window) -> tuple[tuple[float, float], ...]:
+def _window_parts(window: Window) -> tuple[tuple[float, float], ...]:
     return window.compute_s, window.exposed_s, window.collective_s
 
 

@@ -10,10 +10,10 @@ from tabulate import tabulate
 
 from chunkflow_compile.passes.plan import Plan
 
-from .pictures import new_axes, save
+from .pictures import new_axes, save_figure
 from .record import seconds, size
 
-_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
+_WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ def _step(generation: Generation, calls: int) -> float:
 def draw_generation(found: Mapping[str, Generation], memory: int, title: str, path: Path) -> None:
     """Draw bytes on the device over the seconds of one generation, a line for each way, and the budget."""
     figure, axes = new_axes(8.0, 4.2)
-    for (way, generation), colour in zip(found.items(), _COLOURS, strict=True):
+    for (way, generation), colour in zip(found.items(), _WAY_COLOURS, strict=True):
         at, times, heights = 0.0, list[float](), list[float]()
         for phase in generation.phases:
             end = at + phase.loading_s + phase.calls * phase.seconds
@@ -88,4 +88,4 @@ def draw_generation(found: Mapping[str, Generation], memory: int, title: str, pa
     axes.set_xlim(left=0)
     axes.set_title(title, fontsize=10)
     figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
-    save(figure, path)
+    save_figure(figure, path)

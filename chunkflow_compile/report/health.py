@@ -46,7 +46,7 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
         *_compilers(machine),
         *_libraries(machine),
         *_folders(machine),
-        _profile(machine.profile, machine.profile_fault),
+        _profile_finding(machine.profile, machine.profile_fault),
     )
 
 
@@ -197,17 +197,17 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
 
 def _folders(machine: Machine) -> Iterator[Finding]:
     fix = f"another one is used, if there is any: {FIX}"
-    yield _folder("compile cache", machine.compile_cache, fix)
-    yield _folder("temporary files", machine.temporary, "set TMPDIR to a folder that this user can write")
+    yield _folder_finding("compile cache", machine.compile_cache, fix)
+    yield _folder_finding("temporary files", machine.temporary, "set TMPDIR to a folder that this user can write")
 
 
-def _folder(what: str, folder: Folder, fix: str) -> Finding:
+def _folder_finding(what: str, folder: Folder, fix: str) -> Finding:
     if folder.fault:
         return Finding(what, f"{folder.path}, not usable: {folder.fault}", "note", fix)
     return Finding(what, folder.path if folder.free is None else f"{folder.path}, {_gib(folder.free)} free")
 
 
-def _profile(path: str | None, fault: str) -> Finding:
+def _profile_finding(path: str | None, fault: str) -> Finding:
     if fault:
         return Finding("hardware profile", "not looked for", "note", fault)
     if path:

@@ -13,22 +13,22 @@ from typing import Literal, get_args
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.labels import weight_label
-from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, chunks_of, runs, span_name
+from chunkflow_compile.passes.plan import Plan, RegionLabel, Span, runs, span_chunks, span_name
 
 from .record import size
 
-LaneName = Literal["compute", "collective", "copy", "read"]
-LANES: tuple[LaneName, ...] = get_args(LaneName)
+StepLane = Literal["compute", "collective", "copy", "read"]
+STEP_LANES: tuple[StepLane, ...] = get_args(StepLane)
 HELD = "held back until the copies have arrived, so that none runs beside it"
 # Seconds by which sums of a thousand spans differ; every real span is longer.
-_INSTANT = 1e-8
+_TOLERANCE_S = 1e-8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bar:
     """Work on a lane.  ``name``: as in the program.  ``label``: a short name for people, within ``block``."""
 
-    lane: LaneName
+    lane: StepLane
     name: str
     label: str
     block: str
@@ -74,17 +74,17 @@ class Lanes:
     slots: tuple[Slot, ...]
     blocks: Mapping[str, tuple[float, float]]
 
-    def lane(self, name: LaneName) -> tuple[Bar, ...]:
+    def lane(self, name: StepLane) -> tuple[Bar, ...]:
         return tuple(b for b in self.bars if b.lane == name)
 
     def of(self, name: Literal["copy", "read"], weight: str) -> tuple[Bar, ...]:
         """The copies or the reads of a weight."""
-        return tuple(b for b in self.lane(name) if chunks_of(b.name)[0] == weight)
+        return tuple(b for b in self.lane(name) if span_chunks(b.name)[0] == weight)
 
     @property
-    def shown(self) -> tuple[LaneName, ...]:
+    def shown(self) -> tuple[StepLane, ...]:
         """The lanes of this step: without reads if no weight is on the drive."""
-        return LANES if self.lane("read") else LANES[:-1]
+        return STEP_LANES if self.lane("read") else STEP_LANES[:-1]
 
     def occupancy(self) -> list[tuple[float, int]]:
         """Bytes of the arena in use over one step, as (time, bytes from then on)."""
@@ -117,7 +117,7 @@ def lanes_of(plan: Plan) -> Lanes:
         inflation_s=predicted.inflation_s,
         arena_bytes=plan.arena_bytes,
         bars=tuple(_bars(plan, predicted.spans)),
-        stalls=tuple(sorted(_stalls(plan, predicted.spans), key=lambda s: s.start)),
+        stalls=tuple(sorted(_stalls_before(plan, predicted.spans), key=lambda s: s.start)),
         slots=tuple(_slots(plan, predicted.spans)),
         blocks=blocks,
     )
@@ -150,17 +150,17 @@ def _bars(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Bar]:
             kind = span.name.rstrip("0123456789").rstrip("_").replace("_single", "").replace("_into_tensor", "")
             yield _bar(span, "collective", kind.replace("_", "-"), "", span.name)
         elif span.lane == "copy" or span.lane == "read":
-            name, first, end = chunks_of(span.name)
+            name, first, end = span_chunks(span.name)
             begin, stop = plan.span(sizes[name], first, end)
             label = weight_label(name, block_of[name])
             yield _bar(span, span.lane, label, block_of[name], f"chunks {first} to {end - 1}, {size(stop - begin)}")
 
 
-def _bar(span: Span, lane: LaneName, label: str, block: str, detail: str) -> Bar:
+def _bar(span: Span, lane: StepLane, label: str, block: str, detail: str) -> Bar:
     return Bar(lane=lane, name=span.name, label=label, block=block, start=span.start, end=span.end, detail=detail)
 
 
-def _stalls(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
+def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
     """Stalls; consecutive waits before one region or one collective count as one."""
     weights = {w.name: w for w in plan.weights}
     compute = [s for s in spans if s.lane == "compute"]
@@ -171,14 +171,14 @@ def _stalls(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
         yield Stall(before=compute[first].name, weights=names, start=found[0].start, end=found[-1].end, why=worst.why)
     for span in spans:
         if span.lane == "barrier":
-            before = _held(plan, spans, span)
+            before = _collective_held(plan, spans, span)
             yield Stall(before=before, weights=(span.name,), start=span.start, end=span.end, why=HELD)
 
 
-def _held(plan: Plan, spans: tuple[Span, ...], wait: Span) -> str:
+def _collective_held(plan: Plan, spans: tuple[Span, ...], wait: Span) -> str:
     """The collective that a barrier's wait holds back: the next one with a barrier for that weight."""
     names = {b.collective for b in plan.barriers if wait.name in b.weights}
-    later = (s for s in spans if s.lane == "collective" and s.name in names and s.start >= wait.end - _INSTANT)
+    later = (s for s in spans if s.lane == "collective" and s.name in names and s.start >= wait.end - _TOLERANCE_S)
     return min(later, key=lambda s: s.start).name
 
 
@@ -196,7 +196,7 @@ def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:
             if run.window is not None:
                 span = copies.get(span_name(weight.name, run.first, run.end))
                 start = span.start if span is not None else compute[run.window].start
-                if weight.wraps(run.window) and start >= compute[run.window].start - _INSTANT:
+                if weight.wraps(run.window) and start >= compute[run.window].start - _TOLERANCE_S:
                     start -= step  # copied at the end of the step before
             end = over if run.window is not None else step
             yield Slot(weight=weight.name, label=label, block=block, begin=begin, stop=stop, start=start, end=end)

@@ -18,7 +18,15 @@ from chunkflow_compile.passes.graph.listing import node_text, prefetch_text, tar
 from chunkflow_compile.passes.graph.regions import Cut, CutRegion, block_labels
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pipeline import Stage
-from chunkflow_compile.passes.placement.schedule import Collect, Compute, Evict, Item, Transfers, Wait, transfers
+from chunkflow_compile.passes.placement.schedule import (
+    Collect,
+    Compute,
+    Evict,
+    ScheduleItem,
+    Transfers,
+    Wait,
+    transfers,
+)
 from chunkflow_compile.passes.program.rewrite import program_items
 
 INPUTS = "inputs"
@@ -39,7 +47,7 @@ class Line:
     like: str = ""
     defines: str = ""
     uses: tuple[str, ...] = ()
-    item: Item | None = None
+    item: ScheduleItem | None = None
     node: Node | None = None
     weight: str = ""
 
@@ -47,14 +55,14 @@ class Line:
 def stage_lines(stage: Stage) -> list[Line]:
     """The lines of a stage: of its program if it has one, else of its regions, else of the traced graph."""
     if stage.program is not None and stage.cut is not None:
-        return [*_proof(stage), *_program(stage)]
+        return [*_proof(stage), *_program_lines(stage)]
     if stage.cut is not None:
         ops = None
         if stage.plan is not None:
             windows = {w.name: w.windows for w in stage.plan.streamed}
             ops = transfers(stage.cut.problem, windows, stage.plan.barriers)
         return list(_regions(stage.cut, ops))
-    return list(_traced(stage))
+    return list(_graph_lines(stage))
 
 
 def op_counts(lines: Sequence[Line]) -> Counter[str]:
@@ -68,7 +76,7 @@ def _proof(stage: Stage) -> Iterator[Line]:
         yield Line(text=f"{said} ({proof})", part=INPUTS)
 
 
-def _traced(stage: Stage) -> Iterator[Line]:
+def _graph_lines(stage: Stage) -> Iterator[Line]:
     names = {p.key: p.name for p in stage.traced.parameters}
     blocks = block_labels(stage.traced.graph, stage.traced.blocks)
     for node in stage.traced.graph.graph.nodes:
@@ -76,7 +84,7 @@ def _traced(stage: Stage) -> Iterator[Line]:
             block = next((blocks.get(u, "") for u in node.users), "")
             yield from _input(node, names.get(input_key(node.meta.get("desc")), ""), block, named=True)
         else:
-            yield _line(node, blocks.get(node, ""))
+            yield _node_line(node, blocks.get(node, ""))
 
 
 def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
@@ -86,7 +94,7 @@ def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
         if node.op == "placeholder":
             yield from _input(node, weights.get(node, ""), first_reader.get(node, ""), named=True)
         elif node.op == "get_attr":
-            yield _line(node, INPUTS)
+            yield _node_line(node, INPUTS)
     collectives = {c.name: i for i, c in enumerate(cut.problem.collectives)}
     blocks = [*(r.block for r in cut.problem.regions), ""]
     following = 0
@@ -99,9 +107,9 @@ def _regions(cut: Cut, ops: Transfers | None) -> Iterator[Line]:
             held = ops.barriers.get(item.name, ())
             yield from (_transfer(Wait(w, barrier=True), blocks[following]) for w in held)
         collect = Collect(collectives[item.name]) if item.name in collectives else None
-        yield _line(item, blocks[following], collect)
+        yield _node_line(item, blocks[following], collect)
     (output,) = cut.source.graph.find_nodes(op="output")
-    yield _line(output, "")
+    yield _node_line(output, "")
 
 
 def _region(region: CutRegion, ops: Transfers | None) -> Iterator[Line]:
@@ -121,13 +129,13 @@ def _region(region: CutRegion, ops: Transfers | None) -> Iterator[Line]:
     names = {inside: outside.name for inside, outside in taken}
     for node in region.module.graph.nodes:
         if node.op not in ("placeholder", "output"):
-            line = _line(node, info.block)
+            line = _node_line(node, info.block)
             yield replace(line, text=node_text(node, names), uses=_uses(node, names))
     if ops is not None:
         yield from (_transfer(Evict(w), info.block) for w in ops.evicts.get(index, ()))
 
 
-def _program(stage: Stage) -> Iterator[Line]:
+def _program_lines(stage: Stage) -> Iterator[Line]:
     program = stage.program
     assert program is not None
     names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
@@ -147,27 +155,27 @@ def _program(stage: Stage) -> Iterator[Line]:
         if isinstance(item, (Prefetch, Wait, Evict)):
             yield _transfer(item, part)
         elif isinstance(item, Compute):
-            line = _line(node, part, item)
+            line = _node_line(node, part, item)
             yield replace(line, op="region", like=regions[at].key)
         else:
-            yield _line(node, part, item)
+            yield _node_line(node, part, item)
 
 
 def _input(node: Node, weight: str, block: str, named: bool = False) -> Iterator[Line]:
     """The line of an input that is used.  ``named``: add the weight's name as a comment, since torch's name differs."""
     if node.users:
-        line = _line(node, f"{INPUTS} of {block}" if block else INPUTS)
+        line = _node_line(node, f"{INPUTS} of {block}" if block else INPUTS)
         text = f"{line.text}  # {weight}" if named and weight else line.text
         yield replace(line, weight=weight, text=text)
 
 
-def _line(node: Node, part: str, item: Item | None = None) -> Line:
+def _node_line(node: Node, part: str, item: ScheduleItem | None = None) -> Line:
     op = "" if node.op in ("placeholder", "get_attr", "output") else target_name(node)
     return Line(
         text=node_text(node),
         op=op,
         part=part,
-        like=_like(node),
+        like=_shape_text(node),
         defines=node.name,
         uses=_uses(node),
         item=item,
@@ -175,7 +183,7 @@ def _line(node: Node, part: str, item: Item | None = None) -> Line:
     )
 
 
-def _like(node: Node) -> str:
+def _shape_text(node: Node) -> str:
     """A node's line without any name: its shape, op and constants."""
     return node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name)
 

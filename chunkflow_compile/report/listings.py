@@ -30,19 +30,19 @@ def render(lines: Sequence[Line], annotator: FlopNotes | None = None, *, full: b
     """The listing as text.  Unless ``full``, long lines are cut, and consecutive equal parts are shown once."""
     text = [] if annotator is None else [f"#{' ' * (COLUMN - 1)}# {HEADER}"]
     if full:
-        text += [_text(line, annotator, False) for line in lines]
+        text += [_line_text(line, annotator, False) for line in lines]
         return "\n".join(text) + "\n"
-    parts = _parts(lines)
+    parts = _wired_parts(lines)
     for _, group in groupby(enumerate(parts), key=_equal(parts)):
         first, *others = (part for _, part in group)
         text += _heading(first)
-        text += [_text(line, annotator, True) for line in first.lines]
+        text += [_line_text(line, annotator, True) for line in first.lines]
         if others:
             text.append(_folded(first, others, annotator))
     return "\n".join(text) + "\n"
 
 
-def _parts(lines: Sequence[Line]) -> list[_Part]:
+def _wired_parts(lines: Sequence[Line]) -> list[_Part]:
     """The parts and their wiring.  An operand defined in the same part, in the part before it or in the inputs of its
     block counts by its number there; any other operand counts by its name."""
     found: list[_Part] = []
@@ -80,7 +80,7 @@ def _heading(part: _Part) -> list[str]:
     return [f"# {part.name or 'outside blocks'}: {numbers}"]
 
 
-def _text(line: Line, annotator: FlopNotes | None, short: bool) -> str:
+def _line_text(line: Line, annotator: FlopNotes | None, short: bool) -> str:
     long = short and len(line.text) > COLUMN and (line.item is not None or line.node is not None)
     text = line.text if not long else f"{line.text[: COLUMN - 4]} ..."
     note = annotator.note(line) if annotator is not None else None

@@ -13,25 +13,28 @@ from .lanes import Lanes, around, lanes_of
 from .record import size
 
 # Two steps, so that copies that one step starts for the next are shown whole.
-STEPS = 2
+TRACE_STEPS = 2
 _PROCESS = 0
 _THREADS = {"compute": 0, "collective": 1, "copy": 2, "stall": 3, "read": 4, "phase": 5}
 
 
 def trace_events(lanes: Lanes, title: str) -> str:
     """JSON in the Trace Event Format: a thread per lane, complete events in microseconds, arena bytes as a counter."""
-    return _written(title, (*lanes.shown, "stall"), _events(lanes, STEPS))
+    return _trace_json(title, (*lanes.shown, "stall"), _events(lanes, TRACE_STEPS))
 
 
 def generation_events(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan], title: str) -> str:
     """The same of a generation: its phases on a thread, with bytes on the device as a counter; on the others, the first two
     calls of each phase that has a plan.  ``plans``: by phase, with predictions."""
-    return _written(title, _THREADS, _generation(phases, plans))
+    return _trace_json(title, _THREADS, _generation(phases, plans))
 
 
-def _written(title: str, threads: Iterable[str], events: Iterable[dict[str, Any]]) -> str:
+def _trace_json(title: str, threads: Iterable[str], events: Iterable[dict[str, Any]]) -> str:
     named = sorted((_THREADS[name], name) for name in threads)
-    found = [_name("process_name", 0, title), *(_name("thread_name", number, name) for number, name in named)]
+    found = [
+        _metadata_event("process_name", 0, title),
+        *(_metadata_event("thread_name", number, name) for number, name in named),
+    ]
     found += sorted(events, key=lambda e: (e["ts"], -e.get("dur", 0.0)))
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=0) + "\n"
 
@@ -46,7 +49,7 @@ def _generation(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan]) -> Ite
         yield _event("phase", phase.name, begin, end, {**said, "calls": phase.calls})
         yield _counter("on the device", phase.bytes, at)
         if phase.name in plans:
-            yield from _events(lanes_of(plans[phase.name]), min(STEPS, phase.calls), begin)
+            yield from _events(lanes_of(plans[phase.name]), min(TRACE_STEPS, phase.calls), begin)
             yield _counter("arena", 0, end)
         at = end
     yield _counter("on the device", 0, at)
@@ -95,7 +98,7 @@ def _event(lane: str, name: str, start: float, end: float, args: dict[str, Any])
     }
 
 
-def _name(kind: str, thread: int, name: str) -> dict[str, Any]:
+def _metadata_event(kind: str, thread: int, name: str) -> dict[str, Any]:
     return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": thread, "args": {"name": name}}
 
 

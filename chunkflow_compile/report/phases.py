@@ -7,9 +7,7 @@ from textwrap import fill
 
 from tabulate import tabulate
 
-from .record import seconds, size
-
-_TEXT = 100  # characters in a line of prose
+from .record import PROSE_WIDTH, seconds, size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +77,7 @@ class PipelineFigures:
         lines += [
             f"{p.name} ran out of memory {_times(p.retries)}; weights gave way." for p in self.phases if p.retries
         ]
-        lines += [fill(f"{p.name}: {note}", _TEXT) for p in self.phases for note in p.notes]
+        lines += [fill(f"{p.name}: {note}", PROSE_WIDTH) for p in self.phases for note in p.notes]
         return "\n".join(lines)
 
 

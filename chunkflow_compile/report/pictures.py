@@ -33,7 +33,7 @@ def _figure(width: float, height: float) -> Any:
     return figure
 
 
-def save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
     """Write a figure without its date, so that equal figures give equal files."""
     dated = {".png": {"Software": None}, ".svg": {"Date": None}}
     figure.savefig(path, dpi=110, metadata=dated.get(path.suffix))
@@ -54,4 +54,4 @@ def draw_curve(points: Sequence[Point], forwards: int, title: str, path: Path) -
     axes.set_ylabel("predicted step, s")
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10)
-    save(figure, path)
+    save_figure(figure, path)

@@ -15,7 +15,7 @@ from chunkflow_compile.passes.plan import Plan, WeightPlan
 from .record import seconds, size
 
 # Names as chunkflow plan prints them -> fields of a prediction.
-_SECONDS = {
+_TIMES = {
     "a call of the model": "step_s",
     "with all weights resident": "resident_step_s",
     "compute": "compute_s",
@@ -74,44 +74,44 @@ class PlanDiff:
         if self.equal:
             return f"the plans are the same ({self.digests[0]})"
         parts = [f"{name}: {a} -> {b}" for name, (a, b) in self.settings.items()]
-        rows = [(n, *(_cell(n, v) for v in pair), _change(n, *pair)) for n, pair in self.figures.items()]
+        rows = [(n, *(_amount_text(n, v) for v in pair), _change(n, *pair)) for n, pair in self.figures.items()]
         parts.append(
             tabulate(rows, headers=("", "before", "after", "change"), tablefmt="simple", disable_numparse=True)
         )
         for weights, which in zip(self.only, ("before", "after"), strict=True):
             if weights:
                 parts.append(f"only {which}: {', '.join(weights[:8])}{' ...' * (len(weights) > 8)}")
-        parts.append(_moves("changed home", self.homes, _home))
-        parts.append(_moves("changed window", self.windows, _window))
+        parts.append(_moves("changed home", self.homes, _home_change))
+        parts.append(_moves("changed window", self.windows, _window_change))
         return "\n\n".join(parts)
 
 
 def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     """Compare two plans, which may be of different models."""
     old, new = ({w.name: w for w in plan.weights} for plan in (before, after))
-    moves = [_move(before, after, old[n], new[n]) for n in old if n in new]
+    moves = [_weight_move(before, after, old[n], new[n]) for n in old if n in new]
     told = {
         n: (str(getattr(before, n)), str(getattr(after, n))) for n in ("policy", "hardware", "chunk_bytes", "problem")
     }
     return PlanDiff(
         digests=(before.digest, after.digest),
         settings={n: pair for n, pair in told.items() if pair[0] != pair[1]},
-        figures={name: (a, b) for (name, a), (_, b) in zip(_figures(before), _figures(after), strict=True)},
+        figures={name: (a, b) for (name, a), (_, b) in zip(_plan_figures(before), _plan_figures(after), strict=True)},
         homes=tuple(m for m in moves if m.homes_differ),
         windows=tuple(m for m in moves if not m.homes_differ and (m.ahead[0] != m.ahead[1] or m.elsewhere)),
         only=(tuple(n for n in old if n not in new), tuple(n for n in new if n not in old)),
     )
 
 
-def _figures(plan: Plan) -> Iterator[tuple[str, float]]:
-    for name, field in _SECONDS.items():
+def _plan_figures(plan: Plan) -> Iterator[tuple[str, float]]:
+    for name, field in _TIMES.items():
         yield name, getattr(plan.predicted, field) if plan.predicted is not None else 0.0
     yield "weights on the device", plan.device_bytes
     yield "arena", plan.arena_bytes
     yield "copied", plan.moved_bytes
 
 
-def _move(before: Plan, after: Plan, old: WeightPlan, new: WeightPlan) -> Move:
+def _weight_move(before: Plan, after: Plan, old: WeightPlan, new: WeightPlan) -> Move:
     block = after.regions[new.first_use].block if new.first_use >= 0 else ""
     return Move(
         name=old.name,
@@ -140,14 +140,14 @@ def _moves(title: str, moves: tuple[Move, ...], text: object) -> str:
     )
 
 
-def _home(move: Move) -> str:
+def _home_change(move: Move) -> str:
     return " -> ".join(
         "device" if home == "device" else "host" if n == of else f"host, {of - n} of {of} chunks stay"
         for home, n, of in zip(move.home, move.streamed, move.chunks, strict=True)
     )
 
 
-def _window(move: Move) -> str:
+def _window_change(move: Move) -> str:
     if move.ahead[0] != move.ahead[1]:
         return f"{move.ahead[0]} -> {move.ahead[1]} windows ahead"
     return f"{move.elsewhere} of {move.chunks[1]} chunks in another window"
@@ -160,7 +160,7 @@ def _elsewhere(before: Plan, old: WeightPlan, after: Plan, new: WeightPlan) -> i
     return sum(a != b for a, b in zip(old.windows, new.windows, strict=True))
 
 
-def _cell(name: str, value: float) -> str:
+def _amount_text(name: str, value: float) -> str:
     return size(int(value)) if name in ("weights on the device", "arena", "copied") else seconds(value)
 
 
@@ -168,5 +168,5 @@ def _change(name: str, before: float, after: float) -> str:
     if before == after:
         return ""
     if not before:
-        return f"+{_cell(name, after)}"
+        return f"+{_amount_text(name, after)}"
     return f"{100 * (after / before - 1):+.1f} %"

@@ -12,6 +12,7 @@ from tabulate import tabulate
 from chunkflow_compile.passes.errors import ChunkflowError
 
 SCHEMA = 1
+PROSE_WIDTH = 100  # characters in a line of prose
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +33,7 @@ class ArmRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class ComparisonRecord:
     """All arms of one measurement, on ``degree`` ranks for each of ``cfg_parallel`` branches of guidance."""
 
     model: str
@@ -56,7 +57,7 @@ def check_writable(path: Path) -> None:
         raise ChunkflowError(f"The result cannot be written to {path}: {error}. Give another file.") from error
 
 
-def table(record: Record, extra: Mapping[str, Mapping[str, object]] | None = None) -> str:
+def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]] | None = None) -> str:
     """The record as a table, one row per arm; ``extra``: column -> arm -> cell."""
     rows = []
     for name, arm in record.arms.items():

@@ -55,21 +55,21 @@ class StageWriter:
         self._newest: Stage | None = None
         with _refused(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            for name in (*(f"{_numbered(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
+            for name in (*(f"{_file_stem(n)}.{e}" for n in STAGES for e in ("py", "diff")), PLAN_FILE, REPORT_FILE):
                 (folder / name).unlink(missing_ok=True)  # of an earlier run: the last file must be of this one
 
     def add(self, stage: Stage) -> Written:
         """Write one stage."""
         lines = stage_lines(stage)
         plain = [line.text for line in lines]
-        name = _numbered(stage.name)
+        name = _file_stem(stage.name)
         path = self.folder / f"{name}.py"
         ops, change = op_counts(lines), None
         with _refused(self.folder):
             path.write_text(render(lines, annotator(stage, self.hardware) if self.annotate else None))
             if self.written:
                 before = self.written[-1]
-                difference = list(_difference(before, self._before, name, plain))
+                difference = list(_stage_diff(before, self._before, name, plain))
                 change = _count(difference)
                 counts = [f"# {line}" for line in changed_counts(before.ops, ops) or ["op counts unchanged"]]
                 path.with_suffix(".diff").write_text("\n".join([*counts, *difference]) + "\n")
@@ -130,11 +130,11 @@ def changed_counts(before: Counter[str], after: Counter[str]) -> list[str]:
     return [f"{op}: {before[op]} -> {after[op]}" for op in sorted(before | after) if before[op] != after[op]]
 
 
-def _numbered(name: StageName) -> str:
+def _file_stem(name: StageName) -> str:
     return f"{STAGES.index(name):02}_{name}"
 
 
-def _difference(before: Written, old: list[str], name: str, new: list[str]) -> Iterable[str]:
+def _stage_diff(before: Written, old: list[str], name: str, new: list[str]) -> Iterable[str]:
     return difflib.unified_diff(old, new, before.path.name, f"{name}.py", n=1, lineterm="")
 
 

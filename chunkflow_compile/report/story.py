@@ -23,7 +23,7 @@ _CANDIDATES = 12
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class ChunkCopy:
     """A copy of chunks ``[first, end)``, started in ``window``.
 
     Seconds from the start of a call; negative ones are in the call before.
@@ -63,7 +63,7 @@ class Story:
     chunks: int
     streamed_chunks: int
     slot: tuple[int, int] | None
-    copies: tuple[Copy, ...]
+    copies: tuple[ChunkCopy, ...]
     readers: dict[int, str]
     reads_s: tuple[float, float] | None
     drive_s: tuple[float, float] | None
@@ -137,17 +137,17 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
         shape=known.shape,
         dtype=known.dtype,
         nbytes=weight.nbytes,
-        home=_home(weight, known.drive),
+        home=_home_sentence(weight, known.drive),
         chunks=chunk_count(weight.nbytes, plan.chunk_bytes),
         streamed_chunks=weight.streamed_chunks,
         slot=None if weight.offset is None else (weight.offset, weight.offset + weight.nbytes),
         copies=tuple(_copies(plan, weight, lanes)),
-        readers={k: _called(plan, k) for k in uses},
+        readers={k: _region_title(plan, k) for k in uses},
         reads_s=(compute[uses[0]].start, compute[uses[-1]].end) if uses else None,
-        drive_s=_read(weight, lanes),
+        drive_s=_read_times(weight, lanes),
         slack_s=weight.slack_s,
         why=weight.why,
-        limit=_limit(plan, weight, known.keep, lanes),
+        limit=_what_limits(plan, weight, known.keep, lanes),
         changes=tuple(changes),
     )
 
@@ -213,7 +213,7 @@ def _slack(value: float) -> str:
     return fine(value) if value >= 0 else f"waits {fine(-value)}"
 
 
-def _home(weight: WeightPlan, drive: bool) -> str:
+def _home_sentence(weight: WeightPlan, drive: bool) -> str:
     if weight.home == "device":
         return "device: it stays there"
     if drive:
@@ -224,7 +224,7 @@ def _home(weight: WeightPlan, drive: bool) -> str:
     return f"host, streamed in every call in {len(weight.windows)} chunk{'s' * (len(weight.windows) != 1)}"
 
 
-def _limit(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> str:
+def _what_limits(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> str:
     if keep is not None or not weight.nbytes or weight.first_use < 0:
         small = (keep or "").startswith("small")
         return "min_bytes: smaller weights stay" if small else "the weight itself: no plan moves it"
@@ -236,12 +236,12 @@ def _limit(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes) -> st
         return "the goal: streaming more of it would save no memory, or make the step longer than the goal allows"
     if held := [b.collective for b in plan.barriers if weight.name in b.weights]:
         return f"its barrier: {', '.join(held)} waits for this weight, so that no copy runs beside the collective"
-    if beside := _beside(weight, lanes):
+    if beside := _collectives_beside(weight, lanes):
         return f"the link: its copy runs beside {', '.join(beside)}, and each slows the other where they share the link"
     return "nothing: it costs the call no time"
 
 
-def _read(weight: WeightPlan, lanes: Lanes) -> tuple[float, float] | None:
+def _read_times(weight: WeightPlan, lanes: Lanes) -> tuple[float, float] | None:
     """When the drive reads a weight, from the start of a call; None if it does not."""
     reads = lanes.of("read", weight.name)
     return (min(b.start for b in reads), max(b.end for b in reads)) if reads else None
@@ -254,7 +254,7 @@ def _waits_for_the_drive(weight: WeightPlan, lanes: Lanes) -> bool:
     return any(abs(b.start - read.get(b.name, -1.0)) < 1e-8 for b in copies)
 
 
-def _beside(weight: WeightPlan, lanes: Lanes) -> list[str]:
+def _collectives_beside(weight: WeightPlan, lanes: Lanes) -> list[str]:
     """The collectives that run while the weight is copied."""
     copies = lanes.of("copy", weight.name)
     times = [t for b in copies for t in around(b.start, b.end, lanes.step_s)]
@@ -265,12 +265,12 @@ def _beside(weight: WeightPlan, lanes: Lanes) -> list[str]:
     ]
 
 
-def _called(plan: Plan, region: int) -> str:
+def _region_title(plan: Plan, region: int) -> str:
     label = plan.regions[region]
     return f"{label.block}: {label.what}" if label.block else label.what
 
 
-def _copies(plan: Plan, weight: WeightPlan, lanes: Lanes) -> Iterator[Copy]:
+def _copies(plan: Plan, weight: WeightPlan, lanes: Lanes) -> Iterator[ChunkCopy]:
     predicted = plan.predicted
     assert predicted is not None
     compute, waited = lanes.lane("compute"), {s.before: s.end - s.start for s in lanes.stalls}
@@ -283,7 +283,7 @@ def _copies(plan: Plan, weight: WeightPlan, lanes: Lanes) -> Iterator[Copy]:
         start = starts[(weight.offset or 0) + begin]
         span = spans.get(span_name(weight.name, run.first, run.end))
         before = weight.wraps(run.window) * predicted.step_s
-        yield Copy(
+        yield ChunkCopy(
             first=run.first,
             end=run.end,
             nbytes=stop - begin,

@@ -10,11 +10,11 @@ from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .lanes import Bar, LaneName, Lanes, around
-from .pictures import new_figure, save
+from .lanes import Bar, Lanes, StepLane, around
+from .pictures import new_figure, save_figure
 
 WIDTH, HEIGHT = 15.0, 10.0
-_NAMES: dict[LaneName, str] = {"compute": "compute", "collective": "collectives", "copy": "copies", "read": "drive"}
+_NAMES: dict[StepLane, str] = {"compute": "compute", "collective": "collectives", "copy": "copies", "read": "drive"}
 _HEIGHTS = (1.0, 4.0, 3.2)
 _COMPUTE, _COLLECTIVE, _STALL = "#a6c8e4", "#f5b95c", "#d62728"
 # Inches of a character along and across its line at font size _SIZE; a label with less room is drawn smaller.
@@ -22,7 +22,7 @@ _CHARACTER, _LINE = 0.068, 0.125
 _SIZE, _SMALLEST = 8.0, 3.5
 _LEGIBLE = 0.55
 # Seconds; shorter than any span.  Keeps an axis from being empty.
-_INSTANT = 1e-12
+_SHORTEST_S = 1e-12
 
 
 def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = None, blocks: int = 1) -> None:
@@ -32,7 +32,7 @@ def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = N
     there is no such block.
     """
     shown = _shown(lanes, block, blocks)
-    begin, end = _window(lanes, shown)
+    begin, end = _time_shown(lanes, shown)
     with _text_in_svg():
         figure, (top, middle, bottom) = new_figure(WIDTH, HEIGHT, _HEIGHTS)
         figure.suptitle(title, fontsize=11, parse_math=False)
@@ -40,7 +40,7 @@ def draw_timeline(lanes: Lanes, title: str, path: Path, *, block: str | None = N
         colours = _Colours(lanes)
         _detail(middle, lanes, begin, end, colours, shown)
         _arena(bottom, lanes, begin, end, colours, shown)
-        save(figure, path)
+        save_figure(figure, path)
 
 
 def _shown(lanes: Lanes, block: str | None, blocks: int) -> list[str]:
@@ -54,14 +54,14 @@ def _shown(lanes: Lanes, block: str | None, blocks: int) -> list[str]:
     return names[first : first + blocks]
 
 
-def _window(lanes: Lanes, shown: list[str]) -> tuple[float, float]:
+def _time_shown(lanes: Lanes, shown: list[str]) -> tuple[float, float]:
     if not shown:
-        return 0.0, max(lanes.step_s, _INSTANT)
+        return 0.0, max(lanes.step_s, _SHORTEST_S)
     start, end = lanes.blocks[shown[0]][0], lanes.blocks[shown[-1]][1]
     waits = [s.start for s in lanes.stalls if s.end == start]
     start = min([start, *waits])
     margin = 0.02 * (end - start)
-    return max(0.0, start - margin), max(min(lanes.step_s, end + margin), start + _INSTANT)
+    return max(0.0, start - margin), max(min(lanes.step_s, end + margin), start + _SHORTEST_S)
 
 
 class _Colours:
@@ -85,7 +85,7 @@ def _rows(colormap: Any) -> list[tuple[float, ...]]:
     return [tuple(c) for c in colormap.colors]
 
 
-def _rows_of(lanes: Lanes) -> dict[LaneName, float]:
+def _rows_of(lanes: Lanes) -> dict[StepLane, float]:
     """The lower edge of each lane, compute on top."""
     shown = lanes.shown
     return {lane: float(len(shown) - 1 - row) for row, lane in enumerate(shown)}
@@ -211,7 +211,7 @@ def _arena(axes: Any, lanes: Lanes, begin: float, end: float, colours: _Colours,
             _label(
                 axes,
                 middle,
-                (_named(slot.label, slot.block, shown),),
+                (_label_in(slot.label, slot.block, shown),),
                 (stop - start) * inch,
                 height * inches,
                 least=slot.block in shown and height >= largest[slot.weight],
@@ -227,10 +227,10 @@ def _lines(bar: Bar, shown: list[str]) -> tuple[str, ...]:
     """The text of a bar: a region's name and what it computes, or the label."""
     if bar.lane == "compute":
         return bar.name, *bar.label.split(" ")
-    return (_named(bar.label, bar.block, shown),)
+    return (_label_in(bar.label, bar.block, shown),)
 
 
-def _named(label: str, block: str, shown: list[str]) -> str:
+def _label_in(label: str, block: str, shown: list[str]) -> str:
     """A weight's label; with the number of its block if that block is not enlarged."""
     return label if block in shown or not block else f"{block.rpartition('.')[2]}: {label}"
 

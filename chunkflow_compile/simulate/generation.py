@@ -42,14 +42,14 @@ def generations(
     resident = {c.name: _placed(c, hardware, chunk_bytes, policy="resident") for c in components}
 
     def plain(c: Component) -> _Made:
-        return _made(c, resident[c.name], weights=total)
+        return _phase_and_plan(c, resident[c.name], weights=total)
 
     def one_model(c: Component) -> _Made:
-        return _made(c, resident[c.name], weights=c.weights, loading_s=c.weights / rate)
+        return _phase_and_plan(c, resident[c.name], weights=c.weights, loading_s=c.weights / rate)
 
     def blocks(c: Component) -> _Made:
         plan = _placed(c, hardware, chunk_bytes, policy="layerwise")
-        return _made(c, plan, loading_s=c.weights / rate if plan is None else 0.0)
+        return _phase_and_plan(c, plan, loading_s=c.weights / rate if plan is None else 0.0)
 
     def planned(c: Component) -> _Made:
         beside = _small_beside(c, components)
@@ -61,7 +61,9 @@ def generations(
         except ChunkflowError as error:
             raise _too_little(c, beside, hardware, chunk_bytes, memory) from error
         held = c.weights if plan is None else plan.device_bytes
-        return _made(c, plan, weights=held + beside, loading_s=min(held, c.weights) / rate)  # a phase begins cold
+        return _phase_and_plan(
+            c, plan, weights=held + beside, loading_s=min(held, c.weights) / rate
+        )  # a phase begins cold
 
     ways: Mapping[str, Callable[[Component], _Made]] = {
         "plain": plain,
@@ -109,7 +111,9 @@ def _placed(component: Component, hardware: Hardware, chunk_bytes: int, **goal: 
     return place(component.problem, hardware, chunk_bytes=chunk_bytes, **goal)
 
 
-def _made(component: Component, plan: Plan | None, *, weights: int | None = None, loading_s: float = 0.0) -> _Made:
+def _phase_and_plan(
+    component: Component, plan: Plan | None, *, weights: int | None = None, loading_s: float = 0.0
+) -> _Made:
     """A phase and its plan.  ``weights``: bytes on the device, if they are not those of the plan."""
     held, seconds = component.weights, component.seconds
     if plan is not None:

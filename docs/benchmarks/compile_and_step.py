@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import chunkflow_compile
 from chunkflow_compile import courses, programs
-from chunkflow_compile.kinds import between_hooks, blocks_of, parts_of
+from chunkflow_compile.kinds import between_hooks, parts_of, repeated_blocks
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes import pipeline
 from chunkflow_compile.runtime.session import Session
@@ -81,7 +81,7 @@ def same_by_torch(model: nn.Module) -> Any:
 
     Except those of torch itself, such as a Linear, which Dynamo does not compile by themselves.
     """
-    blocks = blocks_of(model)
+    blocks = repeated_blocks(model)
     compiled = between_hooks(blocks, RESIDENT["min_bytes"])
     for module in (*compiled.values(), *parts_of(model, blocks.values(), RESIDENT["min_bytes"]).values()):
         if not type(module).__module__.startswith("torch.nn."):

@@ -18,7 +18,7 @@ from chunkflow_compile.bench.link_load import TO_BE_DERIVED
 from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
-from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise
+from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.bench_picture import draw_arms
 
@@ -92,7 +92,7 @@ def main() -> None:
         draw_arms(found.record, found.predicted, picture)
         picture.with_suffix(".json").write_text(found.to_json())
         took = f"{time.monotonic() - start:.0f} s, torch {torch.__version__}, of `{command}`"
-        parts = [f"{name}: {regime.shows}", describe(job, found), took, f"```\n{bench_table(found)}\n```"]
+        parts = [f"{name}: {regime.shows}", conditions(job, found), took, f"```\n{bench_table(found)}\n```"]
         parts += [*(f"* {line}" for line in _findings(found)), f"![arms of {name}]({picture.name})"]
         sections[name] = "\n\n".join(parts).replace("\n\n* ", "\n* ")
         shown = [sections[known] for known in REGIMES if known in sections]

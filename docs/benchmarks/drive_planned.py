@@ -16,7 +16,7 @@ from pathlib import Path
 from tabulate import tabulate
 
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS, Sizes
+from chunkflow_compile.models.presets import PRESETS, OutputSizes
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
@@ -25,7 +25,7 @@ from chunkflow_compile.report.record import seconds, size
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
 MODEL, MACHINE = "wan2.2-t2v-a14b", "h100-pcie-x2"
-SIZE = Sizes(height=480, width=832, frames=81)
+SIZE = OutputSizes(height=480, width=832, frames=81)
 DEGREES = (1, 2, 8)
 DRIVES = (3e9, 7e9, 14e9)
 # Of the weights of one expert in host memory.

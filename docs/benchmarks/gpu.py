@@ -31,7 +31,7 @@ from chunkflow_compile.bench.peers import (
 )
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import PEERS, Regime
-from chunkflow_compile.bench.summary import BenchRecord, bench_table, describe, summarise
+from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
 from chunkflow_compile.hardware.calibrate import calibrate
 from chunkflow_compile.hardware.machine import device_name, look
 from chunkflow_compile.hardware.profiles import load_profile
@@ -123,7 +123,7 @@ def main() -> None:
             job = replace(_job(case, arguments.steps, str(page.profile)), seconds=left, log=str(page.log))
             found = summarise(job, run_job(job))
             findings = "\n".join(f"* {line}" for line in _findings(found, profile))
-            says = [describe(job, found), f"```\n{bench_table(found)}\n```", findings]
+            says = [conditions(job, found), f"```\n{bench_table(found)}\n```", findings]
             page.add(case, says, json.loads(found.to_json()))
         except Exception as error:  # noqa: BLE001  (the other cases still run)
             page.add(case, [f"Failed:\n\n```\n{str(error)[-3000:]}\n```"])

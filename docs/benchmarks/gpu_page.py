@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from chunkflow_compile.cli.calibrate import describe as describe_profile
+from chunkflow_compile.cli.calibrate import profile_table as describe_profile
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.report.record import seconds
 

@@ -14,7 +14,7 @@ from statistics import mean
 from tqdm import tqdm
 
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import Sizes, preset
+from chunkflow_compile.models.presets import OutputSizes, preset
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.passes.pipeline import make_cut
@@ -46,11 +46,11 @@ class Case:
         return f"{self.model.split('-')[0]} {self.size}"
 
     @property
-    def sizes(self) -> Sizes:
+    def sizes(self) -> OutputSizes:
         known = preset(self.model).sizes
         text = TEXT.get(self.model, known.text)
         batch, frames = (self.size, 1) if self.model == "flux.1-dev" else (1, self.size)
-        return Sizes(height=known.height, width=known.width, frames=frames, batch=batch, text=text)
+        return OutputSizes(height=known.height, width=known.width, frames=frames, batch=batch, text=text)
 
     @property
     def forwards(self) -> int:

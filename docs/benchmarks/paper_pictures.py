@@ -9,7 +9,7 @@ from paper_cases import GIB, ROOMY, Result, blocks_of, breakdown
 
 from chunkflow_compile.passes.cost.formulas import knee as knee_of
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.report.pictures import new_axes, save
+from chunkflow_compile.report.pictures import new_axes, save_figure
 
 COLORS = {
     "resident": "#999999",
@@ -45,7 +45,7 @@ def _draw_bars(
     axes[0].set_ylabel(label)
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=len(labels), fontsize=8)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_breakdown(results: list[Result], path: Path) -> None:
@@ -68,7 +68,7 @@ def draw_breakdown(results: list[Result], path: Path) -> None:
     axes.set_ylim(top=1.06 * max(r.step(arm) / r.step("resident") for r in results for arm in r.plans))
     axes.set_ylabel("step, of resident")
     axes.legend(fontsize=8)
-    save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_roofline(results: list[Result], machine: Hardware, path: Path) -> None:
@@ -106,4 +106,4 @@ def draw_roofline(results: list[Result], machine: Hardware, path: Path) -> None:
     axes.set_yscale("log")
     axes.set_xlabel("FLOP of a rank's block per byte of its weights")
     axes.set_ylabel("FLOP/s while its weights stream")
-    save(figure, path)
+    save_figure(figure, path)

@@ -15,7 +15,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from chunkflow_compile.passes.problem import Cost
+from chunkflow_compile.passes.problem import RegionCost
 
 # Products of an input and a weight that the flop counter does not know, most of them with a quantised weight.
 _PRODUCTS = frozenset(
@@ -37,7 +37,7 @@ _PRODUCTS = frozenset(
 Values = Mapping[Node, Any]
 
 
-def region_cost(values: Values) -> Cost:
+def region_cost(values: Values) -> RegionCost:
     """The cost of one region.  ``values``: of each of its nodes, tensors without data, of sizes that are known."""
     total, traffic, by_dtype, by_op = 0, 0, Counter[str](), Counter[str]()
     for node in values:
@@ -48,7 +48,7 @@ def region_cost(values: Values) -> Cost:
             traffic += _nbytes(node, values) + _nbytes(node.args, values)
             by_dtype[_dtype(values[node])] += flops
             by_op[_kind(node)] += flops
-    return Cost(flops=total, nbytes=traffic, dtype=_most(by_dtype, "float32"), op=_most(by_op, ""))
+    return RegionCost(flops=total, nbytes=traffic, dtype=_most(by_dtype, "float32"), op=_most(by_op, ""))
 
 
 def node_flops(node: Node, values: Values) -> int:

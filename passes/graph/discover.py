@@ -73,7 +73,7 @@ def discover(traced: Traced) -> Discovery:
     """Find the weights of a traced graph, their readers and the collectives."""
     graph = traced.graph
     by_key = {p.key: p for p in traced.parameters}
-    written = _written(graph)
+    written = _mutated_inputs(graph)
     weights: list[DiscoveredWeight] = []
     views: dict[Node, Node] = {}
     for node in graph.graph.nodes:
@@ -229,7 +229,7 @@ def _is_itself(desc: Any) -> bool:
     return isinstance(desc, PlainAOTInput)
 
 
-def _written(graph: GraphModule) -> set[tuple[int, str]]:
+def _mutated_inputs(graph: GraphModule) -> set[tuple[int, str]]:
     """The inputs that forward writes."""
     (output,) = graph.graph.find_nodes(op="output")
     changed = (getattr(desc, "mutated_input", None) for desc in output.meta.get("desc") or ())

@@ -23,7 +23,7 @@ def structural_key(module: GraphModule, index: int) -> str:
         target = "input" if node.op == "placeholder" else str(node.target)
         if node.op in ("get_attr", "call_module", "call_method") or not _is_plain(node):
             target += f" of region {index}"
-        lines.append(f"{node.op} {target} {args!r} {_describe(node.meta.get('val'))}")
+        lines.append(f"{node.op} {target} {args!r} {_value_key(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
@@ -36,10 +36,10 @@ def _is_plain(node: Node) -> bool:
     )
 
 
-def _describe(value: object) -> str:
+def _value_key(value: object) -> str:
     if isinstance(value, torch.Tensor):
         bits = f"{'conj' * value.is_conj()}{'neg' * value.is_neg()}"
         return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()}{value.device}{bits}"
     if isinstance(value, (list, tuple)):
-        return "[" + ",".join(_describe(v) for v in value) + "]"
+        return "[" + ",".join(_value_key(v) for v in value) + "]"
     return repr(value)

@@ -23,7 +23,7 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
     if node.op == "placeholder":
         return f"{node.name}: {_shape(node)}"
     if node.op == "output":
-        return f"return {_text(node.args[0], known)}"
+        return f"return {_value_text(node.args[0], known)}"
     if node.target is PREFETCH:
         prefetch = prefetch_of(node)
         assert prefetch is not None
@@ -33,11 +33,13 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
     if node.op == "get_attr":
         return f"{node.name} = self.{node.target}"
     if node.op == "call_module":
-        return f"{node.name} = {node.target}({', '.join(_text(a, known) for a in node.args)})"
+        return f"{node.name} = {node.target}({', '.join(_value_text(a, known) for a in node.args)})"
     named = f"{node.name}: {_shape(node)}" if "val" in node.meta else node.name
     if node.target is operator.getitem:
-        return f"{named} = {_text(node.args[0], known)}[{_text(node.args[1], known)}]"
-    operands = [_text(a, known) for a in node.args] + [f"{k}={_text(v, known)}" for k, v in node.kwargs.items()]
+        return f"{named} = {_value_text(node.args[0], known)}[{_value_text(node.args[1], known)}]"
+    operands = [_value_text(a, known) for a in node.args] + [
+        f"{k}={_value_text(v, known)}" for k, v in node.kwargs.items()
+    ]
     return f"{named} = {target_name(node)}({', '.join(operands)})"
 
 
@@ -63,8 +65,8 @@ def _shape(node: Node) -> str:
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape) or '[()]'}"  # float32[] does not parse
 
 
-def _text(value: object, names: Mapping[Node, str]) -> str:
+def _value_text(value: object, names: Mapping[Node, str]) -> str:
     if isinstance(value, (list, tuple)):
-        body = ", ".join(_text(v, names) for v in value)
+        body = ", ".join(_value_text(v, names) for v in value)
         return f"[{body}]" if isinstance(value, list) else f"({body}{',' * (len(value) == 1)})"
     return names.get(value, value.name) if isinstance(value, Node) else repr(value)

@@ -28,7 +28,7 @@ from torch.fx import Graph, GraphModule, Node
 from chunkflow_compile.passes.cost.count import region_cost
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_GROUP_BYTES
-from chunkflow_compile.passes.problem import Collective, Cost, Problem, Region, Weight
+from chunkflow_compile.passes.problem import Collective, Problem, Region, RegionCost, Weight
 
 from .discover import (
     Discovery,
@@ -117,7 +117,7 @@ def cut(
         segments.dissolve()
     segments.find_symbols()
     regions: list[CutRegion] = []
-    costs: dict[str, Cost] = {}
+    costs: dict[str, RegionCost] = {}
     sequence: list[CutRegion | Node] = []
     for item in segments.skeleton():
         if isinstance(item, Node):
@@ -276,7 +276,9 @@ def block_labels(graph: GraphModule, blocks: Mapping[str, str]) -> dict[Node, st
     return labels
 
 
-def _build(traced: Traced, index: int, nodes: Sequence[Node], segments: _Segments, costs: dict[str, Cost]) -> CutRegion:
+def _build(
+    traced: Traced, index: int, nodes: Sequence[Node], segments: _Segments, costs: dict[str, RegionCost]
+) -> CutRegion:
     """``costs``: of the regions before, by key."""
     graph, members = traced.graph, set(nodes)
     new = Graph()
@@ -330,7 +332,7 @@ def _build(traced: Traced, index: int, nodes: Sequence[Node], segments: _Segment
     return CutRegion(info, module, tuple(inputs), outputs)
 
 
-def _cost(module: GraphModule, traced: Traced) -> Cost:
+def _cost(module: GraphModule, traced: Traced) -> RegionCost:
     return region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes})
 
 

@@ -16,10 +16,10 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.labels import region_labels
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import Policy, Yield
-from chunkflow_compile.passes.plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, align, runs
+from chunkflow_compile.passes.plan import Barrier, Plan, Prediction, Span, WeightPlan, Windows, aligned, runs
 from chunkflow_compile.passes.problem import Problem, Weight
 
-from .policies import blocks_of, layerwise, next_block_barriers
+from .policies import block_regions, layerwise, next_block_barriers
 from .reasons import reason
 from .schedule import schedule, transfers
 from .search import ROUNDING, Candidate, Planner, barriers
@@ -84,7 +84,7 @@ def place(
     elif policy == "layerwise-prefix":
         plan = _prefix(planner, builder, memory)
     else:
-        plan = builder.plan(*_fixed(policy, planner))
+        plan = builder.plan(*_policy_windows(policy, planner))
     if memory is not None and plan.device_bytes + outside > memory:
         raise ChunkflowError(
             f"memory={memory} bytes is below the {plan.device_bytes + outside} bytes that policy {policy} takes; "
@@ -99,7 +99,7 @@ def least_memory(problem: Problem, hardware: Hardware, chunk_bytes: int, outside
     return Builder(planner, hardware, "chunkflow").least()[1]
 
 
-def _fixed(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
+def _policy_windows(policy: Policy, planner: Planner) -> tuple[dict[str, Windows], tuple[Barrier, ...]]:
     if policy == "resident":
         return {}, ()
     windows = as_windows(planner.chunks, layerwise(planner.problem, planner.chunks), planner.count)
@@ -113,7 +113,7 @@ def _prefix(planner: Planner, builder: Builder, memory: int | None) -> Plan:
         raise ChunkflowError("Policy layerwise-prefix keeps what fits a budget: give memory=BYTES.")
     placed = layerwise(planner.problem, planner.chunks)
     streamed = planner.play(placed)
-    for first, last in blocks_of(planner.problem):
+    for first, last in block_regions(planner.problem):
         kept = [None if first <= c.first <= last else w for c, w in zip(planner.chunks, placed, strict=True)]
         candidate = planner.play(kept)
         if builder.slots(candidate) > memory:
@@ -279,7 +279,7 @@ class Builder:
     def _prediction(self, timeline: Timeline, windows: Mapping[str, Windows], streamed: list[Weight]) -> Prediction:
         simulator = self.planner.simulator
         inside = sum(
-            align(simulator.nbytes(w.name, r.first, r.end))
+            aligned(simulator.nbytes(w.name, r.first, r.end))
             for w in streamed
             for r in runs(windows[w.name])
             if r.window is None

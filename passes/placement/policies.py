@@ -19,7 +19,7 @@ from chunkflow_compile.passes.problem import Problem, Weight
 from .windows import Chunk
 
 
-def blocks_of(problem: Problem) -> list[tuple[int, int]]:
+def block_regions(problem: Problem) -> list[tuple[int, int]]:
     """First and last region of each block, in order."""
     found = []
     for name, group in groupby(problem.regions, key=lambda r: r.block):
@@ -34,7 +34,7 @@ def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
 
     None for a chunk whose readers are not all in one block.
     """
-    blocks = blocks_of(problem)
+    blocks = block_regions(problem)
     home = {k: b for b, (first, last) in enumerate(blocks) for k in range(first, last + 1)}
     count = len(problem.regions)
     placed: list[int | None] = []
@@ -51,7 +51,7 @@ def layerwise(problem: Problem, chunks: Sequence[Chunk]) -> list[int | None]:
 
 def next_block_barriers(problem: Problem, streamed: Sequence[Weight]) -> tuple[Barrier, ...]:
     """A barrier at the first collective of each block, for the weights of the next block."""
-    blocks = blocks_of(problem)
+    blocks = block_regions(problem)
     barriers = []
     for b, (first, last) in enumerate(blocks):
         begin, end = blocks[(b + 1) % len(blocks)]

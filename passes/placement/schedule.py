@@ -49,7 +49,7 @@ class Await:
     collective: int
 
 
-Item = Prefetch | Wait | Evict | Compute | Collect | Await
+ScheduleItem = Prefetch | Wait | Evict | Compute | Collect | Await
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ def transfers(
                 op = Prefetch(weight.name, run.first, run.end, run.window, run.window > first)
                 urgency = (first - run.window) % count
                 prefetches.setdefault(run.window, []).append((urgency, position, op))
-    ordered = {w: tuple(p[2] for p in sorted(found, key=_order)) for w, found in prefetches.items()}
+    ordered = {w: tuple(p[2] for p in sorted(found, key=_by_urgency)) for w, found in prefetches.items()}
     return Transfers(
         prefetches=ordered,
         waits={k: tuple(v) for k, v in waits.items()},
@@ -103,14 +103,14 @@ def transfers_of(problem: Problem, plan: Plan) -> Transfers:
     return transfers(problem, {w.name: w.windows for w in plan.streamed}, plan.barriers, kept=True)
 
 
-def _order(entry: tuple[int, int, Prefetch]) -> tuple[int, int, int]:
+def _by_urgency(entry: tuple[int, int, Prefetch]) -> tuple[int, int, int]:
     urgency, position, op = entry
     return urgency, position, op.first
 
 
-def schedule(problem: Problem, ops: Transfers) -> tuple[Item, ...]:
+def schedule(problem: Problem, ops: Transfers) -> tuple[ScheduleItem, ...]:
     """One step, in the order in which the host issues it."""
-    items: list[Item] = []
+    items: list[ScheduleItem] = []
     count = len(problem.regions)
     starts: list[list[int]] = [[] for _ in range(count + 1)]
     awaited: list[list[int]] = [[] for _ in range(count + 1)]

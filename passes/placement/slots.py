@@ -12,10 +12,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.pace import pace
-from chunkflow_compile.passes.plan import ALIGNMENT, align
+from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
 # Pairs of pieces to compare per order.  With 500 pieces that is a dozen rounds and takes a few tenths of a second.
-_WORK = 3_000_000
+_MOST_WORK = 3_000_000
 _MOST_ROUNDS = 40
 # Rings are tried from the most bytes alive upward, in steps of a percent, each from this many first weights.
 _RING_SIZES = 100
@@ -73,7 +73,7 @@ def assign_slots(lifetimes: Sequence[Lifetime], windows: int, quick: bool = Fals
     )
     least = _most_alive(lifetimes, windows)
     pieces = sum(len(life.pieces) for life in lifetimes)
-    rounds = _LEAST_ROUNDS if quick else max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _WORK // pieces**2))
+    rounds = _LEAST_ROUNDS if quick else max(_LEAST_ROUNDS, min(_MOST_ROUNDS, _MOST_WORK // pieces**2))
     packings = [_lifted(lifetimes, masks, sorted(range(len(lifetimes)), key=o), least, rounds) for o in orders]
     best = min(packings, key=lambda packing: packing[1])
     return _ring(lifetimes, masks, windows, least, best, _LEAST_ROUNDS if quick else _RING_TURNS)
@@ -90,7 +90,7 @@ def _lifted(
             best = offsets, arena
         if arena == least:
             break
-        top = [i for i in order if offsets[i] + align(lifetimes[i].nbytes) == arena]
+        top = [i for i in order if offsets[i] + aligned(lifetimes[i].nbytes) == arena]
         order = [*top, *(i for i in order if i not in top)]
     assert best is not None
     return best
@@ -103,11 +103,11 @@ def _ring(
     stay = [i for i, life in enumerate(lifetimes) if any(p.length >= windows for p in life.pieces)]
     offsets, base = [0] * len(lifetimes), 0
     for i in stay:
-        offsets[i], base = base, base + align(lifetimes[i].nbytes)
+        offsets[i], base = base, base + aligned(lifetimes[i].nbytes)
     ends = {i: (life.start + life.pieces[0].length) % windows for i, life in enumerate(lifetimes)}
     order = sorted(set(range(len(lifetimes))) - set(stay), key=lambda i: (ends[i], i))
-    step = align(max(least // _RING_SIZES, ALIGNMENT))
-    sizes = [align(life.nbytes) for life in lifetimes]
+    step = aligned(max(least // _RING_SIZES, ALIGNMENT))
+    sizes = [aligned(life.nbytes) for life in lifetimes]
     for size in range(max(least - base, step), best[1] - base, step):
         for turn in range(0, len(order), max(1, -(-len(order) // turns))):
             turned, position = [*order[turn:], *order[:turn]], 0
@@ -124,7 +124,7 @@ def _ring(
 def _disjoint(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], offsets: Sequence[int]) -> bool:
     """Whether no two pieces alive in the same window share bytes, by a sweep over the arena's bytes."""
     pieces = sorted(
-        (offset + piece.begin, offset + align(piece.end), mask)
+        (offset + piece.begin, offset + aligned(piece.end), mask)
         for offset, life, mine in zip(offsets, lifetimes, masks, strict=True)
         for piece, mask in zip(life.pieces, mine, strict=True)
     )
@@ -144,7 +144,7 @@ def _most_alive(lifetimes: Sequence[Lifetime], windows: int) -> int:
     for life in lifetimes:
         for piece in life.pieces:
             for k in range(min(piece.length, windows)):
-                alive[(piece.start + k) % windows] += align(piece.end) - piece.begin
+                alive[(piece.start + k) % windows] += aligned(piece.end) - piece.begin
     return max(alive)
 
 
@@ -156,7 +156,7 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
         pace()
         life = lifetimes[i]
         forbidden = [  # open intervals of offsets at which a piece would overlap a placed one
-            (begin - align(piece.end), end - piece.begin)
+            (begin - aligned(piece.end), end - piece.begin)
             for piece, mask in zip(life.pieces, masks[i], strict=True)
             for windows, begin, end in placed.near(mask)
             if windows & mask
@@ -166,9 +166,9 @@ def _first_fit(lifetimes: Sequence[Lifetime], masks: Sequence[Sequence[int]], or
             if low < offset < high:
                 offset = high
         offsets[i] = offset
-        arena = max(arena, offset + align(life.nbytes))
+        arena = max(arena, offset + aligned(life.nbytes))
         for piece, mask in zip(life.pieces, masks[i], strict=True):
-            placed.add((mask, offset + piece.begin, offset + align(piece.end)))
+            placed.add((mask, offset + piece.begin, offset + aligned(piece.end)))
     return tuple(offsets), arena
 
 

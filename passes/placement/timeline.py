@@ -28,7 +28,7 @@ from chunkflow_compile.passes.plan import Lane, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.ring import ring_bytes, room
 
-from .schedule import Await, Collect, Compute, Item, Wait
+from .schedule import Await, Collect, Compute, ScheduleItem, Wait
 
 # A schedule settles in two or three steps; if one still drifts after this many, its last step is reported.
 MOST_STEPS = 12
@@ -97,13 +97,13 @@ class Simulator:
         """Seconds that the drive reads chunks ``[first, end)`` of a weight; 0 if it is in host memory."""
         return self.nbytes(weight, first, end) / self.hardware.drive_bandwidth if weight in self.drive else 0.0
 
-    def play(self, items: Sequence[Item], spans: bool = True) -> Timeline:
+    def play(self, items: Sequence[ScheduleItem], spans: bool = True) -> Timeline:
         """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
         return _Run(self, items, spans).play()
 
 
 @dataclass
-class _Step:
+class _StepSums:
     """The sums of the step under way."""
 
     start: float
@@ -118,7 +118,7 @@ class _Step:
 
 
 class _Run:
-    def __init__(self, simulator: Simulator, items: Sequence[Item], spans: bool) -> None:
+    def __init__(self, simulator: Simulator, items: Sequence[ScheduleItem], spans: bool) -> None:
         self.simulator = simulator
         self.spans = spans
         self.items = items
@@ -128,7 +128,7 @@ class _Run:
         self.compute_factor = hardware.compute_slowdown
         self.now = 0.0
         self.compute_end = _NEVER  # of the region under way
-        self.step = _Step(0.0)
+        self.step = _StepSums(0.0)
         self.live = 0
         self.streamed: dict[str, int] = {}
         # Copy lane: what is queued, the seconds left of the first, and the newest issue of each weight.
@@ -167,7 +167,7 @@ class _Run:
                 self._issue(item)
         previous: tuple[float, ...] = ()
         for _ in range(MOST_STEPS):
-            self.step = _Step(self.now)
+            self.step = _StepSums(self.now)
             self.step.peak = self.live
             for item in self.items:
                 self._run(item)
@@ -184,7 +184,7 @@ class _Run:
             previous = state
         return self._timeline(length)
 
-    def _run(self, item: Item) -> None:
+    def _run(self, item: ScheduleItem) -> None:
         pace()
         step = self.step
         if isinstance(item, Prefetch):

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from chunkflow_compile.passes.pace import pace
-from chunkflow_compile.passes.plan import Windows, align, chunk_count
+from chunkflow_compile.passes.plan import Windows, aligned, chunk_count
 from chunkflow_compile.passes.problem import Weight
 
 from .timeline import Simulator, Timeline
@@ -75,7 +75,7 @@ def chunks_of(weights: Sequence[Weight], simulator: Simulator) -> list[Chunk]:
     for weight in sorted(weights, key=lambda w: (w.uses[0], w.name)):
         for i in range(chunk_count(weight.nbytes, simulator.chunk_bytes)):
             nbytes, seconds = simulator.nbytes(weight.name, i, i + 1), simulator.copy_seconds(weight.name, i, i + 1)
-            found.append(Chunk(weight.name, i, align(nbytes), seconds, weight.uses[0], weight.uses[-1]))
+            found.append(Chunk(weight.name, i, aligned(nbytes), seconds, weight.uses[0], weight.uses[-1]))
     return found
 
 
@@ -127,7 +127,7 @@ def _pack(chunks: Sequence[Chunk], link: Link, margin: float) -> tuple[list[int]
             chunk = chunks[i]
             begin = cursor.place(min(begin, link.opens[chunk.first] - margin), chunk.seconds)
             earliest = chunk.last + 1 - count  # alive for longer than a step, it would overlap itself
-            answer[i] = max(_window(link, begin), earliest)
+            answer[i] = max(_open_window(link, begin), earliest)
             if answer[i] == earliest and begin < _opening(link, earliest):
                 begin, cramped = _opening(link, earliest), True
         if not chunks or (begin + link.length >= limit and not cramped):
@@ -162,7 +162,7 @@ class _Cursor:
                 self.gap, self.lap = len(self.link.gaps) - 1, self.lap - 1
 
 
-def _window(link: Link, time: float) -> int:
+def _open_window(link: Link, time: float) -> int:
     """The window that opened last at ``time``."""
     lap = int(time // link.length) if link.length else 0
     return lap * len(link.opens) + bisect_right(link.opens, time - lap * link.length + 1e-12) - 1

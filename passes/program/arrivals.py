@@ -52,7 +52,7 @@ def arrivals(course: Course | Program) -> Arrivals:
     marked: dict[Node | str, int] = {}
     awaited: dict[Node, int] = {}
     for start, call in zip(starts, nodes, strict=False):
-        for position, group in _groups(call):
+        for position, group in _wait_groups(call):
             before = start + position
             copies = [c for node in group for c in issued.get(str(node.args[0]), ()) if c[0] < 0 or c[1] < before]
             if copies:
@@ -83,7 +83,7 @@ def _transfers(program: Program) -> list[tuple[Node, Prefetch | str]]:
     return [(node, op) for node, op in found if op is not None]
 
 
-def _groups(nodes: Iterable[Node]) -> Iterator[tuple[int, list[Node]]]:
+def _wait_groups(nodes: Iterable[Node]) -> Iterator[tuple[int, list[Node]]]:
     """The position of a group's first wait, and its waits: those with no call and no prefetch between them."""
     group: list[Node] = []
     begin = 0

@@ -20,7 +20,7 @@ from chunkflow_compile.passes.graph.discover import awaited, collective_kind, is
 
 from .happens_before import HappensBefore
 from .memory import Memory
-from .rewrite import SOURCE, Program
+from .rewrite import Program, source_of
 
 
 def check_collectives(program: Program, memory: Memory, order: HappensBefore | None = None) -> Iterator[str]:
@@ -35,7 +35,7 @@ def check_collectives(program: Program, memory: Memory, order: HappensBefore | N
             completions.setdefault(collective.name, node.name)
     for step in range(order.steps):
         ops = {op.label: i for i, op in enumerate(order.ops) if op.step == step and op.kind in _BY_NODE}
-        found = _Step(program, order, memory, completions, ops)
+        found = _StepCollectives(program, order, memory, completions, ops)
         yield from found.check_completions()
         yield from found.check_readers()
         yield from found.check_memory()
@@ -64,7 +64,7 @@ def _check_last_readers(program: Program) -> Iterator[str]:
 
 
 @dataclass(frozen=True)
-class _Step:
+class _StepCollectives:
     """One step.  ``completions``: collective -> what completes it first.  ``ops``: node -> index of its op.
 
     ``told``: pairs of nodes, in the order that is missing, that a sentence was already yielded for.
@@ -176,5 +176,5 @@ def _turns(program: Program) -> dict[str, tuple[int, int, int]]:
     """Regions and collectives of a program -> their places in the traced graph, to compare."""
     known = {r.name: (r.index, 1, 0) for r in program.problem.regions}
     known |= {c.name: (c.before, 0, i) for i, c in enumerate(program.problem.collectives)}
-    sources = {node.name: str(node.meta.get(SOURCE, node.name)) for node in program.module.graph.nodes}
+    sources = {node.name: source_of(node) for node in program.module.graph.nodes}
     return {name: known[source] for name, source in sources.items() if source in known}

@@ -25,10 +25,10 @@ from chunkflow_compile.passes.placement.schedule import Transfers, transfers_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
 
-from .rewrite import Place, Program, rewrite
+from .rewrite import CoursePlace, Program, rewrite
 
 # The name of an element of an outermost ModuleList, at the start of the name of a weight inside.
-_BLOCK = re.compile(r"[^\d(]*?\.\d+(?=\.)")
+_BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Border:
 
 def block_of(weight: str) -> str:
     """The name of the block that a weight is in, by its own name; empty if it is in none."""
-    found = _BLOCK.match(weight)
+    found = _BLOCK_PREFIX.match(weight)
     return found[0] if found is not None else ""
 
 
@@ -150,7 +150,7 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Course:
             flows[id(call.cut)] = call.cut.data_flow()
         flow = flows[id(call.cut)]
         starts.append(start)
-        programs.append(_written(call, plan, ops, number, start, flow, share))
+        programs.append(_rewritten_call(call, plan, ops, number, start, flow, share))
         start += len(call.cut.regions)
     return Course(problem, plan, tuple(programs), tuple(starts))
 
@@ -158,13 +158,13 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Course:
 def rewritten(course: Course, number: int, call: Call, *, share: bool = True) -> Program:
     """The program of a call of another graph, with the same regions on the same weights, in the place of a call."""
     flow = call.cut.data_flow()
-    return _written(call, course.plan, course.transfers, number, course.starts[number], flow, share)
+    return _rewritten_call(call, course.plan, course.transfers, number, course.starts[number], flow, share)
 
 
-def _written(
+def _rewritten_call(
     call: Call, plan: Plan, ops: Transfers, number: int, start: int, flow: Mapping[str, str], share: bool
 ) -> Program:
-    place = Place(call.problem(), call.names, ops, start, lambda name: collective_name(number, name), flow)
+    place = CoursePlace(call.problem(), call.names, ops, start, lambda name: collective_name(number, name), flow)
     return rewrite(call.cut, plan, share=share, place=place)
 
 

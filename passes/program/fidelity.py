@@ -18,7 +18,7 @@ from chunkflow_compile.passes.graph.regions import flow_line
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
 
 from .memory import Memory
-from .rewrite import SOURCE, Program
+from .rewrite import Program, source_of
 
 
 def check_order(program: Program) -> Iterator[str]:
@@ -34,7 +34,7 @@ def check_order(program: Program) -> Iterator[str]:
         if call.name == region.name and reads != region.weights:
             ours, theirs = (", ".join(names) or "no weight" for names in (reads, region.weights))
             yield f"{region.name} reads {ours}, but the traced graph has {theirs} there"
-    collectives = [str(n.meta.get(SOURCE, n.name)) for n in nodes if collective_kind(n) is not None]
+    collectives = [source_of(n) for n in nodes if collective_kind(n) is not None]
     expected = [c.name for c in program.problem.collectives]
     if collectives != expected:
         yield _first_difference("collective", expected, collectives)
@@ -86,7 +86,7 @@ def check_data_flow(program: Program, keys: MutableMapping[GraphModule, str]) ->
     for node in program.module.graph.nodes:
         if node.target in (PREFETCH, WAIT, EVICT):
             continue
-        name = _source(node)
+        name = source_of(node)
         seen.add(name)
         found = flow_line("input", inputs[node]) if node in inputs else _flow(program, node)
         expected = program.data_flow.get(name)
@@ -101,20 +101,16 @@ def _flow(program: Program, node: Node) -> str:
     if node.op == "get_attr":
         return flow_line("constant", str(node.target))
     if node.op == "output":
-        return flow_line("return", map_arg(node.args, _source))
+        return flow_line("return", map_arg(node.args, source_of))
     if node.op == "call_module":
         known = program.regions.get(str(node.target))
         operands = [
-            _source(a) if isinstance(a, Node) else f"the value {a!r}" for a in (*node.args, *node.kwargs.values())
+            source_of(a) if isinstance(a, Node) else f"the value {a!r}" for a in (*node.args, *node.kwargs.values())
         ]
         return flow_line(known.info.key if known else "?", operands)
     if node.target is operator.getitem and node.all_input_nodes[0].op == "call_module":
-        return flow_line("output", [_source(node.all_input_nodes[0]), node.args[1]])
-    return flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), _source))
-
-
-def _source(node: Node) -> str:
-    return str(node.meta.get(SOURCE, node.name))
+        return flow_line("output", [source_of(node.all_input_nodes[0]), node.args[1]])
+    return flow_line(str(node.target), map_arg((node.args, dict(node.kwargs)), source_of))
 
 
 def _first_difference(what: str, expected: list[str], found: list[str]) -> str:

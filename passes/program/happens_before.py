@@ -31,7 +31,7 @@ from .course import Course, border
 from .rewrite import Program
 
 StreamName = Literal["compute", "copy", "collective"]
-Kind = Literal[
+OpKind = Literal[
     "handover", "open", "chunk", "wait", "evict", "region", "collective", "element", "completion", "release", "other"
 ]
 PRIMING = -1
@@ -51,7 +51,7 @@ class Op:
     step: int
     position: int
     stream: StreamName
-    kind: Kind
+    kind: OpKind
     label: str
     weight: str = ""
     chunk: int = -1
@@ -198,12 +198,12 @@ def _issued(
 ) -> Iterator[Op]:
     """The op of a node; for a collective that completes itself, its completion too."""
     if node.target is WAIT or node.target is EVICT:
-        moves: Kind = "wait" if node.target is WAIT else "evict"
+        moves: OpKind = "wait" if node.target is WAIT else "evict"
         label, weight = f"{moves}({node.args[0]!r})", str(node.args[0])
         yield Op(turn, step, position, "compute", moves, label, weight=weight, mark=mark)
         return
     reads = tuple(weights[a.name] for a in node.all_input_nodes if a.op == "placeholder" and a.name in weights)
-    kind: Kind = "region" if node.op == "call_module" else "other"
+    kind: OpKind = "region" if node.op == "call_module" else "other"
     stream: StreamName = "compute"
     collectives: tuple[str, ...] = ()
     if collective_kind(node) is not None:

@@ -58,7 +58,7 @@ class Effects:
     writes: frozenset[int]
 
 
-def memory_of(program: Program) -> Memory:
+def program_memory(program: Program) -> Memory:
     """The memory of every value of a program, and its uses."""
     slots = {program.weight_inputs[w.name] for w in program.plan.streamed if w.name in program.weight_inputs}
     effects = {target: effects_of(region.module) for target, region in program.regions.items()}
@@ -78,9 +78,9 @@ def memory_of(program: Program) -> Memory:
         elif is_wait_tensor(node) or list_of(node) is not None:
             of[node.name] = taken  # the collective's own result
         else:
-            of[node.name] = _made(node, of[node.name], {n: of[n.name] for n in node.all_input_nodes})
+            of[node.name] = _result_memory(node, of[node.name], {n: of[n.name] for n in node.all_input_nodes})
             made = of[node.name] if collective_kind(node) is not None else frozenset()
-            uses[node.name] = Uses(taken, made | _union(of[n.name] for n in _written(node, program.module)))
+            uses[node.name] = Uses(taken, made | _union(of[n.name] for n in _written_operands(node, program.module)))
     return Memory(of, uses)
 
 
@@ -111,13 +111,13 @@ def effects_of(module: GraphModule) -> Effects:
         elif node.op == "output":
             results = node.args[0] if isinstance(node.args[0], (tuple, list)) else node.args
         elif node.op != "get_attr":
-            of[node] = _made(node, of[node], of)
-            writes.update(i for n in _written(node, module) for i in of[n] if isinstance(i, int))
+            of[node] = _result_memory(node, of[node], of)
+            writes.update(i for n in _written_operands(node, module) for i in of[n] if isinstance(i, int))
     outputs = tuple(of[r] if isinstance(r, Node) else frozenset[int | str]() for r in results)
     return Effects(outputs, frozenset(writes))
 
 
-def _made(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[Any]]) -> frozenset[Any]:
+def _result_memory(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[Any]]) -> frozenset[Any]:
     """The memory of an op's result.  ``own``: what it may allocate.  ``of``: the memory of its operands."""
     target: Any = node.target
     if is_view(node) or target is operator.getitem:
@@ -129,7 +129,7 @@ def _made(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[Any]]) ->
     return own | _union(of[n] for n in _marked(node))
 
 
-def _written(node: Node, module: GraphModule) -> list[Node]:
+def _written_operands(node: Node, module: GraphModule) -> list[Node]:
     """The operands that an op writes to: those that its schema marks.
 
     Without a schema, all of them if a nested graph writes to an input, else none.

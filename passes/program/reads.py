@@ -90,17 +90,18 @@ def _check_ring(call: int, reads: Sequence[Prefetch], sizes: Sequence[int], capa
         pace()
         slots.append(slot := ring.slot(nbytes))
         if slot.begin < 0 or slot.end > capacity or slot.end - slot.begin < room(nbytes) or slot.begin % BLOCK:
-            yield f"{op.weight}: {_named(op)} goes to bytes {slot.begin} to {slot.end} of a ring of {capacity}"
+            yield f"{op.weight}: {_read_text(op)} goes to bytes {slot.begin} to {slot.end} of a ring of {capacity}"
         if slot.after > number:
-            yield f"{op.weight}: {_named(op)} waits for a copy that comes after its own (from call {call} on)"
+            yield f"{op.weight}: {_read_text(op)} waits for a copy that comes after its own (from call {call} on)"
         for earlier in range(slot.after, number):
             if slots[earlier].begin < slot.end and slot.begin < slots[earlier].end:
                 yield (
-                    f"{op.weight}: {_named(op)} goes to bytes of the ring that the copy of {_named(reads[earlier])} may "
-                    f"still use (from call {call} on); missing edge: copy of {reads[earlier].weight} -> read of {op.weight}"
+                    f"{op.weight}: {_read_text(op)} goes to bytes of the ring that the copy of {_read_text(reads[earlier])} "
+                    f"may still use (from call {call} on); "
+                    f"missing edge: copy of {reads[earlier].weight} -> read of {op.weight}"
                 )
                 return
 
 
-def _named(op: Prefetch) -> str:
+def _read_text(op: Prefetch) -> str:
     return f"read({op.weight!r}, chunks {op.first} to {op.end - 1})"

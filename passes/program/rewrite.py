@@ -33,7 +33,7 @@ from chunkflow_compile.passes.placement.schedule import (
     Collect,
     Compute,
     Evict,
-    Item,
+    ScheduleItem,
     Transfers,
     Wait,
     transfers_of,
@@ -85,7 +85,7 @@ class Program:
 
 
 @dataclass(frozen=True)
-class Place:
+class CoursePlace:
     """The place of a program in a course.
 
     ``problem``: that of the cut, with the names of the course.  ``names``: name of a weight in the cut -> in the course.
@@ -101,7 +101,7 @@ class Place:
     flow: Mapping[str, str]
 
 
-def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: Place | None = None) -> Program:
+def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CoursePlace | None = None) -> Program:
     """Build the program of ``cut`` under ``plan``.  ``share``: whether equal regions share one submodule.
 
     ``place``: if the plan is of a course.  Raises ChunkflowError if the plan was made for another problem.
@@ -109,12 +109,12 @@ def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: Place | None = N
     if place is None:
         plan.check_problem(cut.problem)
         names = {w.name: w.name for w in cut.problem.weights}
-        place = Place(cut.problem, names, transfers_of(cut.problem, plan), 0, str, cut.data_flow())
+        place = CoursePlace(cut.problem, names, transfers_of(cut.problem, plan), 0, str, cut.data_flow())
     return _Writer(cut, plan, share, place).write()
 
 
 class _Writer:
-    def __init__(self, cut: Cut, plan: Plan, share: bool, place: Place) -> None:
+    def __init__(self, cut: Cut, plan: Plan, share: bool, place: CoursePlace) -> None:
         self.cut = cut
         self.plan = plan
         self.share = share
@@ -191,29 +191,30 @@ def _identifier(name: str) -> str:
     return f"{found}_" if keyword.iskeyword(found) else found
 
 
-def program_items(program: Program) -> list[tuple[Node, Item | None]]:
+def program_items(program: Program) -> list[tuple[Node, ScheduleItem | None]]:
     """Every node of a program and its schedule item, None for inputs, constants and outputs of regions."""
     regions = {r.name: r.index for r in program.problem.regions}
     collectives = {c.name: i for i, c in enumerate(program.problem.collectives)}
-    found: list[tuple[Node, Item | None]] = []
+    found: list[tuple[Node, ScheduleItem | None]] = []
     barrier = False  # backward, because a wait is a barrier if a collective follows it
     for node in reversed(program.module.graph.nodes):
-        item: Item | None = prefetch_of(node)
+        item: ScheduleItem | None = prefetch_of(node)
         if node.target is WAIT:
             found.append((node, Wait(str(node.args[0]), barrier)))
             continue
         barrier = collective_kind(node) is not None
         if barrier:
-            item = Collect(collectives[_source(node)])
+            item = Collect(collectives[source_of(node)])
         elif node.target is EVICT:
             item = Evict(str(node.args[0]))
         elif node.op == "call_module":
             item = Compute(regions[node.name])
         elif is_wait_tensor(node):
-            item = Await(collectives[_source(collective_of(node))])
+            item = Await(collectives[source_of(collective_of(node))])
         found.append((node, item))
     return found[::-1]
 
 
-def _source(node: Node) -> str:
+def source_of(node: Node) -> str:
+    """The name in the traced graph of the node that this one was made of."""
     return str(node.meta.get(SOURCE, node.name))

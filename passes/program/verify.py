@@ -42,11 +42,11 @@ from .collectives import check_collectives
 from .course import Course
 from .fidelity import check_data_flow, check_operands, check_order, check_readers
 from .happens_before import HappensBefore, ops_of_call
-from .memory import Memory, memory_of
+from .memory import Memory, program_memory
 from .reads import check_reads
 from .rewrite import Program
 
-STEPS = 2
+CHECKED_STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
 # version 3 the stream of the collectives, writes and releases; version 4 courses and jumps; version 5 the drive's ring, and
 # the waits after a jump.
@@ -71,15 +71,15 @@ def verify(program: Program | Course) -> Proof:
 
     Raises FindingError naming the weight, the ops and the missing edge of each violation.
     """
-    order = HappensBefore((program,), STEPS)
-    _refuse("The program is not safe to run", check(program, order))
-    return Proof(version=VERSION, steps=STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
+    order = HappensBefore((program,), CHECKED_STEPS)
+    _raise_violations("The program is not safe to run", check(program, order))
+    return Proof(version=VERSION, steps=CHECKED_STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
 
 
 def verify_together(*programs: Program | Course) -> None:
     """Prove that programs, each safe alone, may take turns in one arena.  Raises FindingError if they may not."""
     order = HappensBefore((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
-    _refuse("The programs are not safe in one arena", check_turns(order))
+    _raise_violations("The programs are not safe in one arena", check_turns(order))
 
 
 def verify_call(
@@ -96,10 +96,10 @@ def verify_call(
     Only the program and the call are unrolled, because the others stay.  Raises FindingError if it may not.
     """
     violations = _check_place(course, call, program, known, found, {} if keys is None else keys)
-    _refuse("The program is not safe in its place in the course", violations)
+    _raise_violations("The program is not safe in its place in the course", violations)
 
 
-def _refuse(what: str, found: Iterable[str]) -> None:
+def _raise_violations(what: str, found: Iterable[str]) -> None:
     violations = list(found)
     if violations:
         shown = "\n".join(f"  {v}" for v in violations[:10])
@@ -110,7 +110,7 @@ def _refuse(what: str, found: Iterable[str]) -> None:
 def check(program: Program | Course, order: HappensBefore | None = None) -> Iterator[str]:
     """The violations of a program or a course, as sentences.  ``order``: its own, if it has been computed already."""
     course = Course.of(program)
-    order = order or HappensBefore((course,), STEPS)
+    order = order or HappensBefore((course,), CHECKED_STEPS)
     alone = len(course.calls) == 1
     yield from _check_slots(course)
     keys: dict[GraphModule, str] = {}
@@ -123,7 +123,7 @@ def check(program: Program | Course, order: HappensBefore | None = None) -> Iter
         yield from check_data_flow(call, keys)
         if misplaced:
             return  # what follows goes from values to their operands, which may be a circle
-        memories.append(memory := memory_of(call))
+        memories.append(memory := program_memory(call))
         yield from check_readers(call, memory)
     yield from check_turns(order)
     yield from check_borders(course, order)
@@ -221,7 +221,7 @@ def _check_place(
     yield from check_data_flow(program, keys)
     if misplaced:
         return
-    yield from check_readers(program, memory := memory_of(program))
+    yield from check_readers(program, memory := program_memory(program))
     yield from check_collectives(program, memory)
     # the names of other weights need not be those of the course
     streamed = {w.name for p in (course.calls[call], program) for w in p.plan.streamed}
@@ -235,7 +235,7 @@ def _check_place(
                 op.serves,
                 op.mark,
                 streamed.intersection(op.reads),
-                op.kind in _MOVES and op.label,
+                op.kind in _WINDOWED and op.label,
             )
             for op in ops_of_call(placed, marks)
             if op.kind != "other" or op.reads
@@ -247,7 +247,7 @@ def _check_place(
 
 
 # Kinds of ops whose label has the window.
-_MOVES = frozenset(("open", "chunk"))
+_WINDOWED = frozenset(("open", "chunk"))
 
 
 def _check_life(order: HappensBefore, life: _Life) -> Iterator[str]:

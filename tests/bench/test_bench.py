@@ -31,20 +31,20 @@ from chunkflow_compile.bench.peers import (
     GROUP_OFFLOAD_COMPILED,
     PEER_ARMS,
     RECOMPILE_LIMIT,
-    calls_of,
     describe_calls,
     make_peer,
+    peer_calls,
 )
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
-from chunkflow_compile.bench.summary import bench_table, describe, summarise
+from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.bench.turns import Share, seen_slowdown
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.place import place
-from chunkflow_compile.passes.placement.policies import blocks_of
+from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.host_flag import HostFlag
 
@@ -147,7 +147,7 @@ def test_shares_of_blocks() -> None:
     assert (forty.policy, forty.residency) == ("chunkflow", 0.4)
     found = blocks_problem(4)
     inside = [w for w in found.weights if w.uses]
-    assert block_bytes(found) * len(blocks_of(found)) >= sum(w.nbytes for w in inside) - block_bytes(found)
+    assert block_bytes(found) * len(block_regions(found)) >= sum(w.nbytes for w in inside) - block_bytes(found)
 
 
 def test_a_prefix_keeps_the_first_blocks_that_the_budget_holds() -> None:
@@ -309,10 +309,10 @@ def test_a_peer_is_called_as_it_is_described(device: str, streams: bool) -> None
     peer = make_peer(GROUP_OFFLOAD_COMPILED, Model(), torch.device(device))
     assert made["enable_group_offload"]["use_stream"] is made["enable_group_offload"]["record_stream"] is streams
     assert peer(x=1) == (1, RECOMPILE_LIMIT) and torch._dynamo.config.recompile_limit == usual < RECOMPILE_LIMIT
-    told = describe_calls(calls_of(GROUP_OFFLOAD_COMPILED, device))
+    told = describe_calls(peer_calls(GROUP_OFFLOAD_COMPILED, device))
     assert told.startswith(describe_calls(made)) and told.endswith(f"patch(recompile_limit={RECOMPILE_LIMIT})")
     eager = make_peer(GROUP_OFFLOAD, Model(), torch.device(device))
-    assert eager(x=1) == (1, usual) and "compile" not in describe_calls(calls_of(GROUP_OFFLOAD, device))
+    assert eager(x=1) == (1, usual) and "compile" not in describe_calls(peer_calls(GROUP_OFFLOAD, device))
     with pytest.raises(ChunkflowError, match="Linear is not a model of diffusers"):
         make_peer(GROUP_OFFLOAD, nn.Linear(2, 2), torch.device(device))
 
@@ -333,7 +333,7 @@ def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> 
         list(found.settings) == [a.name for a in told.arms] and "'policy': 'chunkflow'" in found.settings["chunkflow"]
     )
     assert found.difference.get("inductor") == found.difference.get("inductor-again"), "one compiled model"
-    assert found.link is None and "emulated" not in describe(told, found)
+    assert found.link is None and "emulated" not in conditions(told, found)
     assert all(0 < s <= (found.record.arms[n].step_s or 0) for n, s in found.host_s.items())
     assert all(name in bench_table(found) for name in peers)
 
@@ -342,6 +342,6 @@ def test_peers_run_on_the_same_weights(peers: tuple[str, ...], forked: None) -> 
 def test_one_process_stands_for_all_ranks(forked: None) -> None:
     told = job(ranks=2, arms=["resident", "layerwise", "chunkflow"], transport="loopback")
     found = summarise(told, run_job(told))
-    assert found.record.degree == 2 and "one process stands for all" in describe(told, found)
+    assert found.record.degree == 2 and "one process stands for all" in conditions(told, found)
     assert all(a.equal_to_resident and a.collective_s for a in found.record.arms.values())
     assert found.inflation["resident"] == 0 and found.copy_rate["layerwise"]

@@ -357,7 +357,7 @@ def test_a_plan_has_the_weights_on_the_drive_that_offload_puts_there(tmp_path: P
     add_model(parser, or_blocks=True)
     sizes = ("--hardware", "cpu", "--min-bytes", "1024", "--chunk-bytes", "4096")
     arguments = parser.parse_args([f"{tmp_path}/wan.py:wan", *sizes, "--host-memory", str(half)])
-    planned = target.load(arguments, Progress(1)).problem.weights
+    planned = target.load_target(arguments, Progress(1)).problem.weights
     offload(model, "cpu", min_bytes=1024, host_memory=half)
     store = next(home.store for w in model.parameters() if (home := home_of(w)) is not None)
     homes = {home.name: home for home in store.homes}  # with buffers

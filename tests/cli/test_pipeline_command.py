@@ -12,7 +12,7 @@ from torch import nn
 
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.models.eager_cost import eager_cost
-from chunkflow_compile.models.presets import Preset, Sizes
+from chunkflow_compile.models.presets import OutputSizes, Preset
 from chunkflow_compile.models.published import PUBLISHED, Encoder, Published
 from chunkflow_compile.models.small import SMALL_MODELS, Size
 
@@ -57,7 +57,7 @@ def _small() -> Published:
         name="small",
         family="wan",
         config=config,
-        sizes=Sizes(height=64, width=64, frames=5, text=8),
+        sizes=OutputSizes(height=64, width=64, frames=5, text=8),
         forwards=2,
         spatial=8,
         temporal=4,

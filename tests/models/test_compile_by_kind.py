@@ -18,7 +18,7 @@ from torch._dynamo.callback import callback_handler
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, courses, programs, restore
-from chunkflow_compile.kinds import blocks_of, kinds_of, parts_of
+from chunkflow_compile.kinds import kinds_of, parts_of, repeated_blocks
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.weights.leaves import leaves_of
 
@@ -49,7 +49,7 @@ LONG = ("flux", "hunyuanvideo", "qwen-image")
 )
 def test_a_kind_is_compiled_once(family: str) -> None:
     model, twin = pair(family)
-    blocks = blocks_of(twin)
+    blocks = repeated_blocks(twin)
     parts = parts_of(twin, blocks.values(), MIN_BYTES)
     covered = [m for part in (*blocks.values(), *parts.values()) for m in part.modules()]
     assert {type(b).__name__ for b in blocks.values()} <= set(twin._repeated_blocks)  # type: ignore[arg-type]
@@ -112,7 +112,7 @@ def test_an_adapter_on_half_of_the_blocks() -> None:
         torch.manual_seed(0)
         m.add_adapter(config)  # type: ignore[operator]
     check(model, twin, steps=4)
-    assert len(kinds_of(blocks_of(model))) == 2
+    assert len(kinds_of(repeated_blocks(model))) == 2
 
 
 class Block(nn.Module):
@@ -275,7 +275,7 @@ def test_blocks_of_a_list_of_one_stage() -> None:
     stage.blocks = Stack(3).blocks
     model = nn.Module()
     model.stages = nn.ModuleList([stage])
-    assert list(blocks_of(model)) == [f"stages.0.blocks.{n}" for n in range(3)]
+    assert list(repeated_blocks(model)) == [f"stages.0.blocks.{n}" for n in range(3)]
 
 
 class Pairs(nn.Module):

@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.presets import PRESETS, Preset, Sizes, preset
+from chunkflow_compile.models.presets import PRESETS, OutputSizes, Preset, preset
 from chunkflow_compile.passes.cost.formulas import dit_block_flops, double_block_flops, single_block_flops
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
@@ -110,12 +110,15 @@ def test_true_bytes_of_a_block_are_the_paper_s() -> None:
     [
         (lambda: preset("wan3"), r"no preset 'wan3': use one of wan2.2-ti2v-5b, "),
         (lambda: PRESETS["flux.1-dev"].trace(5), r"24 attention heads: the Ulysses degree 5 must divide"),
-        (lambda: PRESETS["flux.1-dev"].shape(Sizes(height=100, width=64)), r"height 100 is not a multiple of 16"),
+        (lambda: PRESETS["flux.1-dev"].shape(OutputSizes(height=100, width=64)), r"height 100 is not a multiple of 16"),
         (
-            lambda: PRESETS["flux.1-dev"].shape(Sizes(height=64, width=64, frames=5)),
+            lambda: PRESETS["flux.1-dev"].shape(OutputSizes(height=64, width=64, frames=5)),
             r"generates images: leave out frames",
         ),
-        (lambda: PRESETS["hunyuanvideo"].shape(Sizes(height=720, width=1280, frames=32)), r"frames 32 is not 4 k \+ 1"),
+        (
+            lambda: PRESETS["hunyuanvideo"].shape(OutputSizes(height=720, width=1280, frames=32)),
+            r"frames 32 is not 4 k \+ 1",
+        ),
     ],
 )
 def test_bad_sizes_are_named(attempt: Callable[[], object], sentence: str) -> None:

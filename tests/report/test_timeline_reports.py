@@ -22,7 +22,7 @@ from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.lanes import Lanes, around, lanes_of
-from chunkflow_compile.report.perfetto import STEPS, trace_events
+from chunkflow_compile.report.perfetto import TRACE_STEPS, trace_events
 from chunkflow_compile.report.timeline_picture import draw_timeline
 
 INSTANT = 1e-7
@@ -87,7 +87,7 @@ def test_trace_events_are_nested_and_in_time(made: tuple[Problem, Plan]) -> None
 
 def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
     """Slices of a thread do not overlap, lie within the steps shown, and add up to all work of a step."""
-    whole = STEPS * lanes.step_s * 1e6
+    whole = TRACE_STEPS * lanes.step_s * 1e6
     slices = [e for e in trace["traceEvents"] if e["ph"] == "X"]
     for thread in {e["tid"] for e in slices}:
         mine = sorted((e for e in slices if e["tid"] == thread), key=lambda e: e["ts"])
@@ -96,7 +96,7 @@ def check_trace(trace: dict[str, Any], lanes: Lanes) -> None:
             assert before["ts"] + before["dur"] <= after["ts"] + 0.002, (before, after)
     for lane in ("compute", "collective", "copy"):
         total = sum(e["dur"] for e in slices if e["cat"] == lane)
-        expected = STEPS * 1e6 * sum(b.end - b.start for b in lanes.lane(lane))  # type: ignore[arg-type]
+        expected = TRACE_STEPS * 1e6 * sum(b.end - b.start for b in lanes.lane(lane))  # type: ignore[arg-type]
         # Work of the step before that reaches into the first step is cut off.
         assert expected - 1e6 * sum(-b.start for b in lanes.bars if b.lane == lane and b.start < 0) <= total + 0.1
         assert total <= expected + 0.1

@@ -29,7 +29,7 @@ from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
-from chunkflow_compile.passes.program.memory import memory_of
+from chunkflow_compile.passes.program.memory import program_memory
 from chunkflow_compile.passes.program.verify import check, check_turns, verify, verify_together
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import ThreadsDevice
@@ -241,7 +241,7 @@ def test_verify_names_the_conflict_of_a_collective_without_its_event(event: str,
     @given(specs, choices)
     def look(spec: Spec, chosen: Choices) -> None:
         program = Bench(replace(spec, layers=(*spec.layers, Layer(20, False, True, True)))).program(chosen)
-        order, memory = HappensBefore((program,), 1), memory_of(program)
+        order, memory = HappensBefore((program,), 1), program_memory(program)
         assert not list(check_collectives(program, memory, order))
         order.graph.remove_edges_from([(u, v) for u, v, kind in order.graph.edges(data="event") if kind == event])
         order._clocks = order._count()

@@ -13,7 +13,7 @@ from chunkflow_compile.passes.cost.formulas import dit_block_flops
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
-from chunkflow_compile.passes.problem import Cost
+from chunkflow_compile.passes.problem import RegionCost
 from chunkflow_compile.tracing import trace
 
 HARDWARE = Hardware(
@@ -50,10 +50,10 @@ def test_equal_regions_cost_the_same() -> None:
 
 
 def test_the_roofline_takes_the_longer_of_compute_and_memory() -> None:
-    assert Cost(flops=10**9, nbytes=0, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(2e-3 + 1e-5)
-    assert Cost(flops=10**9, nbytes=0, dtype="float32").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
-    assert Cost(flops=1, nbytes=10**9, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(1e-2 + 1e-5)
-    assert Cost(flops=10**9, nbytes=0, dtype="int8").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
+    assert RegionCost(flops=10**9, nbytes=0, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(2e-3 + 1e-5)
+    assert RegionCost(flops=10**9, nbytes=0, dtype="float32").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
+    assert RegionCost(flops=1, nbytes=10**9, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(1e-2 + 1e-5)
+    assert RegionCost(flops=10**9, nbytes=0, dtype="int8").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
 
 
 def test_flops_of_a_small_wan_block_are_the_formula_s() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chunkflow_compile.passes.placement.slots import Lifetime, Piece, assign_slots
-from chunkflow_compile.passes.plan import ALIGNMENT, align
+from chunkflow_compile.passes.plan import ALIGNMENT, aligned
 
 
 def whole(start: int, length: int, nbytes: int) -> Lifetime:
@@ -22,7 +22,7 @@ def alive(piece: Piece, windows: int) -> set[int]:
 def peak_bytes(lifetimes: list[Lifetime], windows: int) -> int:
     """The most bytes alive in one window, which is a lower bound of any packing."""
     pieces = [p for life in lifetimes for p in life.pieces]
-    return max(sum(align(p.end) - p.begin for p in pieces if k in alive(p, windows)) for k in range(windows))
+    return max(sum(aligned(p.end) - p.begin for p in pieces if k in alive(p, windows)) for k in range(windows))
 
 
 @st.composite
@@ -59,7 +59,7 @@ def test_chunks_alive_together_never_share_bytes(case: tuple[list[Lifetime], int
 def test_the_arena_is_at_least_what_is_alive_and_at_most_everything(case: tuple[list[Lifetime], int]) -> None:
     lives, windows = case
     offsets, arena = assign_slots(lives, windows)
-    assert peak_bytes(lives, windows) <= arena <= sum(align(life.nbytes) for life in lives)
+    assert peak_bytes(lives, windows) <= arena <= sum(aligned(life.nbytes) for life in lives)
     assert assign_slots(list(lives), windows) == (offsets, arena)
 
 

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.lifetimes import releases
-from chunkflow_compile.passes.program.memory import effects_of, memory_of
+from chunkflow_compile.passes.program.memory import effects_of, program_memory
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import check, verify
 
@@ -92,7 +92,7 @@ def copied(make: Callable[[], nn.Module]) -> Program:
 
 def violations(program: Program) -> list[str]:
     """Those of the collectives alone."""
-    return list(check_collectives(program, memory_of(program)))
+    return list(check_collectives(program, program_memory(program)))
 
 
 def node(program: Program, name: str) -> Node:

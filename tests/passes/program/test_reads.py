@@ -24,7 +24,7 @@ from chunkflow_compile.passes.program import reads
 from chunkflow_compile.passes.program.course import Call, Course, border, join, write
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
-from chunkflow_compile.passes.program.verify import STEPS, check, verify
+from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, verify
 from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
 from chunkflow_compile.weights.drive import for_the_drive
 
@@ -60,7 +60,7 @@ def course() -> Course:
 
 
 def violations(of: Course) -> list[str]:
-    return list(check_reads(of, HappensBefore((of,), STEPS)))
+    return list(check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
 
 
 def test_a_course_that_reads_the_drive_is_proved() -> None:
@@ -199,7 +199,7 @@ def waits_of(courses: Sequence[Course], ahead: int = 0) -> nx.DiGraph:
     """
     found = nx.DiGraph()
     for rank, of in enumerate(courses):
-        order = HappensBefore((of,), STEPS)
+        order = HappensBefore((of,), CHECKED_STEPS)
         plan, weights = of.plan, {w.name: w for w in of.plan.streamed}
         found.add_edges_from(((rank, a), (rank, b)) for a, b in order.graph.edges)
         seen = Counter[str]()
@@ -213,7 +213,7 @@ def waits_of(courses: Sequence[Course], ahead: int = 0) -> nx.DiGraph:
         assert seen
         chunks = iter([i for i, op in enumerate(order.ops) if op.kind == "chunk" and op.serves is not None])
         of_rank = reads.reads_from(of, 0, border(of, 0), weights.keys())
-        unrolled = list(of_rank.passes(STEPS))
+        unrolled = list(of_rank.passes(CHECKED_STEPS))
         spans = [plan.span(weights[op.weight], op.first, op.end) for op in unrolled]
         ring = Ring(ring_bytes([end - begin for begin, end in spans[-len(of_rank.cycle) :]]))
         copied = list[tuple[int, int]]()
