@@ -59,9 +59,8 @@ from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.codes import Code, Codes, Goal
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
-from chunkflow_compile.runtime.runner import Runner
+from chunkflow_compile.runtime.runner import Runner, Tables
 from chunkflow_compile.runtime.session import Session
-from chunkflow_compile.runtime.tables import Tables
 from chunkflow_compile.tracing import (
     NO_MODULE,
     describe_graph,

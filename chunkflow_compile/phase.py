@@ -87,7 +87,7 @@ class Phase:
 
     def steps(self) -> dict[Session, int]:
         """How often each of its programs has run."""
-        return {session: session.steps for session in self.arena.tenants}
+        return {tenant: tenant.steps for tenant in self.arena.tenants if isinstance(tenant, Session)}
 
     def ended(self, before: dict[Session, int], seconds: float) -> None:
         """Note that a call has ended.  ``before``: its steps by then.  ``seconds``: from beginning to return."""

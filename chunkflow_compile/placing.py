@@ -184,7 +184,7 @@ def courses(model: nn.Module) -> tuple[Route, ...]:
 
     Programs that run in turns become a course when their order has repeated and its plan is ready.
     """
-    known = [arena.courses for arena in dict.fromkeys(session.arena for session in programs(model)) if arena.courses]
+    known = dict.fromkeys(session.courses for session in programs(model))
     found = [route for c in known for route in sorted(c.known, key=lambda route: route is not c.current)]
     return tuple(found)
 

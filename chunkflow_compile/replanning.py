@@ -13,6 +13,7 @@ from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.placement import placements_of
 from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.runtime.codes import Code
+from chunkflow_compile.runtime.courses import Courses
 from chunkflow_compile.runtime.measurement import measured
 
 
@@ -65,7 +66,7 @@ def replan(
             codes.append(shared[key])
     for route in routes if "policy" not in goal else ():
         with route.arena.lock():
-            route.arena.courses.replan(route)
+            Courses.of(route.arena).replan(route)
     if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
         for placement in placements_of(model):
             placement.goal = {**placement.goal, **{name: goal[name] for name in goal if name != "plan"}}

@@ -8,9 +8,10 @@ import os
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import torch
+from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ops import Prefetch
@@ -25,6 +26,8 @@ from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
+from .call_site import Key, Shared, Tenant
+from .codes import Code
 from .device import Device, DeviceKind, check_device, make_device
 from .locks import ProcessLock
 from .read_ahead import ReadAhead
@@ -73,43 +76,6 @@ class Binding:
     ring: SharedRing | None = None
 
 
-class Tenant(Protocol):
-    """A program that is bound to an arena.  The memory holds the chunks of one tenant at a time, the arena's holder."""
-
-    @property
-    def plan(self) -> Plan: ...
-
-    code: Any
-    """The compiled program, compared by identity: it outlives the tenant, and a proof about it stays valid."""
-
-    @property
-    def outlived(self) -> bool:
-        """Whether a weight of the tenant is gone, so that it can never run again."""
-
-    def close(self) -> None:
-        """Leave the arena.  The next call of the program creates a new tenant."""
-
-    def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
-
-    @property
-    def budget(self) -> tuple[object, int | None]:
-        """The model, and most bytes of its offloaded weights on the device; None for any."""
-
-
-class Shared(Protocol):
-    """What several tenants have in the memory together."""
-
-    def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
-
-    def prune(self) -> None:
-        """Drop what belongs to weights that no longer exist."""
-
-    def close(self) -> None:
-        """Unbind for good."""
-
-
 class Arena:
     """Device memory and streams that programs share: as large as the largest plan that ran in it, not as all together.
 
@@ -136,14 +102,14 @@ class Arena:
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
-        self._tenants: list[weakref.ref[Any]] = []
+        self._tenants: list[weakref.ref[Tenant]] = []
         # a program or a course -> the weights that it keeps on the device beside the memory; several have the same copies
         self._residents: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[Home, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
         self._occupancies: weakref.WeakValueDictionary[object, Occupancy] = weakref.WeakValueDictionary()
-        self.courses: Any = None  # a Shared: what the tenants run as courses (courses.py)
-        self._proved: weakref.WeakKeyDictionary[Any, weakref.WeakSet[Any]] = weakref.WeakKeyDictionary()
+        self.courses: Shared | None = None  # what the tenants run as courses (courses.py)
+        self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     def called(self, groups: Collection[tuple[int, ...]]) -> None:
         """Count a call, in which this rank meets those of each of ``groups``."""
@@ -231,6 +197,13 @@ class Arena:
         self._residents[owner] = weakref.WeakKeyDictionary(kept)
         return kept
 
+    def step_aside(self, keys: Collection[Key]) -> None:
+        """Unbind the programs with these keys, and give up what they keep: a course has their weights in the memory."""
+        for tenant in self.tenants:
+            if tenant.key in keys:
+                tenant.unbind()
+                self.give_up(tenant)
+
     def give_up(self, owner: object) -> None:
         """Let go of the weights that a program or a course keeps on the device beside the memory."""
         self._residents.pop(owner, None)
@@ -271,11 +244,11 @@ class Arena:
             self._reader.alone()
 
     @property
-    def tenants(self) -> Sequence[Any]:
+    def tenants(self) -> Sequence[Tenant]:
         """The programs that are bound to the memory, oldest first."""
         return [t for ref in self._tenants if (t := ref()) is not None]
 
-    def prove(self, code: Any, together: Callable[[Any], None]) -> None:
+    def prove(self, code: Code, together: Callable[[Code], None]) -> None:
         """Call ``together`` with the code of each other tenant, once for each pair of modules with their transfers."""
         mine = code.program.module
         for other in [t.code for t in self.tenants]:

@@ -19,7 +19,6 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -30,12 +29,9 @@ from chunkflow_compile.passes.program.course import Call, Course
 from chunkflow_compile.weights.home import Home
 
 from .arena import Arena
-from .common import bare, common, serves
+from .call_site import CallSite, Key, bare, calls_of, common, folder_of, sites_of
 from .executor import Executor
-from .route import Homes, Key, Route, calls_of
-
-if TYPE_CHECKING:
-    from .session import Session
+from .route import Homes, Route
 
 _log = logging.getLogger(__name__)
 
@@ -105,15 +101,22 @@ class Courses:
         self.known: list[Route] = []
         self.current: Route | None = None
 
-    def key(self, session: Session, homes: Sequence[Sequence[Home]], collectives: object) -> Key:
-        """The key of the calls of a session, which read ``homes``, region by region, with these collectives between."""
+    @staticmethod
+    def of(arena: Arena) -> Courses:
+        """Those of an arena, which end with its last program.  The caller holds the arena's lock."""
+        if not isinstance(arena.courses, Courses):
+            arena.courses = Courses(arena)
+        return arena.courses
+
+    def key(self, homes: Sequence[Sequence[Home]], collectives: object, settings: Settings) -> Key:
+        """The key of the calls that read ``homes``, region by region, with these collectives between."""
         found = tuple(tuple(sorted(id(home) for home in region)) for region in homes), collectives
         key = self._keys.get(found)
         if key is None or not key.lasts:
-            key = self._keys[found] = Key(home for region in homes for home in region)
-        elif (other := key.session()) is not None and bare(other.code.settings) != bare(session.code.settings):
-            self._start_anew(key, session.code.settings)  # it was planned again for another goal
-        key.session = weakref.ref(session)
+            key = self._keys[found] = Key((home for region in homes for home in region), settings)
+        elif bare(key.settings) != bare(settings):
+            self._start_anew(key, settings)  # it was planned again for another goal
+        key.settings = settings
         return key
 
     def leave(self, homes: Iterable[Home]) -> None:
@@ -123,11 +126,9 @@ class Courses:
             if any(id(ref()) in chosen for ref in route.homes.values()):
                 self._forget(route)
 
-    def executor(self, session: Session) -> Executor | None:
-        """The executor for the call that follows; None for the session's own.  The caller holds the arena's lock."""
-        key = session.key
-        if key is None:
-            return None
+    def executor(self, site: CallSite) -> Executor | None:
+        """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock."""
+        key = site.key
         previous = self._history[-1] if self._history else None
         self._record(key)
         route = self.current
@@ -136,10 +137,10 @@ class Courses:
             route = self.current
         if route is not None and route.keys[route.position] is key:
             self._unexpected = 0
-            return self._run(route, session, route.position)
-        if route is None and key is previous and not session.part:
+            return self._run(route, site, route.position)
+        if route is None and key is previous and not site.part:
             return None  # a whole model, again and again
-        return self._unforeseen(key, previous, session)
+        return self._unforeseen(key, previous, site)
 
     def settle(self) -> None:
         """Wait for a course that is being planned; the next call runs in it."""
@@ -171,7 +172,7 @@ class Courses:
         self.known.clear()
         self.current = self._job = self._fresh = None
 
-    def _unforeseen(self, key: Key, previous: Key | None, session: Session) -> Executor | None:
+    def _unforeseen(self, key: Key, previous: Key | None, site: CallSite) -> Executor | None:
         """A call that the current course does not expect, or that no course runs."""
         self.prune()
         self._unexpected += 1
@@ -183,16 +184,14 @@ class Courses:
         self._learn(key)
         for route in [r for r in (self.current, *self.known) if r is not None]:
             call = route.find(key)
-            if call is None or (
-                route is not self.current and not session.part and route.keys[call - 1] is not previous
-            ):
+            if call is None or (route is not self.current and not site.part and route.keys[call - 1] is not previous):
                 continue
             route.jumps += route is not self.current or call != route.position
             self.current = route
-            return self._run(route, session, call)
+            return self._run(route, site, call)
         return None
 
-    def _run(self, route: Route, session: Session, call: int) -> Executor | None:
+    def _run(self, route: Route, site: CallSite, call: int) -> Executor | None:
         if call == 0 and self._job is not None:
             again = self._job.instead is route
             made = self._finished()
@@ -203,8 +202,8 @@ class Courses:
         if call == 0 and route.replan_after and self._job is None:
             self._replan(route, route.replan_after)
         try:
-            return route.executor(session, call)
-        except ChunkflowError as error:  # the session's own program still runs
+            return route.executor(site, call)
+        except ChunkflowError as error:  # the program alone still runs
             _log.warning("%s calls do not run as a course: %s", len(route.keys), error)
             self._refuse(route.keys)
             self._forget(route)
@@ -221,7 +220,7 @@ class Courses:
     def _start_anew(self, key: Key, settings: Settings) -> None:
         """Forget what is known of the courses of a call, but for those that are as good for its new settings."""
         routes = [r for r in self.known if key in r.keys]
-        gone = [r for r in routes if not serves(r, settings)]
+        gone = [r for r in routes if not r.serves(settings)]
         for route in gone:
             self._forget(route)
         if routes and not gone and (self._job is None or key not in self._job.keys):
@@ -267,28 +266,28 @@ class Courses:
 
     def _plan(self, keys: tuple[Key, ...]) -> bool:
         """Plan a course on another thread.  Returns whether it can be one."""
-        sessions = _sessions(keys)
-        if sessions is None:
+        sites = sites_of(keys)
+        if sites is None:
             return False
-        settings = common(sessions)
-        regions = sum(len(s.program.problem.regions) for s in sessions)
-        again = any(a is b and not s.part for a, b, s in zip(keys, (*keys[1:], keys[0]), sessions, strict=True))
+        settings = common(sites)
+        regions = sum(len(s.code.program.problem.regions) for s in sites)
+        again = any(a is b and not s.part for a, b, s in zip(keys, (*keys[1:], keys[0]), sites, strict=True))
         if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a course already
             self._refuse(keys)
             return False
-        calls, homes = calls_of(sessions)
+        calls, homes = calls_of(sites)
         refs = {name: weakref.ref(home) for name, home in homes.items()}
-        self._job = _Job(keys, calls, refs, settings, _folder(sessions))
+        self._job = _Job(keys, calls, refs, settings, folder_of(sites))
         self._job.start()
         return True
 
     def _replan(self, route: Route, passes: int) -> bool:
         """Plan a course again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
-        sessions, timings = _sessions(route.keys), route.timings(passes)
-        settings = None if sessions is None else common(sessions)
-        if sessions is None or settings is None or timings is None:
+        sites, timings = sites_of(route.keys), route.timings(passes)
+        settings = None if sites is None else common(sites)
+        if sites is None or settings is None or timings is None:
             return False
-        self._job = _Job(route.keys, route.calls, route.homes, settings, _folder(sessions), instead=route)
+        self._job = _Job(route.keys, route.calls, route.homes, settings, folder_of(sites), instead=route)
         self._job.start(timings)
         return True
 
@@ -327,7 +326,7 @@ class Courses:
             route.jumps = job.instead.jumps
             self._forget(job.instead)
         else:
-            route.replan_after = max((s.code.replan_after for s in _sessions(job.keys) or ()), default=0)
+            route.replan_after = max((s.code.replan_after for s in sites_of(job.keys) or ()), default=0)
         for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_COURSES)]:
             self._forget(old)
         self.known.append(route)
@@ -364,14 +363,3 @@ def _turned(keys: tuple[Key, ...], others: tuple[Key, ...]) -> bool:
     if len(keys) != len(others):
         return False
     return any(keys == (*others[i:], *others[:i]) for i, key in enumerate(others) if key is keys[0])
-
-
-def _sessions(keys: Sequence[Key]) -> list[Session] | None:
-    """The newest session of each key, None if one has ended."""
-    found = [s for key in keys if (s := key.session()) is not None]
-    return None if len(found) < len(keys) or any(s.closed for s in found) else found
-
-
-def _folder(sessions: Sequence[Session]) -> Path | None:
-    """The folder of the dump of one of these calls, if there is one."""
-    return next((s.code.folder for s in sessions if s.code.folder is not None), None)

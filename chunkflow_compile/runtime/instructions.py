@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -22,10 +23,9 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Binding, Occupancy
 from .first_call import owning, reading, undeclared
-from .host_flag import HostFlag
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
-from .taking import taking
+from .streams import Bell
 from .traffic import Traffic
 
 
@@ -57,6 +57,40 @@ class Step:
 
 
 Issue = Callable[[Step], None]
+
+
+class HostFlag:
+    """The pause flag of policy ``host-yield``: the mechanism that the paper publishes, for comparison.
+
+    The host sets the flag before it issues a collective and clears it after it has issued the completion.  The copy stream
+    checks it before each chunk.  If the host runs ahead of the device, the flag is cleared long before the collective
+    starts, and nothing yields.
+    """
+
+    def __init__(self) -> None:
+        self._bell = Bell()
+        self._set = 0
+
+    def set(self) -> None:
+        """Add a collective in flight: no chunk starts from here on."""
+        with self._bell.lock:
+            self._set += 1
+
+    def clear(self) -> None:
+        """Remove a collective in flight: chunks start again if no other is left."""
+        with self._bell.lock:
+            self._set = max(0, self._set - 1)
+            self._bell.ring()
+
+    def drop(self) -> None:
+        """Remove all collectives in flight: chunks start again."""
+        with self._bell.lock:
+            self._set = 0
+            self._bell.ring()
+
+    def hold(self) -> None:
+        """Wait while the flag is set; called on the copy stream before a chunk."""
+        self._bell.wait_for(lambda: True if not self._set else None, lambda: not self._set)
 
 
 class Issuer:
@@ -334,3 +368,10 @@ def _poison(pieces: Sequence[torch.Tensor]) -> None:
     """Set all bits, which is NaN in every floating type except the ``fnuz`` variants of float8."""
     for piece in pieces:
         piece.fill_(255)
+
+
+def taking(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function from a sequence to its elements at ``positions``: one call into C, if there are several."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda values: tuple(values[position] for position in positions)

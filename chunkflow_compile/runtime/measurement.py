@@ -6,7 +6,7 @@ import json
 from array import array
 from collections import deque
 from collections.abc import Iterable, MutableSequence, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -192,6 +192,25 @@ def under(plan: Plan, steps: Iterable[StepMeasurement]) -> list[StepMeasurement]
     """The steps that ran under this plan."""
     digest = plan.digest
     return [step for step in steps if step.plan == digest]
+
+
+def warm_timings(
+    plan: Plan, passes: Iterable[Sequence[StepMeasurement]], least: int, starts: Sequence[int] = ()
+) -> Timings | None:
+    """The times of the warm passes over the calls of a course, to plan it again; None if they are fewer than ``least``.
+
+    ``starts``: the first window of each call, for the time between calls.  None is counted for a program alone.
+    """
+    warm = [calls for calls in passes if not any(call.primed_bytes for call in calls)]
+    if len(warm) < least:
+        return None
+    found = measured(plan, [as_one(calls) for calls in warm]).timings()
+    if not starts:
+        return found
+    idle = [0.0] * len(found.compute_s)
+    for start, calls in zip(starts, zip(*warm, strict=True), strict=True):
+        idle[start - 1] += median(call.idle_s for call in calls)
+    return replace(found, idle_s=tuple(idle))
 
 
 def copying_share(step_s: float, exposed_s: float, copy_s: float) -> float:

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from statistics import median
-from typing import TYPE_CHECKING
 
 from torch.fx import GraphModule
 
@@ -18,38 +15,19 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
-from chunkflow_compile.passes.program.course import Call, Course, block_of, rewritten
+from chunkflow_compile.passes.program.course import Call, Course, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.home import Home
 from chunkflow_compile.weights.source import DriveBytes
 
 from .arena import Arena, Binding
+from .call_site import CallSite, Key, bare
 from .executor import KEPT_MEASUREMENTS, Executor
-from .measurement import Passes, StepMeasurement, as_one, measured, save
-
-if TYPE_CHECKING:
-    from .session import Session
+from .measurement import Passes, StepMeasurement, as_one, measured, save, warm_timings
 
 # The homes of the weights of a course, by their names in it.
 Homes = Mapping[str, weakref.ref[Home]]
-
-
-class Key:
-    """What a call reads: the homes of its weights.  Calls that read the same weights in the same regions have one key.
-
-    ``session``: the newest with this key, weakly.
-    """
-
-    session: Callable[[], Session | None]
-
-    def __init__(self, homes: Iterable[Home]) -> None:
-        self._homes = [weakref.ref(home) for home in homes]
-
-    @property
-    def lasts(self) -> bool:
-        """Whether the weights still exist."""
-        return all(ref() is not None for ref in self._homes)
 
 
 class Route:
@@ -82,12 +60,12 @@ class Route:
         self.settings = settings
         self._versions: dict[str, int] = {}
         self._places = [{id(self.homes[n]()): n for n in call.names.values() if n in self.homes} for call in self.calls]
-        self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the session of a call has them
+        self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the site of a call has them
         self._passes = Passes(len(self.keys), KEPT_MEASUREMENTS)
         self._begun = 0  # passes
         self._marks = marks
         self._binding: Binding | None = None
-        self._executors: list[weakref.WeakKeyDictionary[Session, Executor]] = [
+        self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
             weakref.WeakKeyDictionary() for _ in self.keys
         ]
         self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
@@ -111,14 +89,7 @@ class Route:
 
     def timings(self, passes: int) -> Timings | None:
         """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
-        warm = [calls for calls in self._measured() if not any(call.primed_bytes for call in calls)]
-        if len(warm) < passes:
-            return None
-        found = measured(self.course.plan, [as_one(calls) for calls in warm]).timings()
-        idle = [0.0] * len(found.compute_s)
-        for start, calls in zip(self.course.starts, zip(*warm, strict=True), strict=True):
-            idle[start - 1] += median(call.idle_s for call in calls)
-        return replace(found, idle_s=tuple(idle))
+        return warm_timings(self.course.plan, self._measured(), passes, self.course.starts)
 
     def _measured(self, wait: bool = False) -> list[tuple[StepMeasurement, ...]]:
         """The newest passes, each the measurements of its calls."""
@@ -135,18 +106,30 @@ class Route:
         ended = [*begun[1:], begun[0] + found.step_s]
         return sum(e - b for key, b, e in zip(self.keys, begun, ended, strict=True) if key in keys)
 
+    def serves(self, settings: Settings) -> bool:
+        """Whether the plan is the best for these settings of a call too.
+
+        It is if they differ only in the budget, and it fits one that is no larger than its own.
+        """
+        planned, memory = self.settings, settings.memory
+        if replace(bare(planned), memory=None) != replace(bare(settings), memory=None):
+            return False
+        if memory is None or planned.memory is None:
+            return memory is planned.memory
+        return self.course.plan.device_bytes + planned.outside <= memory <= planned.memory
+
     def find(self, key: Key) -> int | None:
         """The place of a call, the expected one first; None if it is not in the course."""
         count = len(self.keys)
         found = (c % count for c in range(self.position, self.position + count) if self.keys[c % count] is key)
         return next(found, None)
 
-    def executor(self, session: Session, call: int) -> Executor:
-        """The executor of a session in the place of a call.  Raises ChunkflowError if the arena has no room."""
-        self._check_versions(session, call)
-        found = self._executors[call].get(session)
+    def executor(self, site: CallSite, call: int) -> Executor:
+        """The executor of a call's site in its place.  Raises ChunkflowError if the arena has no room."""
+        self._check_versions(site, call)
+        found = self._executors[call].get(site)
         if found is None:
-            found = self._executors[call][session] = self._make(session, call)
+            found = self._executors[call][site] = self._make(site, call)
         self.position = (call + 1) % len(self.keys)
         self._begun += call == 0
         if call == 0 and not self._begun & (self._begun - 1):  # as the steps of a program alone
@@ -176,19 +159,19 @@ class Route:
         if self._binding is not None and self.arena.holder is self._binding.occupancy:
             self.arena.holder = None
 
-    def _check_versions(self, session: Session, call: int) -> None:
+    def _check_versions(self, site: CallSite, call: int) -> None:
         """Start cold if a weight of the call was written since the course took over the arena."""
-        if self._seen[call] == session.versions:
+        if self._seen[call] == site.versions:
             return
-        names = [self._name(home, call) for home in session.homes.values()]
+        names = [self._name(home, call) for home in site.homes.values()]
         known = tuple(self._versions.get(name) for name in names)
-        if known != session.versions:
+        if known != site.versions:
             if self._outdated():
                 self.unbind()
             self._end_turn()
             self._versions = {name: home.version for name, ref in self.homes.items() if (home := ref()) is not None}
             self._seen = [None for _ in self.keys]
-        self._seen[call] = session.versions
+        self._seen[call] = site.versions
 
     def _outdated(self) -> bool:
         """Whether a weight was on the drive, and is in host memory now or in another file, or a copy beside the memory is
@@ -199,21 +182,21 @@ class Route:
         moved = (isinstance(s, DriveBytes) and self._home(name).drive is not s for name, s in hosts.items())
         return any(moved) or any(self._home(name).on_device is None for name in values.keys() - hosts.keys())
 
-    def _make(self, session: Session, call: int) -> Executor:
+    def _make(self, site: CallSite, call: int) -> Executor:
         course, marks, placed = self.course, self._marks, self.calls[call]
-        names = {name: self._name(home, call) for name, home in session.homes.items()}
+        names = {name: self._name(home, call) for name, home in site.homes.items()}
         # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
         # projections of queries and keys may
-        if session.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
-            placed = session.as_call(_names(session) | names)
-            program, marks = self._program(session, call, placed)
+        if site.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
+            placed = site.call(site.names() | names)
+            program, marks = self._program(site, call, placed)
             course = course.at(call, program)
-        session.step_aside()  # its own plan keeps other weights on the device
-        binding = replace(self._bound(session.code.pin_bytes), marks=marks)
-        file = session.measured.append, partial(self._passes.file, call)
-        return Executor(course.calls[call], session.code.regions, binding, session.code.poison, course, file)
+        self.arena.step_aside([site.key])  # its own plan keeps other weights on the device
+        binding = replace(self._bound(site.code.pin_bytes), marks=marks)
+        file = site.file, partial(self._passes.file, call)
+        return Executor(course.calls[call], site.code.regions, binding, site.code.poison, course, file)
 
-    def _program(self, session: Session, call: int, placed: Call) -> tuple[Program, Arrivals]:
+    def _program(self, site: CallSite, call: int, placed: Call) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
         known = [(self.course.calls[call], self._marks, self.calls[call].cut)]
@@ -222,9 +205,9 @@ class Route:
             # the graph at other sizes: the same ops on the same weights
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem()), marks
-        program = rewritten(self.course, call, placed, share="sharing" not in session.code.settings.disabled)
+        program = rewritten(self.course, call, placed, share="sharing" not in site.code.settings.disabled)
         marks = arrivals_at(self.course, self._marks, call, program)
-        if session.code.verified:
+        if site.code.verified:
             verify_call(self.course, call, program, self._marks, marks, self._proved)
         return program, marks
 
@@ -235,9 +218,7 @@ class Route:
     def _bound(self, pin_bytes: int | None) -> Binding:
         """What the course has in the arena's memory.  Raises ChunkflowError if the device has no room."""
         if self._binding is None:
-            for tenant in self.arena.tenants:
-                if tenant.key in self.keys:
-                    tenant.step_aside()
+            self.arena.step_aside(self.keys)
             homes = {name: self._home(name) for name in self.homes}
             self._binding = self.arena.bind(self, self.course.plan, homes, self._marks, pin_bytes=pin_bytes)
         return self._binding
@@ -246,38 +227,3 @@ class Route:
         home = self.homes[name]()
         assert home is not None, "the course lasts"
         return home
-
-
-def calls_of(sessions: Sequence[Session]) -> tuple[list[Call], dict[str, Home]]:
-    """The calls of a course, and the homes of its weights by their names in it.
-
-    A weight that two calls read is two weights of the course: it is fetched for each.
-    """
-    calls = list[Call]()
-    homes: dict[str, Home] = {}
-    taken = set[str]()
-    for session in sessions:
-        names: dict[str, str] = {}
-        for name, wanted in _names(session).items():
-            names[name] = next(n for n in _numbered(wanted) if n not in taken)
-            taken.add(names[name])
-            if name in session.homes:
-                homes[names[name]] = session.homes[name]
-        calls.append(session.as_call(names))
-    return calls, homes
-
-
-def _names(session: Session) -> dict[str, str]:
-    """The names of a call's weights in their model.  A graph that was compiled for another block has the names of that."""
-    found = {name: home.name for name, home in session.homes.items()}
-    blocks = {block_of(old): block_of(new) for old, new in found.items()}
-    for weight in session.program.problem.weights:
-        block = block_of(weight.name)
-        found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
-    return found
-
-
-def _numbered(name: str) -> Iterator[str]:
-    """A name, and variants of it."""
-    yield name
-    yield from (f"{name} ({i})" for i in itertools.count(2))

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.host_weight import HostWeight
@@ -22,10 +23,9 @@ from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
 from .codes import Choice, Codes, Sizes
+from .instructions import taking
 from .locks import ProcessLock
 from .session import Session, aside
-from .tables import Tables
-from .taking import taking
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +39,30 @@ Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena],
 
 # Called with the parameters by name.  Returns what replan has set for their model, as fields of Goal.
 Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
+
+
+class Tables:
+    """Copies on ``device`` of inputs on the CPU that forward moves there, such as rotary embeddings: moved once, not in every
+    step, and kept as long as the table lives.  ``positions``: of the tables among the inputs."""
+
+    def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
+        self._device = device
+        self._positions = tuple(positions)
+        self._moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # table -> its version, and the copy
+
+    def move(self, inputs: list[Any]) -> None:
+        """Replace each table among ``inputs`` by its copy, which is made anew if the table has changed."""
+        for position in self._positions:
+            inputs[position] = self._copy(inputs[position])
+
+    def _copy(self, table: torch.Tensor) -> torch.Tensor:
+        if table.is_inference():  # counts no versions: it could have changed
+            return table.to(self._device)
+        known: tuple[int, torch.Tensor] | None = self._moved.get(table)
+        if known is None or known[0] != table._version:
+            with torch.inference_mode(False):
+                known = self._moved[table] = table._version, table.to(self._device)
+        return known[1]
 
 
 class Runner:

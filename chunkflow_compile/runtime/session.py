@@ -21,7 +21,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
-from chunkflow_compile.passes.program.course import Call, block_of
+from chunkflow_compile.passes.program.course import block_of
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.home import home_of
@@ -29,18 +29,15 @@ from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
+from .call_site import CallSite, Key
 from .codes import Choice
 from .courses import Courses
 from .device import check_kind, refuse_capture
 from .executor import KEPT_MEASUREMENTS, Executor
-from .measurement import StepMeasurement, measured, save, under
-from .route import Key
-from .taking import taking
+from .instructions import taking
+from .measurement import StepMeasurement, measured, save, under, warm_timings
 
 _log = logging.getLogger(__name__)
-
-# Why a weight stays that other calls of the same code stream.
-_NOT_OFFLOADED = "on the device: not offloaded"
 
 
 class Session:
@@ -68,7 +65,6 @@ class Session:
         self._stores = [*{id(home.store): home.store for home in self.homes.values()}.values()]
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.homes.values(), *self._in_place.values())))  # equal for the same weights
-        self.versions = tuple(home.version for home in self.homes.values())
         self._as_they_are = [state_of(parameters[name]) for name in self.homes]
         order = list(parameters)
         self._offloaded = taking([order.index(name) for name in self.homes])
@@ -90,8 +86,9 @@ class Session:
             except BaseException:
                 arena.leave(self)
                 raise
-            arena.courses = arena.courses or Courses(arena)
-            self.key = self._key(arena.courses)
+            self.courses = Courses.of(arena)
+            self.key = self._key()
+            self._call_site = None if self.key is None else self._site(self.key)
             self._groups = {ranks_of(name) for name in group_names(self.program.module.graph)}
         self._called = self._name()
 
@@ -173,7 +170,7 @@ class Session:
         if self.arena.outdated:
             self.arena.close_outlived()
         self.arena.called(self._groups)
-        in_course = self.arena.courses.executor(self)
+        in_course = None if self._call_site is None else self.courses.executor(self._call_site)
         executor = in_course or self.executor
         self.arena.running = os.getpid(), self._called
         try:
@@ -190,12 +187,12 @@ class Session:
     def _replan(self) -> None:
         """After ``replan_after`` warm steps, plan from their times; a new placement runs from the next step on."""
         # step 0 pays for first touches
-        warm = [m for m in under(self.plan, self._measurements()[1:]) if not m.primed_bytes]
-        if len(warm) < self._replan_after:
+        alone = ((step,) for step in under(self.plan, self._measurements()[1:]))
+        if (timings := warm_timings(self.plan, alone, self._replan_after)) is None:
             return
         self._replan_after = 0
         try:
-            code = self.code.remade(timings=measured(self.plan, warm).timings())
+            code = self.code.remade(timings=timings)
         except ChunkflowError as error:  # the current plan still works
             _log.warning("the current plan is kept: %s", error)
             return
@@ -209,9 +206,9 @@ class Session:
                 try:
                     self._save(wait=True)
                     self.unbind()
-                    self.arena.courses.unbind()  # its programs move the weights of this session too
+                    self.courses.unbind()  # its programs move the weights of this session too
                 finally:  # also after an interrupt: the memory must be released
-                    self.closed = True
+                    self.closed, self._call_site = True, None
                     self.homes, self._in_place, self._weights = {}, {}, []
                     self._as_they_are, self._bare, self._stores = [], [], []
                     self._gone.detach()
@@ -222,11 +219,6 @@ class Session:
         executor, self._executor = self._executor, None
         if executor is not None:
             executor.vacate()
-
-    def step_aside(self) -> None:
-        """Give up what the program has on the device outside courses: a course has its weights in the arena."""
-        self.unbind()
-        self.arena.give_up(self)
 
     @property
     def budget(self) -> tuple[object, int | None]:
@@ -240,12 +232,6 @@ class Session:
         if settings.memory is None:
             return self.model, None
         return self.model, max(0, settings.memory - settings.outside - self.in_place)
-
-    def as_call(self, names: Mapping[str, str]) -> Call:
-        """The program as a call of a course.  ``names``: of its weights in the course."""
-        keep = dict.fromkeys((names[name] for name in self._in_place), _NOT_OFFLOADED)
-        drive = frozenset(names[name] for name, home in self.homes.items() if home.drive is not None)
-        return Call(self.code.cut, names, keep, drive)
 
     def _save(self, wait: bool = False) -> None:
         """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
@@ -271,16 +257,29 @@ class Session:
         name = "the model" if whole else block
         return f"{name} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
 
-    def _key(self, courses: Courses) -> Key | None:
+    def _key(self) -> Key | None:
         """What its calls read, for a course; None if the user chose its placement."""
         settings = self.code.settings
         chosen = settings.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         if chosen or "course" in settings.disabled or not self.homes:
-            courses.leave(self.homes.values())
+            self.courses.leave(self.homes.values())
             return None
         problem = self.program.problem
         regions = [[home for name in r.weights if (home := self.homes.get(name)) is not None] for r in problem.regions]
-        return courses.key(self, regions, tuple((c.kind, c.before, c.until) for c in problem.collectives))
+        collectives = tuple((c.kind, c.before, c.until) for c in problem.collectives)
+        return self.courses.key(regions, collectives, settings)
+
+    def _site(self, key: Key) -> CallSite:
+        return CallSite(
+            key=key,
+            code=self.code,
+            homes=self.homes,
+            versions=tuple(home.version for home in self.homes.values()),
+            in_place=tuple(self._in_place),
+            kept_bytes=self.in_place,
+            model=self.model,
+            file=self.measured.append,
+        )
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

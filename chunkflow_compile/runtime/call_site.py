@@ -1,0 +1,182 @@
+"""What programs tell their arena and the courses in it, and what the calls of a course have in common."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Protocol
+
+from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.program.course import Call, block_of
+from chunkflow_compile.weights.home import Home
+
+from .codes import Code
+from .measurement import StepMeasurement
+
+# Why a weight stays that other calls of the same code stream.
+_NOT_OFFLOADED = "on the device: not offloaded"
+
+
+class Key:
+    """What a call reads: the homes of its weights.  Calls that read the same weights in the same regions have one key.
+
+    ``settings``: of the newest program with this key.  ``site``: what it tells, None if it has ended.
+    """
+
+    def __init__(self, homes: Iterable[Home], settings: Settings) -> None:
+        self.settings = settings
+        self._homes = [weakref.ref(home) for home in homes]
+        self.site: Callable[[], CallSite | None] = lambda: None
+
+    @property
+    def lasts(self) -> bool:
+        """Whether the weights still exist."""
+        return all(ref() is not None for ref in self._homes)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class CallSite:
+    """What a program tells the courses of its arena.  It ends with the program's session.
+
+    ``homes``: of its offloaded weights, with their ``versions`` in this order.  ``in_place``: its other weights, which have
+    ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes the measurement of each step.
+    """
+
+    key: Key
+    code: Code
+    homes: Mapping[str, Home]
+    versions: tuple[int, ...]
+    in_place: tuple[str, ...]
+    kept_bytes: int
+    model: int
+    file: Callable[[StepMeasurement], None]
+
+    def __post_init__(self) -> None:
+        self.key.site = weakref.ref(self)
+
+    @property
+    def settings(self) -> Settings:
+        return self.code.settings
+
+    @property
+    def part(self) -> bool:
+        """Whether the program is a part of a model, and so runs in turns with others."""
+        return self.code.settings.part
+
+    def call(self, names: Mapping[str, str]) -> Call:
+        """The program as a call of a course.  ``names``: of its weights in the course."""
+        keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
+        drive = frozenset(names[name] for name, home in self.homes.items() if home.drive is not None)
+        return Call(self.code.cut, names, keep, drive)
+
+    def names(self) -> dict[str, str]:
+        """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
+        found = {name: home.name for name, home in self.homes.items()}
+        blocks = {block_of(old): block_of(new) for old, new in found.items()}
+        for weight in self.code.program.problem.weights:
+            block = block_of(weight.name)
+            found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
+        return found
+
+
+class Tenant(Protocol):
+    """A program that is bound to an arena.  The memory holds the chunks of one tenant at a time, the arena's holder."""
+
+    @property
+    def plan(self) -> Plan: ...
+
+    code: Code
+    """The compiled program, compared by identity: it outlives the tenant, and a proof about it stays valid."""
+
+    key: Key | None
+    """What its calls read, if it may run in a course."""
+
+    @property
+    def outlived(self) -> bool:
+        """Whether a weight of the tenant is gone, so that it can never run again."""
+
+    def close(self) -> None:
+        """Leave the arena.  The next call of the program creates a new tenant."""
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
+
+    @property
+    def budget(self) -> tuple[object, int | None]:
+        """The model, and most bytes of its offloaded weights on the device; None for any."""
+
+
+class Shared(Protocol):
+    """What several tenants have in the memory together."""
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
+
+    def prune(self) -> None:
+        """Drop what belongs to weights that no longer exist."""
+
+    def close(self) -> None:
+        """Unbind for good."""
+
+
+def sites_of(keys: Iterable[Key]) -> list[CallSite] | None:
+    """The newest site of each key, None if one has ended."""
+    found = [key.site() for key in keys]
+    sites = [site for site in found if site is not None]
+    return sites if len(sites) == len(found) else None
+
+
+def calls_of(sites: Sequence[CallSite]) -> tuple[list[Call], dict[str, Home]]:
+    """The calls of a course, and the homes of its weights by their names in it.
+
+    A weight that two calls read is two weights of the course: it is fetched for each.
+    """
+    calls = list[Call]()
+    homes: dict[str, Home] = {}
+    taken = set[str]()
+    for site in sites:
+        names: dict[str, str] = {}
+        for name, wanted in site.names().items():
+            names[name] = next(n for n in _numbered(wanted) if n not in taken)
+            taken.add(names[name])
+            if name in site.homes:
+                homes[names[name]] = site.homes[name]
+        calls.append(site.call(names))
+    return calls, homes
+
+
+def _numbered(name: str) -> Iterator[str]:
+    """A name, and variants of it."""
+    yield name
+    yield from (f"{name} ({i})" for i in itertools.count(2))
+
+
+def bare(settings: Settings) -> Settings:
+    """Without what differs between sizes of one call, and between calls."""
+    return replace(settings, likes=(), part=False, outside=0)
+
+
+def common(sites: Sequence[CallSite]) -> Settings | None:
+    """The settings of a course, None if those of its calls do not agree.  The budget is the largest."""
+    shared = [replace(bare(s.settings), memory=None) for s in sites]
+    if any(s != shared[0] for s in shared):
+        return None
+    memory = max((m for s in sites if (m := s.settings.memory) is not None), default=None)
+    return replace(shared[0], memory=memory, outside=_outside(sites))
+
+
+def _outside(sites: Sequence[CallSite]) -> int:
+    """Bytes on the device of the weights of these models that none of the calls reads."""
+    left: dict[int, int] = {}
+    for site in {id(s.key): s for s in sites}.values():
+        left[site.model] = left.get(site.model, site.settings.outside + site.kept_bytes) - site.kept_bytes
+    return sum(max(0, nbytes) for nbytes in left.values())
+
+
+def folder_of(sites: Iterable[CallSite]) -> Path | None:
+    """The folder of the dump of one of these calls, if there is one."""
+    return next((s.code.folder for s in sites if s.code.folder is not None), None)
