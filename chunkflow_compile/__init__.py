@@ -9,17 +9,17 @@ import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-from chunkflow_compile.source_tree import show_backend
+from chunkflow_compile.frontend.source_tree import show_backend
 
 if TYPE_CHECKING:
-    from chunkflow_compile.compiling import compile
-    from chunkflow_compile.explaining import explain
+    from chunkflow_compile.frontend.compile import compile
+    from chunkflow_compile.model.artifacts import load, save
+    from chunkflow_compile.model.offload import courses, offload, programs, restore
+    from chunkflow_compile.model.replan import replan
     from chunkflow_compile.passes.errors import ChunkflowError
-    from chunkflow_compile.pipelines import apply, remove
-    from chunkflow_compile.placing import courses, offload, programs, restore
-    from chunkflow_compile.replanning import replan
+    from chunkflow_compile.pipeline.apply import apply, remove
+    from chunkflow_compile.pipeline.explain import explain
     from chunkflow_compile.runtime.arena import Arena
-    from chunkflow_compile.saving import load, save
 
 __all__ = [
     "Arena",
@@ -42,17 +42,17 @@ __version__ = "0.1.0"
 _HOMES = {
     "Arena": "chunkflow_compile.runtime.arena",
     "ChunkflowError": "chunkflow_compile.passes.errors",
-    "apply": "chunkflow_compile.pipelines",
-    "compile": "chunkflow_compile.compiling",
-    "courses": "chunkflow_compile.placing",
-    "explain": "chunkflow_compile.explaining",
-    "load": "chunkflow_compile.saving",
-    "offload": "chunkflow_compile.placing",
-    "programs": "chunkflow_compile.placing",
-    "remove": "chunkflow_compile.pipelines",
-    "replan": "chunkflow_compile.replanning",
-    "restore": "chunkflow_compile.placing",
-    "save": "chunkflow_compile.saving",
+    "apply": "chunkflow_compile.pipeline.apply",
+    "compile": "chunkflow_compile.frontend.compile",
+    "courses": "chunkflow_compile.model.offload",
+    "explain": "chunkflow_compile.pipeline.explain",
+    "load": "chunkflow_compile.model.artifacts",
+    "offload": "chunkflow_compile.model.offload",
+    "programs": "chunkflow_compile.model.offload",
+    "remove": "chunkflow_compile.pipeline.apply",
+    "replan": "chunkflow_compile.model.replan",
+    "restore": "chunkflow_compile.model.offload",
+    "save": "chunkflow_compile.model.artifacts",
 }
 
 show_backend()
@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if "torch._dynamo" in sys.modules:
         return getattr(importlib.import_module(_HOMES[name]), name)
-    from chunkflow_compile.caches import importing_torch
+    from chunkflow_compile.hardware.caches import importing_torch
 
     with importing_torch():
         return getattr(importlib.import_module(_HOMES[name]), name)

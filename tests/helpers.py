@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._dynamo.utils import counters
 
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size
 from chunkflow_compile.options import Options
@@ -22,7 +23,6 @@ from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.tracing import trace
 
 # Projections of 1 MiB.  Tests that compile a model with Inductor share this size, and so its compiled kernels.
 WIDE = Size(layers=2, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)

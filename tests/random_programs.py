@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.passes.graph.regions import Cut
@@ -31,7 +32,6 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.executor import Executor
-from chunkflow_compile.tracing import trace
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 
 CHUNK = 512

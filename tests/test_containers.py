@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import chunkflow_compile
-from chunkflow_compile.caches import FOLDER_VARIABLE
+from chunkflow_compile.hardware.caches import FOLDER_VARIABLE
 
 RUN = """
 import warnings
@@ -46,7 +46,7 @@ for size in (2, 3):
 # What the interpreter has read stays, so that it may lie where the user cannot go.
 ANOTHER_USER = """
 import os
-import torch._dynamo, torch._inductor.config, torch._inductor.standalone_compile, chunkflow_compile.backend
+import torch._dynamo, torch._inductor.config, torch._inductor.standalone_compile, chunkflow_compile.frontend.backend
 torch.compile(torch.nn.Linear(2, 2), backend="aot_eager")(torch.ones(1, 2))
 os.setgroups([])
 os.setgid(12345)
@@ -96,7 +96,7 @@ def test_a_folder_of_plans_that_cannot_be_made(tmp_path: Path) -> None:
 
 def test_no_folder_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing can be compiled: a sentence; regions that are not compiled run."""
-    from chunkflow_compile import caches
+    from chunkflow_compile.hardware import caches
 
     monkeypatch.setattr(caches, "_looked_at", lambda path: caches.Folder(path, fault="Read-only file system"))
     with pytest.raises(

@@ -26,16 +26,11 @@ def modules() -> dict[str, Path]:
 
 
 def imports(name: str, path: Path) -> Iterator[str]:
-    """Names below the package that a module imports, wherever the import stands.
-
-    Those for type checkers are left out, but for modules of the runtime: there they would hide a cycle.
-    """
+    """Names below the package that a module imports, wherever the import stands, also for type checkers."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     todo: list[ast.AST] = [ast.parse(path.read_text())]
     while todo:
         node = todo.pop()
-        if room(name) != "runtime" and isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            continue
         todo.extend(ast.iter_child_nodes(node))
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package.split(".")[: len(package.split(".")) - node.level + 1]

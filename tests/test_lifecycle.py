@@ -217,7 +217,7 @@ import torch
 from conftest import OPTIONS
 from helpers import Stack
 
-import chunkflow_compile.backend
+import chunkflow_compile.frontend.backend
 
 torch.set_grad_enabled(False)
 torch.compile(torch.nn.Linear(8, 8), backend="aot_eager")(torch.randn(4, 8))

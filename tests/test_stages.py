@@ -25,6 +25,7 @@ from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chunkflow_compile
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.options import Options
@@ -41,7 +42,6 @@ from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.stages import annotator
 from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.measurement import Measured
-from chunkflow_compile.tracing import trace
 
 MACHINE = replace(load_profile(HERE / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
 YIELDS: tuple[Yield, ...] = ("auto", "hard", "soft")

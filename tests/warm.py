@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-import chunkflow_compile.backend  # noqa: F401
+import chunkflow_compile.frontend.backend  # noqa: F401
 from chunkflow_compile.models.small import Size, small_model
 
 tqdm.monitor_interval = 0  # no thread for progress bars: torch makes some

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from chunkflow_compile.caches import settle
+from chunkflow_compile.hardware.caches import settle
 from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from chunkflow_compile.caches import settle
+from chunkflow_compile.hardware.caches import settle
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
 
 from .output import save_traceback

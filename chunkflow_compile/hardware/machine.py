@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chunkflow_compile.caches import Folder, compile_cache, temporary_folder
+from chunkflow_compile.hardware.caches import Folder, compile_cache, temporary_folder
 from chunkflow_compile.weights.limits import host_memory
 
 from .profiles import measured_profile

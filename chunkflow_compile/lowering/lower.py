@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from chunkflow_compile.caches import compile_cache, settle
+from chunkflow_compile.hardware.caches import compile_cache, settle
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import release_of

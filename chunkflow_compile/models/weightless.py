@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
-from chunkflow_compile.tracing import trace
 
 from .branches import exchange_branches
 from .ulysses import enable_ulysses

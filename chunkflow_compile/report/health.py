@@ -9,7 +9,7 @@ from typing import Literal
 
 from tabulate import tabulate
 
-from chunkflow_compile.caches import FIX, Folder
+from chunkflow_compile.hardware.caches import FIX, Folder
 from chunkflow_compile.hardware.machine import Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.releases import NEWEST, OLDEST, TESTED, release_of

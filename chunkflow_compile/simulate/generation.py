@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from chunkflow_compile.headroom import budget_for, usable
+from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.placement.place import least_memory, place

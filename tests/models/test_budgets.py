@@ -15,9 +15,9 @@ from test_pipelines import EAGER, FLUX, WAN, Counting, models, same_weights
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
+from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small_pipelines import small_pipeline
-from chunkflow_compile.phases import Budget, budget_of
-from chunkflow_compile.placement import placement_of
+from chunkflow_compile.pipeline.budget import Budget, budget_of
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -18,7 +18,7 @@ from torch._dynamo.callback import callback_handler
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, courses, programs, restore
-from chunkflow_compile.kinds import kinds_of, parts_of, repeated_blocks
+from chunkflow_compile.frontend.block_kinds import kinds_of, parts_of, repeated_blocks
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.weights.leaves import leaves_of
 

@@ -12,7 +12,9 @@ from helpers import graphs
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile import compiling, guards, programs
+from chunkflow_compile import programs
+from chunkflow_compile.frontend import compile as compiling
+from chunkflow_compile.frontend import guard_filter as guards
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_weight import HostWeight
 

@@ -12,9 +12,9 @@ from helpers import WIDE
 from torch import nn
 
 import chunkflow_compile
+from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
-from chunkflow_compile.placing import offload, programs
 from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.leaves import tensors_of
 

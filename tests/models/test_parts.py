@@ -17,9 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import chunkflow_compile
 from chunkflow_compile import courses, offload, programs, restore
+from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
-from chunkflow_compile.placement import placement_of
 
 SIZE = Size(layers=3, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from chunkflow_compile import apply, explain, programs, remove
+from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
-from chunkflow_compile.phases import Budget, Phase, budget_of
-from chunkflow_compile.placement import placement_of
+from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 pytest.importorskip("transformers")

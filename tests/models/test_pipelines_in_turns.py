@@ -14,7 +14,7 @@ from test_pipelines import EAGER, FLUX, WAN, models, same_weights
 
 from chunkflow_compile import apply, remove
 from chunkflow_compile.models.small_pipelines import small_pipeline
-from chunkflow_compile.phases import budget_of
+from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 pytest.importorskip("transformers")

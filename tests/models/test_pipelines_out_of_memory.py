@@ -12,7 +12,7 @@ from test_pipelines import EAGER, WAN, Counting, same_weights
 
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
 from chunkflow_compile.models.small_pipelines import small_pipeline
-from chunkflow_compile.phases import Budget, Phase, budget_of
+from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("quiet")

@@ -10,7 +10,7 @@ from helpers import flux_with_controlnet
 
 from chunkflow_compile import ChunkflowError, apply, programs, remove
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
-from chunkflow_compile.phases import budget_of
+from chunkflow_compile.pipeline.budget import budget_of
 
 pytest.importorskip("transformers")
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_grad")]

@@ -13,9 +13,9 @@ from test_pipelines_on_ranks import check_transfers, learn
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, apply, programs, remove
-from chunkflow_compile.components import check_component
 from chunkflow_compile.models.small_pipelines import small_pipeline
-from chunkflow_compile.phases import budget_of
+from chunkflow_compile.pipeline.budget import budget_of
+from chunkflow_compile.pipeline.components import check_component
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves_of, stream_inside
 

@@ -9,12 +9,12 @@ import torch
 from torch import nn
 
 from chunkflow_compile.cli.main import main
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.models.quantised import quantised
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import Problem
-from chunkflow_compile.tracing import trace
 
 SIZE = Size(layers=2, singles=1)
 # Bytes of an element, scales of 128 or 64 elements included.

@@ -27,11 +27,12 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.utils import fresh_cache
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError, plan_cache
+from chunkflow_compile import ChunkflowError
 from chunkflow_compile.hardware.profiles import load_profile
+from chunkflow_compile.model import plan_cache
+from chunkflow_compile.model.plan_cache import DiskPlans
 from chunkflow_compile.passes import pipeline
 from chunkflow_compile.passes.pipeline import Settings, make_plan
-from chunkflow_compile.plan_cache import DiskPlans
 
 
 @pytest.fixture(autouse=True)

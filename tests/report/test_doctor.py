@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from expecttest import TestCase
 
-from chunkflow_compile.caches import Folder
+from chunkflow_compile.hardware.caches import Folder
 from chunkflow_compile.hardware.machine import Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.report.health import Finding, findings, health_table, room_for

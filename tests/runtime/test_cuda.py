@@ -26,7 +26,7 @@ from random_programs import Bench, Choices, Spec, choices, examples, specs
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, courses, offload, programs, restore
-from chunkflow_compile.frames import device_of
+from chunkflow_compile.frontend.frame import device_of
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import CARDS, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation

@@ -24,6 +24,7 @@ from schedules import goes_wrong, matches
 from torch import nn
 
 from chunkflow_compile import programs, restore
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.pipeline import make_cut
@@ -34,7 +35,6 @@ from chunkflow_compile.passes.program.verify import check, check_turns, verify, 
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.executor import Executor
-from chunkflow_compile.tracing import trace
 
 STEPS = 3
 # Mutations that some schedule must turn into wrong numbers.  verify rejects the others before a schedule shows anything.

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from chunkflow_compile import ChunkflowError, apply, courses, explain, programs, remove
-from chunkflow_compile.headroom import budget_for
+from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
-from chunkflow_compile.phases import budget_of
+from chunkflow_compile.pipeline.budget import budget_of
 
 pytest.importorskip("transformers")
 MIB = 1 << 20

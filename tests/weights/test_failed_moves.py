@@ -21,8 +21,8 @@ from test_killed_ranks import without_name
 from test_shared_weights import LEAST, PLACED, PLACES, SIZE, large, said_here, same, shared
 
 from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import small_model
-from chunkflow_compile.placement import placement_of
 from chunkflow_compile.weights import drive, filling, limits
 from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
 from chunkflow_compile.weights.limits import HostMemory

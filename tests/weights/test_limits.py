@@ -209,7 +209,7 @@ def test_what_ranks_pin_is_decided_together(on_ranks: Callable[..., None]) -> No
 
 def test_freed_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
-    monkeypatch.setattr("chunkflow_compile.placement.give_free_memory_back", lambda: calls.append(1))
+    monkeypatch.setattr("chunkflow_compile.model.placement.give_free_memory_back", lambda: calls.append(1))
     model = offload(small_model("wan", Size(layers=1)), min_bytes=1024, dtype=torch.bfloat16)
     assert calls == [1]
     restore(model)

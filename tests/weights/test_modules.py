@@ -16,7 +16,7 @@ from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.placement import placements_of
+from chunkflow_compile.model.placement import placements_of
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
 LARGE = 4 * 64 * 32 * 4  # bytes of the weights of a stack of at least min_bytes

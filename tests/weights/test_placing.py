@@ -19,7 +19,7 @@ from torch import nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.backend import chunkflow
+from chunkflow_compile.frontend.backend import chunkflow
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight

@@ -8,13 +8,13 @@ import pytest
 import torch
 from helpers import Stack, cut_of
 
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.cost.formulas import dit_block_flops
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import RegionCost
-from chunkflow_compile.tracing import trace
 
 HARDWARE = Hardware(
     name="round figures",

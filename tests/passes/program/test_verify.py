@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from torch.fx import Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
@@ -28,7 +29,6 @@ from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import check, verify
-from chunkflow_compile.tracing import trace
 
 WEIGHT = "blocks.1.up.weight"
 

@@ -17,9 +17,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.eval_frame import OptimizedModule
 from torch.fx import GraphModule
 
-from chunkflow_compile.frames import guard_hooks
-from chunkflow_compile.guards import needed
-from chunkflow_compile.kinds import (
+from chunkflow_compile.frontend.block_kinds import (
     Kind,
     between_hooks,
     caching_hook,
@@ -28,10 +26,12 @@ from chunkflow_compile.kinds import (
     parts_of,
     repeated_blocks,
 )
+from chunkflow_compile.frontend.frame import guard_hooks
+from chunkflow_compile.frontend.guard_filter import needed
+from chunkflow_compile.model.offload import offload
+from chunkflow_compile.model.placement import Placement, placement_of
 from chunkflow_compile.options import parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.placement import Placement, placement_of
-from chunkflow_compile.placing import offload
 from chunkflow_compile.weights.progress import CompileProgress
 
 _log = logging.getLogger(__name__)

@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
+from chunkflow_compile.model.offload import courses, programs
+from chunkflow_compile.model.placement import placements_of
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
-from chunkflow_compile.placement import placements_of
-from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.runtime.codes import Code
 from chunkflow_compile.runtime.courses import Courses
 from chunkflow_compile.runtime.measurement import measured

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkflow_compile.compiling import check_dynamic, compile_by_kind
-from chunkflow_compile.components import (
+from chunkflow_compile.frontend.block_kinds import repeated_blocks
+from chunkflow_compile.frontend.compile import check_dynamic, compile_by_kind
+from chunkflow_compile.hardware.read_time import ReadTime
+from chunkflow_compile.lowering.tensorrt import check_tensorrt
+from chunkflow_compile.model.offload import offload
+from chunkflow_compile.model.placement import placement_of
+from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
+from chunkflow_compile.pipeline.components import (
     check_cast,
     check_component,
     check_dtypes,
@@ -21,18 +29,10 @@ from chunkflow_compile.components import (
     components_of,
     why_eager,
 )
-from chunkflow_compile.hardware.read_time import ReadTime
-from chunkflow_compile.kinds import repeated_blocks
-from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.options import Options, parse_options
-from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phase import Phase, kept_by
-from chunkflow_compile.phases import Budget, budget_of, claim, unclaim
-from chunkflow_compile.placement import placement_of
-from chunkflow_compile.placing import offload
+from chunkflow_compile.pipeline.intercept import free, in_turns, undo, unused, without_turns
+from chunkflow_compile.pipeline.phase import Phase, kept_by
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import check_device
-from chunkflow_compile.turns import free, in_turns, undo, unused, without_turns
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.checkpoint import unread
 from chunkflow_compile.weights.leaves import leaves_of

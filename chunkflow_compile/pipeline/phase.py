@@ -12,9 +12,9 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from chunkflow_compile.model.offload import courses, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
-from chunkflow_compile.placing import courses, programs
 from chunkflow_compile.report.phases import PhaseFigures
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.session import Session

@@ -7,9 +7,9 @@ from typing import Any
 
 from torch import nn
 
+from chunkflow_compile.model.offload import courses, programs
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phases import budget_of
-from chunkflow_compile.placing import courses, programs
+from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.report.calls import call_figures
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.phases import PipelineFigures

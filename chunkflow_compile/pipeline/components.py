@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import OptimizedModule
 
-from chunkflow_compile.headroom import budget_for
+from chunkflow_compile.hardware.headroom import budget_for
+from chunkflow_compile.model.placement import placement_of, placements_around
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phase import Phase, kept_by
-from chunkflow_compile.phases import Budget
-from chunkflow_compile.placement import placement_of, placements_around
+from chunkflow_compile.pipeline.budget import Budget
+from chunkflow_compile.pipeline.phase import Phase, kept_by
 from chunkflow_compile.weights.filling import as_they_are, cast_to
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of

@@ -14,12 +14,12 @@ from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
 
+from chunkflow_compile.model.offload import large_weights
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.graph.sizes import bounds, estimated, hints
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import Parameter
-from chunkflow_compile.placing import large_weights
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight

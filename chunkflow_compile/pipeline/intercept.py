@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import nn
 
-from chunkflow_compile.compiling import uncompile
-from chunkflow_compile.components import check_unmoved, components_of
+from chunkflow_compile.frontend.compile import uncompile
+from chunkflow_compile.model.offload import bring_back
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phase import Phase
-from chunkflow_compile.phases import Budget, budget_of, unclaim
-from chunkflow_compile.placing import bring_back
+from chunkflow_compile.pipeline.budget import Budget, budget_of, unclaim
+from chunkflow_compile.pipeline.components import check_unmoved, components_of
+from chunkflow_compile.pipeline.phase import Phase
 
 # Attribute of a class that ``in_turns`` made: the class that it was made of.
 _MADE_OF = "_chunkflow_plain"

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 BACKEND = "chunkflow"
 DISTRIBUTION = "chunkflow-compile"
 # As in pyproject.toml.
-ENTRY_POINTS = "[torch_dynamo_backends]\nchunkflow = chunkflow_compile.backend:chunkflow\n"
+ENTRY_POINTS = "[torch_dynamo_backends]\nchunkflow = chunkflow_compile.frontend.backend:chunkflow\n"
 
 
 class SourceTree:
@@ -37,7 +37,7 @@ class SourceTree:
                 return texts.get(filename)
 
             def locate_file(self, path: Any) -> Any:
-                return Path(__file__).parent.parent / path
+                return Path(__file__).parent.parent.parent / path
 
         return [Tree()] if context.name in (None, DISTRIBUTION) else []
 
@@ -52,7 +52,7 @@ def show_backend() -> None:
 
 
 def _chunkflow(graph: Any, inputs: Any, **given: Any) -> Any:
-    from chunkflow_compile.backend import chunkflow
+    from chunkflow_compile.frontend.backend import chunkflow
 
     return chunkflow(graph, inputs, **given)
 

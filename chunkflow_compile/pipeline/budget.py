@@ -21,14 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile.allocators import Allocator, allocator_of
-from chunkflow_compile.headroom import budget_for, usable
+from chunkflow_compile.hardware.headroom import budget_for, usable
+from chunkflow_compile.model.offload import courses, programs
+from chunkflow_compile.model.replan import replan
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.phase import Entry, Phase, kept_by
-from chunkflow_compile.placing import courses, programs
-from chunkflow_compile.replanning import replan
+from chunkflow_compile.pipeline.allocators import Allocator, allocator_of
+from chunkflow_compile.pipeline.oom_retry import Draws, given_to, has_ranks, keeps_state, out_of_memory
+from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
 from chunkflow_compile.report.phases import PipelineFigures
-from chunkflow_compile.retrying import Draws, given_to, has_ranks, keeps_state, out_of_memory
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.locks import ProcessLock
 

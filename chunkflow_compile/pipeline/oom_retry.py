@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile.kinds import caching_hook
+from chunkflow_compile.frontend.block_kinds import caching_hook
 
 Given = TypeVar("Given")
 

@@ -21,8 +21,7 @@ from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch.fx import GraphModule
 
-from chunkflow_compile.caches import check_compile_cache
-from chunkflow_compile.frames import (
+from chunkflow_compile.frontend.frame import (
     bytes_outside,
     device_of,
     fix_sizes,
@@ -38,8 +37,20 @@ from chunkflow_compile.frames import (
     warn_if_no_module_holds,
     weights_and_modules,
 )
+from chunkflow_compile.frontend.trace import (
+    NO_MODULE,
+    describe_graph,
+    describe_parameters,
+    lower_to_aten,
+    move_tables,
+    weights_among,
+)
+from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
+from chunkflow_compile.model.offload import large_weights, refuse_accelerate
+from chunkflow_compile.model.placement import Placement, placement_of, placements_around
+from chunkflow_compile.model.plan_cache import DiskPlans
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
@@ -50,9 +61,6 @@ from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Parameter, Problem
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.placement import Placement, placement_of, placements_around
-from chunkflow_compile.placing import large_weights, refuse_accelerate
-from chunkflow_compile.plan_cache import DiskPlans
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
@@ -61,14 +69,6 @@ from chunkflow_compile.runtime.codes import Code, Codes, Goal
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.runner import Runner, Tables
 from chunkflow_compile.runtime.session import Session
-from chunkflow_compile.tracing import (
-    NO_MODULE,
-    describe_graph,
-    describe_parameters,
-    lower_to_aten,
-    move_tables,
-    weights_among,
-)
 from chunkflow_compile.weights.home import home_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves

@@ -25,9 +25,9 @@ from torch._dynamo.convert_frame import compile_lock
 from torch._inductor import cpu_vec_isa
 from torch._inductor.standalone_compile import CompiledArtifact
 
+from chunkflow_compile.model.offload import programs
+from chunkflow_compile.model.plan_cache import DiskPlans
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
-from chunkflow_compile.placing import programs
-from chunkflow_compile.plan_cache import DiskPlans
 
 _log = logging.getLogger(__name__)
 

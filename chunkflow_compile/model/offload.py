@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 
+from chunkflow_compile.model.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
-from chunkflow_compile.placement import PLACEMENT, Placement, bytes_of, placement_of, placements_of, unwrap
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.drive import for_the_drive

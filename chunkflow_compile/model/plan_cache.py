@@ -19,7 +19,7 @@ from pathlib import Path
 import torch._inductor.config
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-from chunkflow_compile.caches import check_compile_cache, warn_of_plans
+from chunkflow_compile.hardware.caches import check_compile_cache, warn_of_plans
 from chunkflow_compile.passes import errors
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import Plan
