@@ -17,7 +17,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS as SLOW
-from helpers import Stack, load_stack, save_stack, stack_inputs
+from helpers import Stack, in_memory, load_stack, save_stack, stack_inputs
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -100,7 +100,8 @@ def steps(run: Any, twin: Any, seed: int = 0) -> None:
 def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) -> None:
     small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
     kind = diffusers.WanTransformer3DModel
-    model, twin = kind.from_pretrained(tmp_path / "wan"), kind.from_pretrained(tmp_path / "wan", torch_dtype=dtype)
+    model = kind.from_pretrained(tmp_path / "wan")
+    twin = in_memory(kind.from_pretrained(tmp_path / "wan", torch_dtype=dtype))
     budget = large(twin) // 2
     offload(model, min_bytes=LEAST, host_memory=budget, dtype=None if dtype == torch.float32 else dtype)
     placed = homes(model).values()
@@ -144,7 +145,7 @@ def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) ->
     ],
 )
 def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: bool) -> None:
-    model, twin = (load_stack(str(saved)) for _ in range(2))
+    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
     for m in (model, twin):
         if scratch:
             m.requires_grad_(False)
@@ -196,7 +197,7 @@ def fails_once(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
 
 
 def test_a_drive_that_fails_in_a_step(saved: Path, fails_once: list[int]) -> None:
-    model, twin = (load_stack(str(saved)) for _ in range(2))
+    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
     offload(model, min_bytes=LEAST, host_memory=0)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     steps(run, twin)
@@ -211,7 +212,7 @@ def test_a_drive_that_fails_in_a_step(saved: Path, fails_once: list[int]) -> Non
 def test_a_drive_that_is_ten_times_slower_than_planned(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model, twin = (load_stack(str(saved)) for _ in range(2))
+    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
     rate = large(model) / 0.4
     profile = tmp_path / "hardware.json"
     emulated = on_emulated_link(load_profile(CPU), LinkEmulation(bandwidth=1e9, drive=rate), 1)
@@ -286,7 +287,7 @@ def test_nothing_touches_a_weight_whose_file_was_cut(saved: Path, what: str) -> 
 
 
 def test_writes_beyond_host_memory_are_told_once(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, twin = (load_stack(str(saved)) for _ in range(2))
+    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
     offload(model, min_bytes=LEAST, host_memory=0)
     name = "blocks.1.up.weight"
     with monkeypatch.context() as patch:

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import OPTIONS as SLOW
-from helpers import Stack, load_stack, save_stack, stack_inputs
+from helpers import Stack, in_memory, load_stack, save_stack, stack_inputs
 from test_drive import counted_reads, homes, planned_reads
 from test_killed_ranks import without_name
 from torch import nn
@@ -50,7 +50,7 @@ def saved(tmp_path: Path) -> str:
 
 def pair(file: str, where: str) -> tuple[nn.Module, nn.Module]:
     """A model, and one that has the type in which the other is placed."""
-    return load_stack(file), load_stack(file, PLACED[where].get("dtype"))
+    return load_stack(file), in_memory(load_stack(file, PLACED[where].get("dtype")))
 
 
 def memfds() -> int:
@@ -358,7 +358,7 @@ def test_each_rank_reads_a_share_of_the_file(
 def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
     """Half of the weights are shared in host memory, and half are on the drive."""
     model = diffusers.WanTransformer3DModel.from_pretrained(folder)
-    twin = diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype)
+    twin = in_memory(diffusers.WanTransformer3DModel.from_pretrained(folder, torch_dtype=dtype))
     budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
     cast = None if dtype == torch.float32 else dtype
     offload(model, min_bytes=LEAST, share=True, host_memory=budget, dtype=cast)

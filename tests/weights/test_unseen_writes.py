@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import Tabled, load_stack
+from helpers import Tabled, in_memory, load_stack
 from test_drive import LEAST, OPTIONS, homes, saved, steps, touch
 from torch import nn
 
@@ -39,7 +39,7 @@ def test_the_file_changes_after_the_write(saved: Path, what: str) -> None:
 
 @pytest.mark.parametrize("by", ["an op", "a step"])
 def test_what_notices_the_write_takes_the_weight_from_the_file(saved: Path, by: str) -> None:
-    model, twin = (load_stack(str(saved)) for _ in range(2))
+    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
     offload(model, min_bytes=LEAST, host_memory=0)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     steps(run, twin)
@@ -60,7 +60,7 @@ def test_what_notices_the_write_takes_the_weight_from_the_file(saved: Path, by: 
 
 @pytest.mark.parametrize("how", ["assign", pytest.param("parameter", marks=pytest.mark.long)])
 def test_new_weights_beyond_host_memory_are_told_once(saved: Path, how: str) -> None:
-    model, twin = (load_stack(str(saved)) for _ in range(2))
+    model, twin = load_stack(str(saved)), in_memory(load_stack(str(saved)))
     offload(model, min_bytes=LEAST, host_memory=0)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     steps(run, twin)
