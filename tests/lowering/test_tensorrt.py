@@ -109,7 +109,7 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Engines]:
         package.__spec__ = importlib.machinery.ModuleSpec("torch_tensorrt", None)
         package.Input, package.dynamo = Input, types.SimpleNamespace(compile=made.compile)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "torch_tensorrt", package)
-        for user in ("backend", "pipelines"):  # there is no GPU
+        for user in ("frontend.backend", "pipeline.apply"):  # there is no GPU
             monkeypatch.setattr(f"chunkflow_compile.{user}.check_tensorrt", lambda device: None)
         return made
 
