@@ -116,7 +116,7 @@ def test_collectives_write_weights_on_a_card(tmp_path: Path) -> None:
 
 def read_together(rank: int, folder: str) -> None:
     """The ranks are in step because they begin each step together; there are no collectives of a card here."""
-    executor.in_step = lambda course, ranks: True  # type: ignore[assignment]
+    executor._in_step = lambda course, ranks: True  # type: ignore[assignment]
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model, twin = (diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan") for _ in range(2))
