@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu card contention course step-cache paper clean
+.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu card contention cycle step-cache paper clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -98,8 +98,8 @@ bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_by_part.md
 
 # Blocks compiled one by one against the whole model: six minutes on two cores.
-course: $(VENV)/ready
-	$(BIN)/python docs/benchmarks/course.py --out docs/benchmarks/course.md --rounds 7
+cycle: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md --rounds 7
 
 # What a hit of a step cache costs: two minutes on two cores.
 step-cache: $(VENV)/ready

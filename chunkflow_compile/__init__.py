@@ -14,7 +14,7 @@ from chunkflow_compile.frontend.source_tree import show_backend
 if TYPE_CHECKING:
     from chunkflow_compile.frontend.compile import compile
     from chunkflow_compile.model.artifacts import load, save
-    from chunkflow_compile.model.offload import courses, offload, programs, restore
+    from chunkflow_compile.model.offload import cycles, offload, programs, restore
     from chunkflow_compile.model.replan import replan
     from chunkflow_compile.passes.errors import ChunkflowError
     from chunkflow_compile.pipeline.apply import apply, remove
@@ -27,7 +27,7 @@ __all__ = [
     "__version__",
     "apply",
     "compile",
-    "courses",
+    "cycles",
     "explain",
     "load",
     "offload",
@@ -44,7 +44,7 @@ _HOMES = {
     "ChunkflowError": "chunkflow_compile.passes.errors",
     "apply": "chunkflow_compile.pipeline.apply",
     "compile": "chunkflow_compile.frontend.compile",
-    "courses": "chunkflow_compile.model.offload",
+    "cycles": "chunkflow_compile.model.offload",
     "explain": "chunkflow_compile.pipeline.explain",
     "load": "chunkflow_compile.model.artifacts",
     "offload": "chunkflow_compile.model.offload",

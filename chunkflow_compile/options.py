@@ -95,7 +95,7 @@ class Options:
     """Inductor configuration for every region, as in torch._inductor.config."""
 
     disable: Sequence[str] = ()
-    """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "course"."""
+    """Passes to leave out, to see whether one is to blame: "views", "sharing", "verify", "cycle"."""
 
     pin_memory: int | str | None = None
     """Most host bytes to pin for the model, as bytes or "64GB"; weights beyond that are copied from pageable memory,

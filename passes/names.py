@@ -27,7 +27,7 @@ STAGES: tuple[StageName, ...] = get_args(StageName)
 OPTIONAL_PASSES: Mapping[str, str] = {
     "views": "pieces that hold only views are moved into the regions around them",
     "sharing": "equal regions are lowered once",
-    "course": "programs that run in turns are planned as one",
+    "cycle": "programs that run in turns are planned as one",
     "verify": "the program is proved safe before it runs",
 }
 

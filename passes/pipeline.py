@@ -22,7 +22,7 @@ from chunkflow_compile.passes.graph.regions import Cut, cut
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.program.contracts import check_cut, check_plan, check_traced
-from chunkflow_compile.passes.program.course import Call, Course, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.passes.program.verify import Proof, verify
 
@@ -137,13 +137,13 @@ def plan_key(problem: Problem, settings: Settings, like: Plan | None, inside: bo
     return hashlib.sha256(repr(made_from).encode()).hexdigest()
 
 
-def make_course(calls: Sequence[Call], settings: Settings) -> Course:
+def make_cycle(calls: Sequence[Call], settings: Settings) -> Cycle:
     """Plan, write and verify the programs of calls that repeat in this order.  Raises ChunkflowError if no plan fits."""
     plan = make_plan(join(calls), replace(settings, likes=(), part=False), inside=True)
-    course = write(calls, plan, share="sharing" not in settings.disabled)
+    cycle = write(calls, plan, share="sharing" not in settings.disabled)
     if "verify" not in settings.disabled:
-        verify(course)
-    return course
+        verify(cycle)
+    return cycle
 
 
 def make_cut(traced: Traced, group_bytes: int = DEFAULT_GROUP_BYTES, disabled: Collection[str] = ()) -> Cut:

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from random_courses import CourseBench
+from random_cycles import CycleBench
 from random_programs import Bench
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.program.course import prefetches
+from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import ThreadsDevice
@@ -62,9 +62,7 @@ def schedules(seed: int) -> dict[str, Callable[[], ThreadsDevice]]:
     }
 
 
-def run_ahead(
-    bench: Bench | CourseBench, turns: Sequence[Turn], device: ThreadsDevice, exact: bool = True
-) -> list[Any]:
+def run_ahead(bench: Bench | CycleBench, turns: Sequence[Turn], device: ThreadsDevice, exact: bool = True) -> list[Any]:
     """The outputs of several steps, of one program or of several in one arena, all enqueued before any has run."""
     arena = Arena(make=lambda *_: device)
     programs = list({id(program): program for program, _ in turns}.values())
@@ -87,7 +85,7 @@ def run_ahead(
 
 
 def moved_bytes(program: Program) -> int:
-    """The bytes that the program's own prefetches copy; of a course, a call moves other calls' weights too."""
+    """The bytes that the program's own prefetches copy; of a cycle, a call moves other calls' weights too."""
     plan = program.plan
     weights = {w.name: w for w in plan.streamed}
     spans = (plan.span(weights[op.weight], op.first, op.end) for _, op in prefetches(program))
@@ -99,7 +97,7 @@ def equal(got: Sequence[torch.Tensor], want: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def matches(found: Bench | CourseBench, turns: Sequence[Turn], seed: int) -> int:
+def matches(found: Bench | CycleBench, turns: Sequence[Turn], seed: int) -> int:
     """Asserts the model's numbers on every schedule; returns the number of schedules."""
     want = found.expected(turns)
     for name, device in schedules(seed).items():
@@ -107,7 +105,7 @@ def matches(found: Bench | CourseBench, turns: Sequence[Turn], seed: int) -> int
     return len(schedules(seed))
 
 
-def goes_wrong(found: Bench | CourseBench, turns: Sequence[Turn], seed: int) -> str:
+def goes_wrong(found: Bench | CycleBench, turns: Sequence[Turn], seed: int) -> str:
     """What the reproducible schedules show: "number" for a wrong number, else "error" for an error, else ""."""
     want = found.expected(turns)
     shown = ""

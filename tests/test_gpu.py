@@ -18,7 +18,7 @@ from torch import nn
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -87,11 +87,11 @@ def test_pinned_bytes_are_those_of_the_weights_and_are_given_back() -> None:
     run = compiled(model)
     run(torch.randn(4, 8, device="cuda"))
     streamed = {w.name for w in programs(model)[0].plan.streamed}
-    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
-    assert streamed and all(h.pinned == (h.name in streamed) == h.host.is_pinned() for h in homes)
-    assert homes[0].store.pinned_bytes == sum(h.nbytes for h in homes if h.name in streamed)
+    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
+    assert streamed and all(h.pinned == (h.name in streamed) == h.host.is_pinned() for h in buffers)
+    assert buffers[0].store.pinned_bytes == sum(h.nbytes for h in buffers if h.name in streamed)
     restore(model)
-    assert not any(h.host.is_pinned() for h in homes)
+    assert not any(h.host.is_pinned() for h in buffers)
 
 
 def test_memory_stays_within_the_budget() -> None:

@@ -20,7 +20,7 @@ from helpers import Stack
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
 
@@ -154,7 +154,7 @@ def test_a_weight_is_offloaded_once_whatever_it_is_a_part_of() -> None:
         with pytest.raises(ChunkflowError, match=r"offloaded already .*blocks.0.up.weight"):
             offload(again)
     restore(model)
-    assert all(home_of(p) is None for p in wrapper.parameters())
+    assert all(buffer_of(p) is None for p in wrapper.parameters())
     assert_whole(model, 0)
 
 
@@ -249,7 +249,7 @@ def test_a_process_that_ends_with_copies_under_way_ends_well(debug: str) -> None
 
 OURS = (
     *("Arena", "Binding", "Code", "CpuDevice", "Engine", "Executor", "GraphModule"),
-    *("Home", "HostStore", "Placement", "Program", "Runner", "Session"),
+    *("HostBuffer", "HostStore", "Placement", "Program", "Runner", "Session"),
 )
 
 

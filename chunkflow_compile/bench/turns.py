@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 
-from chunkflow_compile.hardware.beside import compute_slowdown
+from chunkflow_compile.hardware.contention import compute_slowdown
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile

@@ -14,7 +14,7 @@ from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BY
 def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
     """Add the options of the model and the machine.
 
-    ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a course, and weights on the
+    ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a cycle, and weights on the
     drive.
     """
     known = f"{', '.join(PRESETS)}, or file.py:function for your own"
@@ -57,7 +57,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
         parser.add_argument(
             "--regional",
             action="store_true",
-            help="the blocks as compile_repeated_blocks runs them, as a course; the weights outside blocks are not counted",
+            help="the blocks as compile_repeated_blocks runs them, as a cycle; the weights outside blocks are not counted",
         )
         parser.add_argument(
             "--host-memory",

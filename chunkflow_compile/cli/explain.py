@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured_folder(folder: Path) -> Path:
-    """The folder itself if it holds a plan, else the newest measured course in it of the lowest rank, or program."""
+    """The folder itself if it holds a plan, else the newest measured cycle in it of the lowest rank, or program."""
     if not folder.is_dir():
         raise ChunkflowError(f"There is no folder {folder}: use the one that options={{'dump': DIR}} names.")
     if (folder / PLAN_FILE).exists():
@@ -45,7 +45,7 @@ def _measured_folder(folder: Path) -> Path:
 
 
 def _newest_first(folder: Path) -> tuple[int, bool, float]:
-    """By rank; courses first, by when they were measured; then programs by number.  The newest comes first."""
+    """By rank; cycles first, by when they were measured; then programs by number.  The newest comes first."""
     rank, _, name = folder.name.removeprefix("rank").partition("_")
     newest = float(name) if name.isdigit() else (folder / MEASURED_FILE).stat().st_mtime
-    return int(rank) if rank.isdigit() else 1 << 30, not name.startswith("course"), -newest
+    return int(rank) if rank.isdigit() else 1 << 30, not name.startswith("cycle"), -newest

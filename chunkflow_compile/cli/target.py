@@ -35,7 +35,7 @@ class Target:
     """A traced model and the machine it is planned for.  ``forwards``: calls of the model on a rank per denoising step.
 
     ``cfg_parallel``: 2 if each branch of classifier-free guidance has ranks of its own.  ``regional``: whether its blocks
-    are compiled one by one, and run as a course.  ``host_memory``: most bytes of its weights in host memory, None for all of
+    are compiled one by one, and run as a cycle.  ``host_memory``: most bytes of its weights in host memory, None for all of
     them.
     """
 

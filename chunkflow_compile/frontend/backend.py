@@ -67,9 +67,9 @@ from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.codes import Code, Codes, Goal
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
-from chunkflow_compile.runtime.runner import Runner, Tables
+from chunkflow_compile.runtime.runner import HostConstants, Runner
 from chunkflow_compile.runtime.session import Session
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves
 from chunkflow_compile.weights.modules import ModelIndex, blocks_around
@@ -120,7 +120,7 @@ def chunkflow(
         guard_hooks()
     placement = None if index.root is None else placement_of(index.root)
     progress = None if placement is None else placement.progress
-    told = str if progress is None else progress.say
+    report = str if progress is None else progress.say
     outside = bytes_outside(index.root, found.values(), min_bytes, part)
     settings = replace(
         chosen.settings(),
@@ -137,7 +137,7 @@ def chunkflow(
         index=index,
         device=device,
         min_bytes=min_bytes,
-        told=told,
+        report=report,
     )
     compiled = lower_to_aten(graph, example_inputs, make_runner)
     warn_if_alone(index, make_runner.programs[-1])
@@ -147,7 +147,9 @@ def chunkflow(
         wanted = [found[p.key] for p in parameters if p.name in make_runner.programs[-1].offloaded]
         if part and wanted:  # its guards then fit the other blocks too
             wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
-        _move_weights(index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if home_of(w) is None])
+        _move_weights(
+            index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
+        )
     return compiled
 
 
@@ -155,7 +157,7 @@ def chunkflow(
 class _MakeRunner:
     """Plans, verifies and lowers the ATen graph that AOTAutograd has made of a Dynamo graph.
 
-    ``index``: of the model around its weights.  ``told``: called with what is being done.  ``programs``: made so far.
+    ``index``: of the model around its weights.  ``report``: called with what is being done.  ``programs``: made so far.
     """
 
     chosen: Options
@@ -164,11 +166,11 @@ class _MakeRunner:
     index: ModelIndex
     device: torch.device
     min_bytes: int
-    told: Callable[[str], object]
+    report: Callable[[str], object]
     programs: list[Program] = field(default_factory=list)
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> Runner:
-        self.told("planning")
+        self.report("planning")
         chosen, tables = self.chosen, move_tables(aten, self.device)
         traced = describe_graph(aten, self.parameters, self.index.blocks)
         notes = list[str]()
@@ -182,7 +184,7 @@ class _MakeRunner:
             program=program,
             cut=stage.cut,
             settings=self.settings,
-            regions=lower_regions(program, chosen.lowering, chosen.inductor, self.told, notes.append),
+            regions=lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append),
             notes=_logged(notes),
             make=make,
             replan_after=chosen.replan_after,
@@ -198,7 +200,7 @@ class _MakeRunner:
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
         place = partial(_place, self.device, self.min_bytes, code.kind, seen)
         codes = Codes(code, traced, Goal.of(chosen.settings()))
-        return Runner(codes, place, _goal_of, chosen.arena, Tables(self.device, tables))
+        return Runner(codes, place, _goal_of, chosen.arena, HostConstants(self.device, tables))
 
 
 def _check_options(chosen: Options, device: torch.device) -> None:
@@ -286,7 +288,7 @@ def _index(weights: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[
     whole = next((i for i in indices if i.covers(parameters)), None)
     if whole is not None:
         return whole, least
-    if indices and all(home_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
+    if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
         names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
         return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
     index = ModelIndex.around(parameters, near)
@@ -314,7 +316,7 @@ def _place(
             names.update(index.names)
             if index.root is not None:
                 around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes), *around]))
-            loose = {name: p for name, p in parameters.items() if home_of(p) is None and id(p) not in names}
+            loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
             _refuse_copies(loose)
             warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
         if not around:  # no module to attach the session to: it ends with the parameter
@@ -337,7 +339,9 @@ def _place(
 
 def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
     """The weights to move into a store: those ``wanted``, and those that lie in host memory but in no store."""
-    return [p for name, p in parameters.items() if home_of(p) is None and (name in wanted or isinstance(p, HostWeight))]
+    return [
+        p for name, p in parameters.items() if buffer_of(p) is None and (name in wanted or isinstance(p, HostWeight))
+    ]
 
 
 def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:

@@ -55,7 +55,7 @@ def compile(
     """Place a model and compile it by kind, in place; return it.
 
     Each kind of repeated block and each other part with large weights is compiled once, at the first call.  Their calls
-    run as a course: what the whole model would do as one program, without the time to trace every block.  A model
+    run as a cycle: what the whole model would do as one program, without the time to trace every block.  A model
     without repeated blocks is compiled whole.
 
     ``device``, ``dtype``, ``share``, ``host_memory``: see :func:`offload`; a model that is placed already stays as it is.

@@ -21,7 +21,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.problem import Parameter
 from chunkflow_compile.weights.groups import ranks_of
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, with_leaves
 from chunkflow_compile.weights.modules import ModelIndex
@@ -127,16 +127,16 @@ def weights_among(inputs: Sequence[Any], model: ModelIndex) -> dict[tuple[int, s
 
 
 def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: ModelIndex, min_bytes: int) -> Parameter:
-    home = home_of(parameter)
-    names = home.names if home is not None else model.names.get(id(parameter), (f"input_{index}{inside}",))
+    buffer = buffer_of(parameter)
+    names = buffer.names if buffer is not None else model.names.get(id(parameter), (f"input_{index}{inside}",))
     nbytes = parameter.numel() * parameter.element_size()
     keep = why_not(parameter, model, inside)
-    if keep is None and home is None:
+    if keep is None and buffer is None:
         if id(parameter) not in model.names:
             keep = NO_MODULE
         elif nbytes < min_bytes:
             keep = f"small: {nbytes} bytes"
-    drive = home is not None and home.drive is not None
+    drive = buffer is not None and buffer.drive is not None
     return Parameter(index=index, inside=inside, names=names, keep=keep, drive=drive)
 
 
@@ -152,7 +152,7 @@ def move_tables(graph: GraphModule, device: torch.device) -> tuple[int, ...]:
     """Let the graph take inputs on ``device`` that it only moves there itself; return their positions.
 
     Qwen-Image keeps its rotary tables on the CPU and moves them in every forward: a copy from pageable memory, for which
-    the host would meet the GPU once a step.  The caller moves them once, see ``Tables`` in ``runtime/runner.py``.
+    the host would meet the GPU once a step.  The caller moves them once, see ``HostConstants`` in ``runtime/runner.py``.
     """
     moved = []
     for position, node in enumerate(graph.graph.find_nodes(op="placeholder")):

@@ -22,7 +22,7 @@ from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.runtime.device import make_port
 from chunkflow_compile.runtime.link import Port
 
-from .beside import MIB, beside_copies, compute_slowdown, copier, factor, median_seconds
+from .contention import MIB, beside_copies, compute_slowdown, copier, factor, median_seconds
 from .loopback import join_loopback
 from .machine import device_name
 

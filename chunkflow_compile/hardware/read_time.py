@@ -34,7 +34,7 @@ class ReadTime:
         return self.nbytes / self.rate
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         """The prediction in words, empty if that is no time to wait for."""
         return str(self) if self.seconds >= _TOLD_S else ""
 

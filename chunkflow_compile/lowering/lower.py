@@ -25,12 +25,12 @@ def lower_regions(
     program: Program,
     lowering: Lowering,
     inductor: Mapping[str, Any],
-    told: Callable[[str], object] = str,
+    report: Callable[[str], object] = str,
     note: Callable[[str], object] = str,
 ) -> dict[str, LoweredRegion]:
     """Submodule name -> callable that takes the region's inputs and returns its outputs as a sequence.
 
-    ``inductor``: the user's Inductor configuration, for every region.  ``told``: called with what is being done.  ``note``:
+    ``inductor``: the user's Inductor configuration, for every region.  ``report``: called with what is being done.  ``note``:
     called with what the user asked for and does not get.  Must be called inside a torch.compile backend: the metadata of
     the regions belong to its fake mode.
     """
@@ -40,14 +40,14 @@ def lower_regions(
     lowered = dict[str, LoweredRegion]()
     if lowering == "tensorrt":
         for number, (name, module) in enumerate(modules.items(), 1):
-            told(f"building engine {number} of {len(modules)}")
+            report(f"building engine {number} of {len(modules)}")
             try:
                 lowered[name] = through_tensorrt(module)
             except Exception as error:  # noqa: BLE001  (any op or type that TensorRT does not support)
                 note(f"{name} goes to Inductor: TensorRT says {first_line(error)}")
     rest = {name: _named_by_place(module) for name, module in modules.items() if name not in lowered}
     for number, (name, module) in enumerate(rest.items(), 1):
-        told(f"lowering region {number} of {len(rest)}")
+        report(f"lowering region {number} of {len(rest)}")
         lowered[name] = _with_room(module, inductor)
     return {name: lowered[name] for name in modules}
 

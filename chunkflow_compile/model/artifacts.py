@@ -90,13 +90,13 @@ def _write_archive(part: Path, artifacts: Sequence[CompiledArtifact], plans: Map
             archive.write(one, one.name)
         for name, text in plans.items():
             archive.writestr(name, text)
-        told = {"regions": digests, "plans": {n: hashlib.sha256(t.encode()).hexdigest() for n, t in plans.items()}}
-        archive.writestr(_MANIFEST, json.dumps({**_machine_key(), **told}, indent=1, sort_keys=True))
+        entries = {"regions": digests, "plans": {n: hashlib.sha256(t.encode()).hexdigest() for n, t in plans.items()}}
+        archive.writestr(_MANIFEST, json.dumps({**_machine_key(), **entries}, indent=1, sort_keys=True))
     return len(digests)
 
 
 def _plans(model: nn.Module) -> dict[str, str]:
-    """The plans of a model's programs and courses, by their names in the archive."""
+    """The plans of a model's programs and cycles, by their names in the archive."""
     caches = [s.code.settings.cache for s in programs(model)]
     texts = [cache.texts() for cache in caches if isinstance(cache, DiskPlans)]
     return {f"{_PLAN}{key}": text for found in texts for key, text in found.items()}
@@ -111,11 +111,11 @@ def load(path: str | Path) -> int:
     try:
         with zipfile.ZipFile(path) as archive:
             manifest = json.loads(archive.read(_MANIFEST))
-            told = {**manifest["regions"], **manifest["plans"]}
-            if outside := [name for name in told if Path(name).name != name]:
+            entries = {**manifest["regions"], **manifest["plans"]}
+            if outside := [name for name in entries if Path(name).name != name]:
                 raise ValueError(f"{outside[0]!r} is no name of a region")
-            blobs = {name: archive.read(name) for name in told}
-        damaged = [n for n, blob in blobs.items() if hashlib.sha256(blob).hexdigest() != told[n]]
+            blobs = {name: archive.read(name) for name in entries}
+        damaged = [n for n, blob in blobs.items() if hashlib.sha256(blob).hexdigest() != entries[n]]
     except _DAMAGED as error:
         return _ignored(path, f"it cannot be read ({first_line(error)})")
     if damaged:

@@ -16,12 +16,12 @@ from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_bytes
 from chunkflow_compile.weights.drive import for_the_drive
-from chunkflow_compile.weights.filling import DtypeOf, as_they_are, cast_to
 from chunkflow_compile.weights.guards import detach_guards
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_store import give_back
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, is_distributed, leaves, leaves_of, named_leaves, tensors_of
+from chunkflow_compile.weights.loader import DtypeOf, cast_to, keep_dtype
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
 from chunkflow_compile.weights.node import node_of, stay_away
 from chunkflow_compile.weights.staging import GpuStagings
@@ -68,7 +68,7 @@ def offload(
         refuse_unknown_parts(root)
         target = _target_device(root, device, parameters)
         index = ModelIndex.of(root)
-        dtype_of = as_they_are if dtype is None else cast_to(_checked_dtype(dtype), root)
+        dtype_of = keep_dtype if dtype is None else cast_to(_checked_dtype(dtype), root)
         _refuse_to_cast_shards(root, dtype_of)
         weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
         bound, on_drive = None, frozenset[str]()
@@ -99,7 +99,7 @@ def offload(
 def _target_device(root: nn.Module, device: torch.device | str | None, parameters: list[torch.Tensor]) -> torch.device:
     """The compute device of a model that can be placed.  Raises ChunkflowError if it cannot."""
     if placements_of(root):
-        placed = next((home.name for p in parameters if (home := home_of(p)) is not None), "none of them large")
+        placed = next((buffer.name for p in parameters if (buffer := buffer_of(p)) is not None), "none of them large")
         raise ChunkflowError(
             f"Weights of this model are offloaded already ({placed}): call chunkflow_compile.restore(model) first."
         )
@@ -179,12 +179,12 @@ def programs(model: nn.Module) -> tuple[Session, ...]:
     return tuple(sorted(dict.fromkeys(sessions), key=lambda s: s.started))
 
 
-def courses(model: nn.Module) -> tuple[Route, ...]:
-    """The courses that programs of a placed model run in, the one that runs now first: their plan and their jumps.
+def cycles(model: nn.Module) -> tuple[Route, ...]:
+    """The cycles that programs of a placed model run in, the one that runs now first: their plan and their jumps.
 
-    Programs that run in turns become a course when their order has repeated and its plan is ready.
+    Programs that run in turns become a cycle when their order has repeated and its plan is ready.
     """
-    known = dict.fromkeys(session.courses for session in programs(model))
+    known = dict.fromkeys(session.cycles for session in programs(model))
     found = [route for c in known for route in sorted(c.known, key=lambda route: route is not c.current)]
     return tuple(found)
 

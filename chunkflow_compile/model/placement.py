@@ -20,13 +20,13 @@ from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.device import DeviceKind
 from chunkflow_compile.runtime.locks import ProcessLock
 from chunkflow_compile.weights.checkpoint import Mappings
-from chunkflow_compile.weights.filling import DtypeOf, Filling, as_they_are
 from chunkflow_compile.weights.guards import Guards
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, shards_of
+from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
 from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.progress import CompileProgress, moving
 
@@ -112,7 +112,7 @@ class Placement:
     def move(
         self,
         weights: Iterable[tuple[tuple[str, ...], torch.Tensor]],
-        dtype_of: DtypeOf = as_they_are,
+        dtype_of: DtypeOf = keep_dtype,
         node: Node | None = None,
         on_drive: Collection[str] = (),
     ) -> None:
@@ -122,43 +122,43 @@ class Placement:
         Waits for the steps of other threads, whose programs may read them where they are now.
         """
         with self.quiet():
-            todo = [(names, p) for names, p in weights if home_of(p) is None]
+            todo = [(names, p) for names, p in weights if buffer_of(p) is None]
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
             if node is not None:
                 self.store.turn = node.ranks.index(node.rank), len(node.ranks)
-            filling: Filling | None = None
+            loader: WeightLoader | None = None
             pages = device.type == "cuda" or bool(on_drive)
             try:
                 shards = {} if node is None else shards_of(self.root)
-                filling = Filling(device, plain, dtype_of, pages=pages, node=node, on_drive=on_drive, shards=shards)
-                work, expected = sum(filling.work(names[0]) for names, _ in todo), ReadTime.here(filling.reads).told
+                loader = WeightLoader(device, plain, dtype_of, pages=pages, node=node, on_drive=on_drive, shards=shards)
+                work, expected = sum(loader.work(names[0]) for names, _ in todo), ReadTime.here(loader.reads).text
                 with moving(f"moving {type(self.root).__name__} to the host", work, expected) as moved:
                     for names, tensor in todo:
-                        self.store.add(names, tensor, filling)
-                        moved(filling.work(names[0]))
-                    filling.finish()
+                        self.store.add(names, tensor, loader)
+                        moved(loader.work(names[0]))
+                    loader.finish()
                     if node is not None:
                         self.store.agree(node)
                 self.store.moved()
                 align(self.root)
                 self.guards.add()
             except BaseException as error:
-                if filling is not None:
-                    filling.close(error)
+                if loader is not None:
+                    loader.close(error)
                 try:
                     self.undo(failed=True)
                 except ChunkflowError as other:  # no reason to hide the first
                     _log.error("the model stays placed in part, and chunkflow_compile.restore takes it back: %s", other)
                 raise
-            filling.close()
+            loader.close()
             if "cuda" in origins:
                 torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
             if todo:
                 give_free_memory_back()
                 self.store.came(todo[-1][0][0])
 
-    def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = as_they_are) -> None:
+    def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them.
 
         One that lies in a checkpoint leaves it where host memory is bounded: else its pages might be dropped and read again,
@@ -167,7 +167,7 @@ class Placement:
         mappings = None if self.store.bound is None else Mappings()
         with torch.no_grad():
             for name, tensor in tensors:
-                if home_of(tensor) is not None:
+                if buffer_of(tensor) is not None:
                     continue
                 if (dtype := dtype_of(name, tensor)) != tensor.dtype:
                     tensor.data = tensor.data.to(dtype)
@@ -211,7 +211,9 @@ def placement_of(root: nn.Module) -> Placement | None:
 
 def placements_around(parameters: Iterable[torch.Tensor]) -> list[Placement]:
     """The placements that hold any of ``parameters`` in their stores."""
-    roots = {id(r): r for p in parameters if (home := home_of(p)) is not None and (r := home.store.root) is not None}
+    roots = {
+        id(r): r for p in parameters if (buffer := buffer_of(p)) is not None and (r := buffer.store.root) is not None
+    }
     return [p for root in roots.values() if (p := placement_of(root)) is not None]
 
 

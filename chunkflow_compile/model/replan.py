@@ -7,13 +7,13 @@ from typing import Any
 
 from torch import nn
 
-from chunkflow_compile.model.offload import courses, programs
+from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.model.placement import placements_of
 from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.names import Policy
 from chunkflow_compile.runtime.codes import Code
-from chunkflow_compile.runtime.courses import Courses
+from chunkflow_compile.runtime.cycles import Cycles
 from chunkflow_compile.runtime.measurement import measured
 
 
@@ -31,7 +31,7 @@ def replan(
     Set the goal as in the options of the backend; without one, the current goal is kept.  ``as_measured``: plan from
     the measured times of the calls so far, instead of the profile's rates.  The new plan is verified, and no output
     changes.  The next call starts cold.  Sizes that come later are planned for the same goal, unless it is a plan.
-    Programs that run as a course (see ``courses``) are planned together: for another goal when their order has repeated
+    Programs that run as a cycle (see ``cycles``) are planned together: for another goal when their order has repeated
     again, and ``as_measured`` from their times and the time between them.
     Raises ChunkflowError, and changes nothing, if there is no such plan or if the model has not run yet.
     """
@@ -51,7 +51,7 @@ def replan(
             goal["yields"] = chosen.yields
     elif as_measured:
         goal = {"plan": None}  # a plan from a file would run whatever was measured
-    routes = courses(model) if as_measured else ()
+    routes = cycles(model) if as_measured else ()
     together = [p for p in found if any(p.key in route.keys for route in routes)]
     if "policy" not in goal:
         found = [p for p in found if p not in together]
@@ -66,7 +66,7 @@ def replan(
             codes.append(shared[key])
     for route in routes if "policy" not in goal else ():
         with route.arena.lock():
-            Courses.of(route.arena).replan(route)
+            Cycles.of(route.arena).replan(route)
     if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
         for placement in placements_of(model):
             placement.goal = {**placement.goal, **{name: goal[name] for name in goal if name != "plan"}}

@@ -209,7 +209,7 @@ def _expected(models: Mapping[str, nn.Module], device: torch.device, share: Any,
     """How long it takes to read all components, in words; empty if that is no time to wait for, or if not all are read."""
     if room is not None or (device.type != "cuda" and share in (None, False)):
         return ""
-    return ReadTime.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).told
+    return ReadTime.here(unread(leaf for model in models.values() for leaf in leaves_of(model))).text
 
 
 def remove(pipe: Any) -> Any:

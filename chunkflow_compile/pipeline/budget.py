@@ -1,7 +1,7 @@
 """Phases: the components of a pipeline, which run one after another on one device and share its memory.
 
 A phase is a component's call.  Its weights live in an arena of its own, or in one that it shares with the phases that it
-alternates with: their programs run as one course, which is planned for all of them.  Before a phase begins, other arenas are
+alternates with: their programs run as one cycle, which is planned for all of them.  Before a phase begins, other arenas are
 freed, least recently used first, until the weights and the activations of the phase have room.  What a phase needs beside
 its weights is measured: the plan of its weights gets the rest of the budget.
 """
@@ -22,11 +22,11 @@ import torch.distributed as dist
 from torch import nn
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
-from chunkflow_compile.model.offload import courses, programs
+from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.model.replan import replan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.allocators import Allocator, allocator_of
-from chunkflow_compile.pipeline.oom_retry import Draws, given_to, has_ranks, keeps_state, out_of_memory
+from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, has_ranks, keeps_state, out_of_memory
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
 from chunkflow_compile.report.phases import PipelineFigures
 from chunkflow_compile.runtime.arena import Arena
@@ -151,7 +151,7 @@ class Budget:
     def _run(self, phase: Phase, call: functools.partial[Any], again: bool = False) -> Any:
         """Run and measure a call.  ``again``: it ran out of memory before, and weights gave way."""
         self._allocator.begin()
-        draws, steps = Draws(self.device, call), phase.steps()
+        rng, steps = RngSnapshot(self.device, call), phase.steps()
         held, others, begun = phase.arena.held, self._held_beside(phase), time.perf_counter()
         try:
             try:
@@ -177,7 +177,7 @@ class Budget:
         _log.warning("%s ran out of memory: weights give way, and the call runs again", phase.name)
         phase.retries += 1
         self._give_back(phase)
-        draws.rewind()
+        rng.rewind()
         return self._run(phase, call, again=True)
 
     def _sharing(self, phase: Phase) -> list[Phase]:
@@ -208,7 +208,7 @@ class Budget:
     def _grows(self, arena: Arena, nbytes: int) -> None:
         """An arena is about to have ``nbytes``: the others give way before.
 
-        A course fetches a weight for each call that reads it, so its plan may take more than the weights of the phase.
+        A cycle fetches a weight for each call that reads it, so its plan may take more than the weights of the phase.
         """
         phase, thread = self._running or (None, None)
         if phase is not None and phase.arena is arena and thread == threading.get_ident():  # it holds the lock
@@ -218,7 +218,7 @@ class Budget:
         """Free the arenas of others, least recently used first, until this phase fits, whose arena gets ``nbytes`` now."""
         room = -1  # what the other arenas may hold; until there is a goal, all of them give way
         if phase.goal is not None:
-            room = self.usable - phase.beside - self._taken(phase, phase.goal, nbytes)
+            room = self.usable - phase.activations - self._taken(phase, phase.goal, nbytes)
         for other in self._last:
             if self._held_beside(phase) <= room:
                 break
@@ -239,7 +239,7 @@ class Budget:
         reserved = self._allocator.reserved()
         if reserved is None:
             return
-        takes = phase.beside - kept_by(self.phases)
+        takes = phase.activations - kept_by(self.phases)
         if phase.goal is not None:
             takes += self._taken(phase, phase.goal) - phase.arena.held
         if phase.goal is None or reserved + takes > self.total:
@@ -249,7 +249,7 @@ class Budget:
         """Free all weights on the device, and give the phase a smaller plan until the generation ends."""
         self._vacate(self.phases)
         planned = [p.plan.device_bytes for p in programs(phase.root)]
-        planned += [r.course.plan.device_bytes for r in courses(phase.root)]
+        planned += [r.cycle.plan.device_bytes for r in cycles(phase.root)]
         for share in (0.5, 0.75) if planned else ():
             with contextlib.suppress(ChunkflowError):  # below the least; if all are, only the other phases give way
                 for other in self._sharing(phase):
@@ -272,24 +272,24 @@ class Budget:
         ``held``, ``others``: bytes that the arenas of this and of the other phases held when it began.
         """
         after = phase.arena.held
-        before, was_steady = phase.beside, phase.steady
+        before, was_steady = phase.activations, phase.steady
         if peak is None:
             if phase.goal is None:
-                phase.beside = kept_by(self.phases)
+                phase.activations = kept_by(self.phases)
         elif others == self._held_beside(phase):  # otherwise the peak may have weights that gave way since
             beside = max(0, peak - after - others)
             steady = held == after
             if steady and not phase.steady:
-                phase.beside, phase.steady = beside, True
+                phase.activations, phase.steady = beside, True
             elif steady or not phase.steady:
-                phase.beside = max(phase.beside, beside)
+                phase.activations = max(phase.activations, beside)
         try:
             replanned = self._plan(phase)
         except ChunkflowError:  # a smaller call may fit
-            phase.beside, phase.steady = before, was_steady
+            phase.activations, phase.steady = before, was_steady
             self._settled = False
             raise
-        if replanned or phase.beside != before:
+        if replanned or phase.activations != before:
             self._settled = False  # others may have to give way again
 
     def _plan(self, phase: Phase) -> bool:
@@ -298,7 +298,7 @@ class Budget:
         Returns whether.
         """
         planned = [p for p in self._sharing(phase) if p is phase or p.goal is not None]
-        rest = self.usable - max(p.beside for p in planned)
+        rest = self.usable - max(p.activations for p in planned)
         goals = {p: self._goal(p, rest + p.kept) for p in planned}
         least = _WORTH_A_PLAN * self.total
         goals = {p: goal for p, goal in goals.items() if p.goal is None or not p.goal <= goal <= p.goal + least}
@@ -321,9 +321,9 @@ class Budget:
             needs = f", which need {least}" if goal < least else f": {error}"
             raise ChunkflowError(
                 f"memory={self.total} bytes is too little for {phase.name} ({type(phase.root).__name__}): its calls take "
-                f"{phase.beside - phase.kept} bytes beside its weights, activations mostly, so {max(0, goal)} are left for "
-                f"the weights{needs}. Call remove(pipe), then apply with at least "
-                f"memory={budget_for(least + phase.beside - phase.kept)}, or the pipeline with smaller sizes."
+                f"{phase.activations - phase.kept} bytes beside its weights, activations mostly, so {max(0, goal)} are left "
+                f"for the weights{needs}. Call remove(pipe), then apply with at least "
+                f"memory={budget_for(least + phase.activations - phase.kept)}, or the pipeline with smaller sizes."
             ) from error
         phase.goal = goal
         phase.arena.most = goal - phase.kept if len(self._sharing(phase)) > 1 else None

@@ -15,9 +15,9 @@ from chunkflow_compile.model.placement import placement_of, placements_around
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget
 from chunkflow_compile.pipeline.phase import Phase, kept_by
-from chunkflow_compile.weights.filling import as_they_are, cast_to
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of, tensors_of
+from chunkflow_compile.weights.loader import cast_to, keep_dtype
 from chunkflow_compile.weights.modules import ModelIndex, hooks_of
 from chunkflow_compile.weights.streamable import BITSANDBYTES_INT8, GGUF, PLAIN, class_of, why_not
 
@@ -173,7 +173,7 @@ class _Weight:
 
 def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> list[_Weight]:
     """The weights of a component as ``offload`` will place them, each once."""
-    index, dtype_of = ModelIndex.of(model), as_they_are if dtype is None else cast_to(dtype, model)
+    index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
     found: dict[int, _Weight] = {}
     for outer, tensor in tensors_of(model):
         for inside, leaf in leaves(tensor):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkflow_compile.model.offload import courses, programs
+from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.report.calls import call_figures
@@ -21,8 +21,8 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
 
     Of a pipeline that was applied: its components, what each has on the device, and how long its calls take.
 
-    If the model's programs run as a course, that is explained instead.  Times are for one call of the model, or one pass
-    over the course.  Raises ChunkflowError if the model has not run yet.
+    If the model's programs run as a cycle, that is explained instead.  Times are for one call of the model, or one pass
+    over the cycle.  Raises ChunkflowError if the model has not run yet.
     """
     if (budget := budget_of(compiled)) is not None and not isinstance(compiled, nn.Module):
         return budget.figures()
@@ -33,16 +33,16 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     found = [p for p in programs(compiled) if p.measurements]
     if not found:
         raise ChunkflowError("No program of this model has run yet: compile it with ChunkFlow and call it first.")
-    route = next((r for r in courses(compiled) if r.measurements), None)
+    route = next((r for r in cycles(compiled) if r.measurements), None)
     if route is not None:
-        plan = route.course.plan
+        plan = route.cycle.plan
         explanation = explain_plan(plan, measured(plan, route.measurements))
         notes = dict.fromkeys(note for session in found for note in session.code.notes)
-        return replace(explanation, calls=tuple(call_figures(route.course)), jumps=route.jumps, notes=tuple(notes))
+        return replace(explanation, calls=tuple(call_figures(route.cycle)), jumps=route.jumps, notes=tuple(notes))
     alone = [p for p in found if under(p.plan, p.measurements)]
     if not alone:
         raise ChunkflowError(
-            "The programs of this model run as a course of which no pass was measured yet: call the model again."
+            "The programs of this model run as a cycle of which no pass was measured yet: call the model again."
         )
     newest = alone[-1]
     return replace(explain_plan(newest.plan, measured(newest.plan, newest.measurements)), notes=newest.code.notes)

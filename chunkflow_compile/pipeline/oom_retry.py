@@ -15,7 +15,7 @@ from chunkflow_compile.frontend.block_kinds import caching_hook
 Given = TypeVar("Given")
 
 
-class Draws:
+class RngSnapshot:
     """The states of the random generators that a call may draw from: torch's own, and those among its arguments."""
 
     def __init__(self, device: torch.device, call: functools.partial[Any]) -> None:

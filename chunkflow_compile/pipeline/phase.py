@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from chunkflow_compile.model.offload import courses, programs
+from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.report.phases import PhaseFigures
@@ -28,8 +28,8 @@ class Phase:
     """A component of a pipeline.
 
     ``name``: in the pipeline.  ``root``: the model, kept weakly.  ``arena``: where its weights live, which it may share.
-    ``beside``: most bytes that the device held during a call beside the weights of this and other phases, activations and
-    small weights included; 0 until a call was measured.  ``goal``: bytes of weights on the device that its plans may take,
+    ``activations``: most bytes that the device held during a call beside the weights of this and other phases, small weights
+    included; 0 until a call was measured.  ``goal``: bytes of weights on the device that its plans may take,
     None until then.  ``most``: most of them until the generation ends in which a call ran out of memory, None otherwise.
     """
 
@@ -38,8 +38,8 @@ class Phase:
         self.gone: Callable[[Phase], object] = lambda _: None  # called when the model no longer exists
         self._root = weakref.ref(root, functools.partial(_went, weakref.ref(self)))
         self.arena = arena
-        self.beside = 0
-        self.steady = False  # whether ``beside`` was measured in a call that did not change the arena
+        self.activations = 0
+        self.steady = False  # whether ``activations`` was measured in a call that did not change the arena
         self.goal: int | None = None
         self.most: int | None = None
         self.calls = 0
@@ -111,7 +111,7 @@ class Phase:
             weights=sum(leaf.nbytes for leaf in self.weights),
             streamed=self.streamed,
             on_device=self.kept + (self.arena.held if first is self else 0),
-            activations=max(0, self.beside - small) or None,
+            activations=max(0, self.activations - small) or None,
             calls=self.calls,
             predicted_s=predicted,
             measured_s=measured,
@@ -124,9 +124,9 @@ class Phase:
         return [(session, count) for ref, count in self._ran if (session := ref()) is not None]
 
     def _predicted(self) -> float | None:
-        """Seconds of the newest call, by its part of a course, or else by the plans of its programs."""
+        """Seconds of the newest call, by its part of a cycle, or else by the plans of its programs."""
         found = self._newest()
-        for route in courses(self.root)[:1]:
+        for route in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in route.calls}
             if all(id(session.code.cut) in cuts for session, _ in found):
                 return route.predicted({session.key for session, _ in found})

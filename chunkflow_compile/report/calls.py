@@ -1,4 +1,4 @@
-"""The calls of a course: what each moves for itself and ahead for later calls, and what a jump to it costs."""
+"""The calls of a cycle: what each moves for itself and ahead for later calls, and what a jump to it costs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from tabulate import tabulate
 
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.program.course import Course, border, prefetches
+from chunkflow_compile.passes.program.cycle import Cycle, border, prefetches
 
 from .record import size
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallFigures:
-    """One call of a course.  ``block``: that of its first region.  ``windows``: how many it has.
+    """One call of a cycle.  ``block``: that of its first region.  ``windows``: how many it has.
 
     ``own_bytes``: those that it fetches for itself; ``ahead_bytes``: for later calls.  ``jump_bytes``: those that a jump to
     it fetches first, if the chunks that stay are there.
@@ -30,13 +30,13 @@ class CallFigures:
     jump_bytes: int
 
 
-def call_figures(course: Course) -> Iterator[CallFigures]:
+def call_figures(cycle: Cycle) -> Iterator[CallFigures]:
     """The figures of each call, in order."""
-    plan = course.plan
+    plan = cycle.plan
     first = {w.name: w.first_use for w in plan.streamed}
-    ends = [*course.starts[1:], len(plan.regions)]
-    ops = {node: op for _, node, op in course.prefetches}
-    for number, (begin, end, program) in enumerate(zip(course.starts, ends, course.calls, strict=True)):
+    ends = [*cycle.starts[1:], len(plan.regions)]
+    ops = {node: op for _, node, op in cycle.prefetches}
+    for number, (begin, end, program) in enumerate(zip(cycle.starts, ends, cycle.calls, strict=True)):
         fetched = [op for _, op in prefetches(program)]
         own = [op for op in fetched if not op.next_step and begin <= first[op.weight] < end]
         yield CallFigures(
@@ -45,7 +45,7 @@ def call_figures(course: Course) -> Iterator[CallFigures]:
             windows=end - begin,
             own_bytes=_copied_bytes(plan, own),
             ahead_bytes=_copied_bytes(plan, fetched) - _copied_bytes(plan, own),
-            jump_bytes=_copied_bytes(plan, [ops[node] for node in border(course, number).prefetches]),
+            jump_bytes=_copied_bytes(plan, [ops[node] for node in border(cycle, number).prefetches]),
         )
 
 

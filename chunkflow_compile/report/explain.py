@@ -73,7 +73,7 @@ class WorstStall:
 class Explanation:
     """A plan beside its measurement.  ``str()`` gives the report.
 
-    ``calls``, ``jumps``: of a course, if the plan is of one.  ``notes``: on what was compiled.
+    ``calls``, ``jumps``: of a cycle, if the plan is of one.  ``notes``: on what was compiled.
     """
 
     plan: str
@@ -123,9 +123,7 @@ class Explanation:
         else:
             parts.append("compute waited for no weight")
         if self.calls:
-            parts.append(
-                f"a course of {len(self.calls)} calls, {self.jumps} jumps so far:\n\n{calls_table(self.calls)}"
-            )
+            parts.append(f"a cycle of {len(self.calls)} calls, {self.jumps} jumps so far:\n\n{calls_table(self.calls)}")
         if every_window:
             parts.append(f"windows:\n\n{_windows(self.windows)}")
         else:

@@ -90,12 +90,12 @@ def diff_plans(before: Plan, after: Plan) -> PlanDiff:
     """Compare two plans, which may be of different models."""
     old, new = ({w.name: w for w in plan.weights} for plan in (before, after))
     moves = [_weight_move(before, after, old[n], new[n]) for n in old if n in new]
-    told = {
+    settings = {
         n: (str(getattr(before, n)), str(getattr(after, n))) for n in ("policy", "hardware", "chunk_bytes", "problem")
     }
     return PlanDiff(
         digests=(before.digest, after.digest),
-        settings={n: pair for n, pair in told.items() if pair[0] != pair[1]},
+        settings={n: pair for n, pair in settings.items() if pair[0] != pair[1]},
         figures={name: (a, b) for (name, a), (_, b) in zip(_plan_figures(before), _plan_figures(after), strict=True)},
         homes=tuple(m for m in moves if m.homes_differ),
         windows=tuple(m for m in moves if not m.homes_differ and (m.ahead[0] != m.ahead[1] or m.elsewhere)),

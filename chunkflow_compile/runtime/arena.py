@@ -18,7 +18,7 @@ from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import ALIGNMENT, Plan
 from chunkflow_compile.passes.program.arrivals import Arrivals
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
-from chunkflow_compile.weights.home import Home
+from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.host_store import ring_of
 from chunkflow_compile.weights.pinning import pin_all
 from chunkflow_compile.weights.progress import moving
@@ -37,10 +37,10 @@ Make = Callable[[torch.device, DeviceKind], Device]
 
 class Occupancy:
     """What lies in the memory for one placement of weights.  Programs with the same placement share it, and the programs
-    of a course.
+    of a cycle.
 
     ``arrived``: an event for each mark of the copies.  ``writes``: the prefetches, in the order of their newest issue.
-    ``next``: the call of the course for which the chunks are in order, None while a call runs.  ``marked``: whether the
+    ``next``: the call of the cycle for which the chunks are in order, None while a call runs.  ``marked``: whether the
     calls of the pass that runs are measured.  ``turns``: the calls so far.  ``ended``: the number of the newest measured
     one, and the time of its end.
     """
@@ -62,7 +62,7 @@ class Binding:
     ``values``: offloaded weight -> the tensor that its readers get, a slot or a resident copy.  Readers of any other
     weight get the parameter, which is an input of every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
-    ``occupancy``: what lies in the slots, if it is shared with other programs: of the same placement, or of the course.
+    ``occupancy``: what lies in the slots, if it is shared with other programs: of the same placement, or of the cycle.
     ``marks``: the marks of the copies, if they were computed already.
     ``ring``: of the ranks that share the weights on the drive, if they are all of one model.
     """
@@ -82,7 +82,7 @@ class Arena:
     The programs of one model share an arena automatically.  Models that run in turns, such as the two transformers of
     Wan 2.2 or a text encoder and a transformer, share one if it is passed to each as ``options={"arena": arena}``.
     Each change from one program to another is a cold start, unless both have the same placement of the same weights, or the
-    order of the programs repeats: then they run as a course (courses.py).
+    order of the programs repeats: then they run as a cycle (cycles.py).
     """
 
     def __init__(self, device: torch.device | str = "cpu", *, make: Make = make_device) -> None:
@@ -103,12 +103,12 @@ class Arena:
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
         self._tenants: list[weakref.ref[Tenant]] = []
-        # a program or a course -> the weights that it keeps on the device beside the memory; several have the same copies
-        self._residents: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[Home, torch.Tensor]] = (
+        # a program or a cycle -> the weights that it keeps on the device beside the memory; several have the same copies
+        self._residents: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
         self._occupancies: weakref.WeakValueDictionary[object, Occupancy] = weakref.WeakValueDictionary()
-        self.courses: Shared | None = None  # what the tenants run as courses (courses.py)
+        self.cycles: Shared | None = None  # what the tenants run as cycles (cycles.py)
         self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     def called(self, groups: Collection[tuple[int, ...]]) -> None:
@@ -145,7 +145,7 @@ class Arena:
         self,
         owner: object,
         plan: Plan,
-        homes: Mapping[str, Home],
+        buffers: Mapping[str, HostBuffer],
         marks: Arrivals,
         structure: object = None,
         *,
@@ -154,58 +154,60 @@ class Arena:
     ) -> Binding:
         """Bind a plan on these offloaded weights to the memory.  The caller holds the lock.
 
-        ``owner``: the program or course that keeps weights on the device, until it leaves them (:meth:`give_up`) or ends.
+        ``owner``: the program or cycle that keeps weights on the device, until it leaves them (:meth:`give_up`) or ends.
         ``structure``: of the problem, if programs of it with the same placement of the same weights share what lies in the
         memory.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see :meth:`reserve`.
         Raises ChunkflowError if the device has no room.
         """
-        outside = {w.name: homes[w.name] for w in plan.weights if w.offset is None and w.name in homes}
-        inside = {w.name: w for w in plan.streamed if w.offset is not None and w.name in homes}
-        missing = {home for home in outside.values() if home.on_device is None}
-        self.make_way(plan.arena_bytes, sum(home.nbytes for home in missing))
+        outside = {w.name: buffers[w.name] for w in plan.weights if w.offset is None and w.name in buffers}
+        inside = {w.name: w for w in plan.streamed if w.offset is not None and w.name in buffers}
+        missing = {buffer for buffer in outside.values() if buffer.on_device is None}
+        self.make_way(plan.arena_bytes, sum(buffer.nbytes for buffer in missing))
         memory = self.reserve(plan.arena_bytes, advice)
         kept = self._keep(owner, outside.values(), advice)
         slots = {name: slot_bytes(memory, w.offset or 0, w.nbytes) for name, w in inside.items()}
-        values = {name: kept[home] for name, home in outside.items()}
-        values |= {name: as_weight(slot, homes[name].host) for name, slot in slots.items()}
-        if not pin_all([homes[name] for name in slots], self.streams, pin_bytes):
+        values = {name: kept[buffer] for name, buffer in outside.items()}
+        values |= {name: as_weight(slot, buffers[name].host) for name, slot in slots.items()}
+        if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
-        hosts = {name: homes[name].source for name in slots}
+        hosts = {name: buffers[name].source for name in slots}
         if structure is None:
             occupancy = Occupancy(self.streams, len(marks.marked))
         else:
-            weights = tuple((name, id(homes[name]), homes[name].version) for name in slots)
+            weights = tuple((name, id(buffers[name]), buffers[name].version) for name in slots)
             occupancy = self._occupancy((plan.placement, structure, marks.order, weights), len(marks.marked))
-        return Binding(self, values, slots, hosts, occupancy, marks, ring_of(homes[name] for name in slots))
+        return Binding(self, values, slots, hosts, occupancy, marks, ring_of(buffers[name] for name in slots))
 
-    def _keep(self, owner: object, homes: Collection[Home], advice: Callable[[], str]) -> Mapping[Home, torch.Tensor]:
+    def _keep(
+        self, owner: object, buffers: Collection[HostBuffer], advice: Callable[[], str]
+    ) -> Mapping[HostBuffer, torch.Tensor]:
         """Copies of these weights on the device, beside the memory.  Others that the owner had are given up."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
-        kept = {home: before[home] for home in homes if home in before}
-        missing = dict.fromkeys(home for home in homes if home not in kept)
-        with moving("placing weights", sum(home.nbytes for home in missing)) as placed:
-            for home in missing:
+        kept = {buffer: before[buffer] for buffer in buffers if buffer in before}
+        missing = dict.fromkeys(buffer for buffer in buffers if buffer not in kept)
+        with moving("placing weights", sum(buffer.nbytes for buffer in missing)) as placed:
+            for buffer in missing:
                 try:
-                    kept[home] = home.resident(stagings)
+                    kept[buffer] = buffer.resident(stagings)
                 except torch.OutOfMemoryError as error:
                     raise ChunkflowError(
-                        f"The device {self.device} has no room for {home.name} ({home.nbytes} bytes), which is resident. "
+                        f"The device {self.device} has no room for {buffer.name} ({buffer.nbytes} bytes), which is resident. "
                         f"{advice()}Free memory on the device, or lower the option memory."
                     ) from error
-                placed(home.nbytes)
-        self.streams.hold(kept[home] for home in missing)
+                placed(buffer.nbytes)
+        self.streams.hold(kept[buffer] for buffer in missing)
         self._residents[owner] = weakref.WeakKeyDictionary(kept)
         return kept
 
     def step_aside(self, keys: Collection[Key]) -> None:
-        """Unbind the programs with these keys, and give up what they keep: a course has their weights in the memory."""
+        """Unbind the programs with these keys, and give up what they keep: a cycle has their weights in the memory."""
         for tenant in self.tenants:
             if tenant.key in keys:
                 tenant.unbind()
                 self.give_up(tenant)
 
     def give_up(self, owner: object) -> None:
-        """Let go of the weights that a program or a course keeps on the device beside the memory."""
+        """Let go of the weights that a program or a cycle keeps on the device beside the memory."""
         self._residents.pop(owner, None)
 
     def make_way(self, nbytes: int, beside: int) -> None:
@@ -305,8 +307,8 @@ class Arena:
 
     def _unbind(self) -> None:
         """Free the memory."""
-        if self.courses is not None:
-            self.courses.unbind()
+        if self.cycles is not None:
+            self.cycles.unbind()
         for tenant in self.tenants:
             tenant.unbind()
         self._memory = self.holder = None
@@ -334,16 +336,16 @@ class Arena:
         for tenant in self.tenants:
             if tenant.outlived:
                 tenant.close()
-        if self.courses is not None:
-            self.courses.prune()
+        if self.cycles is not None:
+            self.cycles.prune()
 
     def sweep(self) -> None:
         """Remove tenants that were garbage-collected without being closed."""
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not None]
-            if not self._tenants and self.courses is not None:
-                self.courses.close()
-                self.courses = None
+            if not self._tenants and self.cycles is not None:
+                self.cycles.close()
+                self.cycles = None
             if not self._tenants and self._streams is not None:
                 self.alone()  # the streams close when their copies have ended
                 streams, memory = self._streams, self._memory

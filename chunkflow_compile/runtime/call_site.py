@@ -1,4 +1,4 @@
-"""What programs tell their arena and the courses in it, and what the calls of a course have in common."""
+"""What programs tell their arena and the cycles in it, and what the calls of a cycle have in common."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Protocol
 
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.passes.program.course import Call, block_of
-from chunkflow_compile.weights.home import Home
+from chunkflow_compile.passes.program.cycle import Call, block_of
+from chunkflow_compile.weights.host_buffer import HostBuffer
 
 from .codes import Code
 from .measurement import StepMeasurement
@@ -22,33 +22,33 @@ _NOT_OFFLOADED = "on the device: not offloaded"
 
 
 class Key:
-    """What a call reads: the homes of its weights.  Calls that read the same weights in the same regions have one key.
+    """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key.
 
     ``settings``: of the newest program with this key.  ``site``: what it tells, None if it has ended.
     """
 
-    def __init__(self, homes: Iterable[Home], settings: Settings) -> None:
+    def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
         self.settings = settings
-        self._homes = [weakref.ref(home) for home in homes]
+        self._buffers = [weakref.ref(buffer) for buffer in buffers]
         self.site: Callable[[], CallSite | None] = lambda: None
 
     @property
     def lasts(self) -> bool:
         """Whether the weights still exist."""
-        return all(ref() is not None for ref in self._homes)
+        return all(ref() is not None for ref in self._buffers)
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class CallSite:
-    """What a program tells the courses of its arena.  It ends with the program's session.
+    """What a program tells the cycles of its arena.  It ends with the program's session.
 
-    ``homes``: of its offloaded weights, with their ``versions`` in this order.  ``in_place``: its other weights, which have
+    ``buffers``: of its offloaded weights, with their ``versions`` in this order.  ``in_place``: its other weights, which have
     ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes the measurement of each step.
     """
 
     key: Key
     code: Code
-    homes: Mapping[str, Home]
+    buffers: Mapping[str, HostBuffer]
     versions: tuple[int, ...]
     in_place: tuple[str, ...]
     kept_bytes: int
@@ -68,14 +68,14 @@ class CallSite:
         return self.code.settings.part
 
     def call(self, names: Mapping[str, str]) -> Call:
-        """The program as a call of a course.  ``names``: of its weights in the course."""
+        """The program as a call of a cycle.  ``names``: of its weights in the cycle."""
         keep = dict.fromkeys((names[name] for name in self.in_place), _NOT_OFFLOADED)
-        drive = frozenset(names[name] for name, home in self.homes.items() if home.drive is not None)
+        drive = frozenset(names[name] for name, buffer in self.buffers.items() if buffer.drive is not None)
         return Call(self.code.cut, names, keep, drive)
 
     def names(self) -> dict[str, str]:
         """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
-        found = {name: home.name for name, home in self.homes.items()}
+        found = {name: buffer.name for name, buffer in self.buffers.items()}
         blocks = {block_of(old): block_of(new) for old, new in found.items()}
         for weight in self.code.program.problem.weights:
             block = block_of(weight.name)
@@ -93,7 +93,7 @@ class Tenant(Protocol):
     """The compiled program, compared by identity: it outlives the tenant, and a proof about it stays valid."""
 
     key: Key | None
-    """What its calls read, if it may run in a course."""
+    """What its calls read, if it may run in a cycle."""
 
     @property
     def outlived(self) -> bool:
@@ -130,23 +130,23 @@ def sites_of(keys: Iterable[Key]) -> list[CallSite] | None:
     return sites if len(sites) == len(found) else None
 
 
-def calls_of(sites: Sequence[CallSite]) -> tuple[list[Call], dict[str, Home]]:
-    """The calls of a course, and the homes of its weights by their names in it.
+def calls_of(sites: Sequence[CallSite]) -> tuple[list[Call], dict[str, HostBuffer]]:
+    """The calls of a cycle, and the buffers of its weights by their names in it.
 
-    A weight that two calls read is two weights of the course: it is fetched for each.
+    A weight that two calls read is two weights of the cycle: it is fetched for each.
     """
     calls = list[Call]()
-    homes: dict[str, Home] = {}
+    buffers: dict[str, HostBuffer] = {}
     taken = set[str]()
     for site in sites:
         names: dict[str, str] = {}
         for name, wanted in site.names().items():
             names[name] = next(n for n in _numbered(wanted) if n not in taken)
             taken.add(names[name])
-            if name in site.homes:
-                homes[names[name]] = site.homes[name]
+            if name in site.buffers:
+                buffers[names[name]] = site.buffers[name]
         calls.append(site.call(names))
-    return calls, homes
+    return calls, buffers
 
 
 def _numbered(name: str) -> Iterator[str]:
@@ -161,7 +161,7 @@ def bare(settings: Settings) -> Settings:
 
 
 def common(sites: Sequence[CallSite]) -> Settings | None:
-    """The settings of a course, None if those of its calls do not agree.  The budget is the largest."""
+    """The settings of a cycle, None if those of its calls do not agree.  The budget is the largest."""
     shared = [replace(bare(s.settings), memory=None) for s in sites]
     if any(s != shared[0] for s in shared):
         return None

@@ -1,7 +1,7 @@
 """Time on a GPU: marks between the work on its streams, read after the GPU has passed them.
 
 A mark is a timed event.  Events are created in the first passes and reused: each call takes a frame of events from a ring,
-and a later call, once issued, reads the frame.  Whether a pass over the calls of a course is marked is chosen once, where
+and a later call, once issued, reads the frame.  Whether a pass over the calls of a cycle is marked is chosen once, where
 it begins.  The host never waits: if no frame is free, a call is not measured, and so its pass is not.
 """
 

@@ -33,29 +33,29 @@ _LATE_S = 0.005
 
 @dataclass(frozen=True)
 class Order:
-    """The reads from a start on, by number: ``first``, then ``cycle`` from ``begin`` on, again and again."""
+    """The reads from a start on, by number: ``first``, then ``repeated`` from ``begin`` on, again and again."""
 
     first: Sequence[Item]
-    cycle: Sequence[Item]
+    repeated: Sequence[Item]
     begin: int
 
     def at(self, number: int) -> Item:
         if number < len(self.first):
             return self.first[number]
-        return self.cycle[self.place(number)]
+        return self.repeated[self.place(number)]
 
     def place(self, number: int) -> int:
-        """Where in the cycle a read is that comes after the first ones."""
-        return (self.begin + number - len(self.first)) % len(self.cycle)
+        """The place of a read after the first ones among those that repeat."""
+        return (self.begin + number - len(self.first)) % len(self.repeated)
 
     def begins_at(self, number: int) -> tuple[int, int]:
-        """The first read of the cycle from a number on, and its place there."""
+        """The first read that repeats from a number on, and its place among those."""
         read = max(number, len(self.first))
         return read, self.place(read)
 
     def digest(self, plan: object) -> bytes:
         """Equal on two ranks only if they read the same bytes in the same order.  ``plan``: what else must be equal."""
-        reads = [(key, source.identity) for key, source in self.cycle]
+        reads = [(key, source.identity) for key, source in self.repeated]
         return hashlib.sha256(repr((plan, reads)).encode()).digest()[:16]
 
 

@@ -33,7 +33,7 @@ from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.arrivals import arrivals
-from chunkflow_compile.passes.program.course import Course, border
+from chunkflow_compile.passes.program.cycle import Cycle, border
 from chunkflow_compile.passes.program.reads import Reads, reads_from
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.groups import ranks_of
@@ -72,25 +72,25 @@ class Executor:
         regions: Mapping[str, Callable[..., Sequence[Any]]],
         binding: Binding,
         poison: bool = False,
-        course: Course | None = None,
+        cycle: Cycle | None = None,
         file: Sequence[Callable[[StepMeasurement], None]] = (),
     ) -> None:
         """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
 
-        ``course``: that of which the program is a call.  ``file``: functions that take the measurement of each step.
+        ``cycle``: that of which the program is a call.  ``file``: functions that take the measurement of each step.
         """
         self.program = program
-        self.course = course or Course.of(program)
-        self.call = next(i for i, call in enumerate(self.course.calls) if call is program)
+        self.cycle = cycle or Cycle.of(program)
+        self.call = next(i for i, call in enumerate(self.cycle.calls) if call is program)
         self.device = device = binding.arena.streams
         self.binding = binding
         self._file = file
-        self._plan = self.course.plan.digest
+        self._plan = self.cycle.plan.digest
         self._steps = 0
         self._known = True  # whether the step before was measured, or there was none
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
-        self.marks = marks = binding.marks or arrivals(self.course)
+        self.marks = marks = binding.marks or arrivals(self.cycle)
         self.occupancy = binding.occupancy or Occupancy(device, len(marks.marked))
         self._issuer = Issuer(program, regions, binding, occupancy=self.occupancy, arrivals=marks, poison=poison)
         self.traffic = self._issuer.traffic
@@ -101,10 +101,10 @@ class Executor:
             (i, binding.values[w]) for i, w in enumerate(placeholders) if w is not None and w in binding.values
         ]
         ring = binding.ring
-        self._ring = ring if ring is not None and _in_step(self.course, ring.ranks) else None
+        self._ring = ring if ring is not None and _in_step(self.cycle, ring.ranks) else None
         self._later: list[Any] = [None] * (len(self._issuer.number) - len(placeholders))
         self._streams = bool(program.plan.streamed)
-        self._cold: _Cold | None = None  # made when it is needed: few calls of a course ever begin a turn
+        self._cold: _Cold | None = None  # made when it is needed: few calls of a cycle ever begin a turn
         self._instructions = list(self._issuer.instructions())
 
     def run(self, args: Sequence[Any]) -> Any:
@@ -140,7 +140,7 @@ class Executor:
         self.occupancy.next = None
         for issue in self._instructions:
             issue(step)
-        self.occupancy.next = (self.call + 1) % len(self.course.calls)
+        self.occupancy.next = (self.call + 1) % len(self.cycle.calls)
         # not the step: its values would live too long
         self.device.finish(begun, partial(self._finish, step.cost, self.occupancy.turns))
         self.occupancy.turns += 1
@@ -214,7 +214,7 @@ class Executor:
             return {}
         plan = self.program.plan
         plans = {w.name: w for w in plan.streamed}
-        broken = {op.weight for _, _, op in self.course.prefetches if op not in self.occupancy.writes}
+        broken = {op.weight for _, _, op in self.cycle.prefetches if op not in self.occupancy.writes}
         newer: list[tuple[str, int, int]] = []
         for op in reversed(self.occupancy.writes):
             begin, end = ((plans[op.weight].offset or 0) + b for b in plan.span(plans[op.weight], op.first, op.end))
@@ -224,7 +224,7 @@ class Executor:
         return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
 
     def _prime(self) -> int:
-        """Take over the arena, or jump to this call of the course: copy the chunks that stay, and those that are on their way
+        """Take over the arena, or jump to this call of the cycle: copy the chunks that stay, and those that are on their way
         or in use here in a pass without jumps.
 
         Returns the bytes copied.
@@ -237,8 +237,8 @@ class Executor:
         self.occupancy.writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
-        if cold.reads.cycle:
-            start = Start(self._number(), self._ring, self.course.plan.placement)
+        if cold.reads.repeated:
+            start = Start(self._number(), self._ring, self.cycle.plan.placement)
             copy.run(partial(self._read, cold.reads, start))
         for weight, target, source in () if jumps else cold.kept:
             self._issuer.copy(target, source, f"keep {weight}")
@@ -257,18 +257,18 @@ class Executor:
         return self.binding.arena.number(() if self._ring is None else self._ring.ranks)
 
     def _make_cold(self) -> _Cold:
-        found = border(self.course, self.call)
+        found = border(self.cycle, self.call)
         ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
-        reads = reads_from(self.course, self.call, found, self._issuer.on_drive)
+        reads = reads_from(self.cycle, self.call, found, self._issuer.on_drive)
         return _Cold(list(self._kept()), [self._issuer.prefetch(p, n) for p, n in ops], found.waits, reads)
 
     def _read(self, reads: Reads, start: Start) -> None:
         """Let the drive be read in the order of the copies from this call on."""
-        first, cycle = (
-            [(r.key, r.source) for r in map(self._issuer.reading, ops)] for ops in (reads.first, reads.cycle)
+        first, repeated = (
+            [(r.key, r.source) for r in map(self._issuer.reading, ops)] for ops in (reads.first, reads.repeated)
         )
-        order = Order(first, cycle, reads.begin)
-        self.binding.arena.reader.restart(order, self.course.plan.drive_rate, start)
+        order = Order(first, repeated, reads.begin)
+        self.binding.arena.reader.restart(order, self.cycle.plan.drive_rate, start)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""
@@ -281,7 +281,7 @@ class Executor:
                     yield weight.name, slot[begin:end], host[begin:end]
 
 
-def _in_step(course: Course, ranks: Sequence[int]) -> bool:
-    """Whether the collectives of a course keep ``ranks`` in step: all of them meet in one, so each finds the same."""
-    graphs = [call.module.graph for call in course.calls if call.problem.collectives]
+def _in_step(cycle: Cycle, ranks: Sequence[int]) -> bool:
+    """Whether the collectives of a cycle keep ``ranks`` in step: all of them meet in one, so each finds the same."""
+    graphs = [call.module.graph for call in cycle.calls if call.problem.collectives]
     return any(set(ranks_of(name)).issuperset(ranks) for graph in graphs for name in group_names(graph))

@@ -110,7 +110,7 @@ class Issuer:
         arrivals: Arrivals,
         poison: bool,
     ) -> None:
-        """``binding``, ``occupancy``: the memory of the program, and what lies in it.  ``arrivals``: of its course.
+        """``binding``, ``occupancy``: the memory of the program, and what lies in it.  ``arrivals``: of its cycle.
 
         ``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
         """
@@ -276,7 +276,7 @@ class Issuer:
         """A function from a step's values to a node's operands.  ``operands``: instead of the node's own."""
         number, operands, kwargs = self.number, node.args if operands is None else operands, node.kwargs
         if not kwargs and all(isinstance(a, Node) for a in operands):  # such as those of regions
-            take = taking([number[a] for a in operands])
+            take = tuple_getter([number[a] for a in operands])
             return lambda env: (take(env), kwargs)
         if not kwargs and not any(isinstance(a, (list, tuple, dict, slice)) for a in operands):
             places = [(number[a], None) if isinstance(a, Node) else (-1, a) for a in operands]
@@ -370,7 +370,7 @@ def _poison(pieces: Sequence[torch.Tensor]) -> None:
         piece.fill_(255)
 
 
-def taking(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+def tuple_getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
     """A function from a sequence to its elements at ``positions``: one call into C, if there are several."""
     if len(positions) > 1:
         return itemgetter(*positions)

@@ -63,7 +63,7 @@ class StepMeasurement(NamedTuple):
     bytes of those with no collective beside them.  ``moved_bytes``: bytes of the copies issued in the step;
     ``primed_bytes``: further bytes issued before a cold step.  ``read_s``, ``read_bytes``: of the drive, ahead of copies,
     since the step before.  ``idle_s``: seconds between the end of the call before it in
-    its course and its start; 0 if that is not known.  ``plan``: digest of the plan that it ran under, its own or a course's.
+    its cycle and its start; 0 if that is not known.  ``plan``: digest of the plan that it ran under, its own or a cycle's.
     """
 
     step_s: float
@@ -83,7 +83,7 @@ class StepMeasurement(NamedTuple):
 
 
 class Passes:
-    """The measured passes over the calls of a course.  A pass that a jump has ended, or of which a call was not measured, is
+    """The measured passes over the calls of a cycle.  A pass that a jump has ended, or of which a call was not measured, is
     none.  ``most``: how many are kept.
     """
 
@@ -93,7 +93,7 @@ class Passes:
         self._newest: list[StepMeasurement] = []
 
     def file(self, call: int, found: StepMeasurement) -> None:
-        """Add the measurement of a call, by its place in the course."""
+        """Add the measurement of a call, by its place in the cycle."""
         if call != len(self._newest):
             self._newest = []
         if call == len(self._newest):
@@ -104,7 +104,7 @@ class Passes:
 
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
-    """The calls of a course as one step, without the time between them."""
+    """The calls of a cycle as one step, without the time between them."""
     columns = ([s for c in calls for s in c.windows[i]] for i in range(len(WindowSeconds._fields)))
     names = [name for name in StepMeasurement._fields if name not in ("windows", "plan")]
     sums: dict[str, Any] = {name: sum(getattr(call, name) for call in calls) for name in names}
@@ -197,7 +197,7 @@ def under(plan: Plan, steps: Iterable[StepMeasurement]) -> list[StepMeasurement]
 def warm_timings(
     plan: Plan, passes: Iterable[Sequence[StepMeasurement]], least: int, starts: Sequence[int] = ()
 ) -> Timings | None:
-    """The times of the warm passes over the calls of a course, to plan it again; None if they are fewer than ``least``.
+    """The times of the warm passes over the calls of a cycle, to plan it again; None if they are fewer than ``least``.
 
     ``starts``: the first window of each call, for the time between calls.  None is counted for a program alone.
     """

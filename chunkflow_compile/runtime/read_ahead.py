@@ -113,7 +113,7 @@ class ReadAhead:
         weakref.finalize(self, _drop, self._live).atexit = False
         self._shared: SharedRing | None = None
         self._digest = b""
-        self._calls: dict[Number, tuple[int, int]] = {}  # the newest: their first read of the cycle, and its place
+        self._calls: dict[Number, tuple[int, int]] = {}  # the newest: their first read that repeats, and its place
         self._number = 0  # of the next read to take
         self._expected: float | None = None
         # where the room of each read not yet freed goes back to, None for one that is not in a ring
@@ -131,7 +131,7 @@ class ReadAhead:
             self._live.newest.synchronize()
         self.stop()
         self._expected = expected
-        sizes = [source.numel() for _, source in order.cycle]
+        sizes = [source.numel() for _, source in order.repeated]
         self._wanted = ring_bytes(sizes)  # as large as in the proof
         start = start or Start()
         self._shared = start.ring if start.ring is not None and start.ring.claim(self) else None
@@ -167,7 +167,7 @@ class ReadAhead:
             return
 
         def take(number: int) -> tuple[int, Run] | None:
-            least = max(number, len(run.order.first))  # the first rank has other reads before the cycle
+            least = max(number, len(run.order.first))  # the first rank has other reads before those that repeat
             first = shared.join(least + ahead, self._wanted, self._pin)
             if first is None:
                 return None

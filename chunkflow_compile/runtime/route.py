@@ -1,4 +1,4 @@
-"""A route is a course on the weights of its calls: the executors of its places, and what they have in the arena."""
+"""A route is a cycle on the weights of its calls: the executors of its places, and what they have in the arena."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
-from chunkflow_compile.passes.program.course import Call, Course, rewritten
+from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
-from chunkflow_compile.weights.home import Home
+from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.source import DriveBytes
 
 from .arena import Arena, Binding
@@ -26,12 +26,12 @@ from .call_site import CallSite, Key, bare
 from .executor import KEPT_MEASUREMENTS, Executor
 from .measurement import Passes, StepMeasurement, as_one, measured, save, warm_timings
 
-# The homes of the weights of a course, by their names in it.
-Homes = Mapping[str, weakref.ref[Home]]
+# The buffers of the weights of a cycle, by their names in it.
+Homes = Mapping[str, weakref.ref[HostBuffer]]
 
 
 class Route:
-    """A course on the weights of its calls.
+    """A cycle on the weights of its calls.
 
     ``position``: the call that is expected next.  ``jumps``: those so far.  ``replan_after``: the number of warm passes
     after which to plan it again from their times; 0 for never.  ``settings``: that it was planned with, but for those times.
@@ -43,23 +43,25 @@ class Route:
         arena: Arena,
         keys: tuple[Key, ...],
         calls: Sequence[Call],
-        homes: Homes,
+        buffers: Homes,
         settings: Settings,
-        course: Course,
+        cycle: Cycle,
         marks: Arrivals,
     ) -> None:
         self.arena = arena
         self.keys = keys
-        self.course = course
+        self.cycle = cycle
         self.position = 0
         self.jumps = 0
         self.replan_after = 0
         self.folder: Path | None = None
         self.calls = calls
-        self.homes = homes
+        self.buffers = buffers
         self.settings = settings
         self._versions: dict[str, int] = {}
-        self._places = [{id(self.homes[n]()): n for n in call.names.values() if n in self.homes} for call in self.calls]
+        self._places = [
+            {id(self.buffers[n]()): n for n in call.names.values() if n in self.buffers} for call in self.calls
+        ]
         self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the site of a call has them
         self._passes = Passes(len(self.keys), KEPT_MEASUREMENTS)
         self._begun = 0  # passes
@@ -74,8 +76,8 @@ class Route:
 
     @property
     def lasts(self) -> bool:
-        """Whether all weights of the course still exist where they were."""
-        return all((home := ref()) is not None and home.weight is not None for ref in self.homes.values())
+        """Whether all weights of the cycle still exist where they were."""
+        return all((buffer := ref()) is not None and buffer.weight is not None for ref in self.buffers.values())
 
     @property
     def ready(self) -> bool:
@@ -89,7 +91,7 @@ class Route:
 
     def timings(self, passes: int) -> Timings | None:
         """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
-        return warm_timings(self.course.plan, self._measured(), passes, self.course.starts)
+        return warm_timings(self.cycle.plan, self._measured(), passes, self.cycle.starts)
 
     def _measured(self, wait: bool = False) -> list[tuple[StepMeasurement, ...]]:
         """The newest passes, each the measurements of its calls."""
@@ -99,10 +101,10 @@ class Route:
 
     def predicted(self, keys: Collection[Key | None]) -> float | None:
         """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
-        if (found := self.course.plan.predicted) is None:
+        if (found := self.cycle.plan.predicted) is None:
             return None
         regions = [span.start for span in found.spans if span.lane == "compute"]
-        begun = [regions[start - 1] for start in self.course.starts]
+        begun = [regions[start - 1] for start in self.cycle.starts]
         ended = [*begun[1:], begun[0] + found.step_s]
         return sum(e - b for key, b, e in zip(self.keys, begun, ended, strict=True) if key in keys)
 
@@ -116,10 +118,10 @@ class Route:
             return False
         if memory is None or planned.memory is None:
             return memory is planned.memory
-        return self.course.plan.device_bytes + planned.outside <= memory <= planned.memory
+        return self.cycle.plan.device_bytes + planned.outside <= memory <= planned.memory
 
     def find(self, key: Key) -> int | None:
-        """The place of a call, the expected one first; None if it is not in the course."""
+        """The place of a call, the expected one first; None if it is not in the cycle."""
         count = len(self.keys)
         found = (c % count for c in range(self.position, self.position + count) if self.keys[c % count] is key)
         return next(found, None)
@@ -141,7 +143,7 @@ class Route:
         if self.folder is None:
             return
         with contextlib.suppress(OSError, ChunkflowError):
-            save(self.folder, measured(self.course.plan, [as_one(calls) for calls in self._measured(wait)]))
+            save(self.folder, measured(self.cycle.plan, [as_one(calls) for calls in self._measured(wait)]))
 
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory."""
@@ -160,16 +162,18 @@ class Route:
             self.arena.holder = None
 
     def _check_versions(self, site: CallSite, call: int) -> None:
-        """Start cold if a weight of the call was written since the course took over the arena."""
+        """Start cold if a weight of the call was written since the cycle took over the arena."""
         if self._seen[call] == site.versions:
             return
-        names = [self._name(home, call) for home in site.homes.values()]
+        names = [self._name(buffer, call) for buffer in site.buffers.values()]
         known = tuple(self._versions.get(name) for name in names)
         if known != site.versions:
             if self._outdated():
                 self.unbind()
             self._end_turn()
-            self._versions = {name: home.version for name, ref in self.homes.items() if (home := ref()) is not None}
+            self._versions = {
+                name: buffer.version for name, ref in self.buffers.items() if (buffer := ref()) is not None
+            }
             self._seen = [None for _ in self.keys]
         self._seen[call] = site.versions
 
@@ -179,51 +183,51 @@ class Route:
         if self._binding is None:
             return False
         hosts, values = self._binding.hosts, self._binding.values
-        moved = (isinstance(s, DriveBytes) and self._home(name).drive is not s for name, s in hosts.items())
-        return any(moved) or any(self._home(name).on_device is None for name in values.keys() - hosts.keys())
+        moved = (isinstance(s, DriveBytes) and self._buffer(name).drive is not s for name, s in hosts.items())
+        return any(moved) or any(self._buffer(name).on_device is None for name in values.keys() - hosts.keys())
 
     def _make(self, site: CallSite, call: int) -> Executor:
-        course, marks, placed = self.course, self._marks, self.calls[call]
-        names = {name: self._name(home, call) for name, home in site.homes.items()}
+        cycle, marks, placed = self.cycle, self._marks, self.calls[call]
+        names = {name: self._name(buffer, call) for name, buffer in site.buffers.items()}
         # another graph, such as one for another size, or the same one on weights that have changed places, as those of the
         # projections of queries and keys may
         if site.code.cut is not placed.cut or any(placed.names[name] != names[name] for name in names):
             placed = site.call(site.names() | names)
             program, marks = self._program(site, call, placed)
-            course = course.at(call, program)
+            cycle = cycle.at(call, program)
         self.arena.step_aside([site.key])  # its own plan keeps other weights on the device
         binding = replace(self._bound(site.code.pin_bytes), marks=marks)
         file = site.file, partial(self._passes.file, call)
-        return Executor(course.calls[call], site.code.regions, binding, site.code.poison, course, file)
+        return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file)
 
     def _program(self, site: CallSite, call: int, placed: Call) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""
         names = [placed.names[w.name] for w in placed.cut.problem.weights]
-        known = [(self.course.calls[call], self._marks, self.calls[call].cut)]
+        known = [(self.cycle.calls[call], self._marks, self.calls[call].cut)]
         known += [(e.program, e.marks, s.code.cut) for s, e in [*self._executors[call].items()]]
         for program, marks, cut in known:
             # the graph at other sizes: the same ops on the same weights
             if cut.regions is placed.cut.regions and list(program.weight_inputs) == names:
                 return replace(program, problem=placed.problem()), marks
-        program = rewritten(self.course, call, placed, share="sharing" not in site.code.settings.disabled)
-        marks = arrivals_at(self.course, self._marks, call, program)
+        program = rewritten(self.cycle, call, placed, share="sharing" not in site.code.settings.disabled)
+        marks = arrivals_at(self.cycle, self._marks, call, program)
         if site.code.verified:
-            verify_call(self.course, call, program, self._marks, marks, self._proved)
+            verify_call(self.cycle, call, program, self._marks, marks, self._proved)
         return program, marks
 
-    def _name(self, home: Home, call: int) -> str:
-        """The name in the course of a weight of a call."""
-        return self._places[call][id(home)]
+    def _name(self, buffer: HostBuffer, call: int) -> str:
+        """The name in the cycle of a weight of a call."""
+        return self._places[call][id(buffer)]
 
     def _bound(self, pin_bytes: int | None) -> Binding:
-        """What the course has in the arena's memory.  Raises ChunkflowError if the device has no room."""
+        """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
         if self._binding is None:
             self.arena.step_aside(self.keys)
-            homes = {name: self._home(name) for name in self.homes}
-            self._binding = self.arena.bind(self, self.course.plan, homes, self._marks, pin_bytes=pin_bytes)
+            buffers = {name: self._buffer(name) for name in self.buffers}
+            self._binding = self.arena.bind(self, self.cycle.plan, buffers, self._marks, pin_bytes=pin_bytes)
         return self._binding
 
-    def _home(self, name: str) -> Home:
-        home = self.homes[name]()
-        assert home is not None, "the course lasts"
-        return home
+    def _buffer(self, name: str) -> HostBuffer:
+        buffer = self.buffers[name]()
+        assert buffer is not None, "the cycle lasts"
+        return buffer

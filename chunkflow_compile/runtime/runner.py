@@ -23,7 +23,7 @@ from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
 from .codes import Choice, Codes, Sizes
-from .instructions import taking
+from .instructions import tuple_getter
 from .locks import ProcessLock
 from .session import Session, aside
 
@@ -41,7 +41,7 @@ Place = Callable[[Mapping[str, nn.Parameter], Collection[str], Callable[[Arena],
 Changed = Callable[[Mapping[str, nn.Parameter]], Mapping[str, Any]]
 
 
-class Tables:
+class HostConstants:
     """Copies on ``device`` of inputs on the CPU that forward moves there, such as rotary embeddings: moved once, not in every
     step, and kept as long as the table lives.  ``positions``: of the tables among the inputs."""
 
@@ -70,7 +70,9 @@ class Runner:
 
     _boxed_call = True
 
-    def __init__(self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: Tables) -> None:
+    def __init__(
+        self, codes: Codes, place: Place, changed: Changed, arena: Arena | None, tables: HostConstants
+    ) -> None:
         """``arena``: the one that the user passed; None for each model's own."""
         self.codes = codes
         self._tables = tables
@@ -87,7 +89,7 @@ class Runner:
         self._position = {w: position[p] for w, p in program.weight_inputs.items()}
         places = list(self._position.values())
         self._ends = places[0], places[-1]
-        self._weights = taking(places)
+        self._weights = tuple_getter(places)
 
     def __call__(self, args: list[Any]) -> Any:
         """Run one step.  A second thread waits until the first has finished its step."""
@@ -113,7 +115,7 @@ class Runner:
             parameters = dict(zip(self._position, weights, strict=True))
             for weight in parameters.values():
                 if isinstance(weight, HostWeight):
-                    arrive(weight.home.arriving)
+                    arrive(weight.buffer.arriving)
             with self._lock():
                 if (
                     self._sessions.get(key) is session and sizes in self.codes

@@ -21,20 +21,20 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
-from chunkflow_compile.passes.program.course import block_of
+from chunkflow_compile.passes.program.cycle import block_of
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.groups import ranks_of
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
 from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
 from .call_site import CallSite, Key
 from .codes import Choice
-from .courses import Courses
+from .cycles import Cycles
 from .device import check_kind, refuse_capture
 from .executor import KEPT_MEASUREMENTS, Executor
-from .instructions import taking
+from .instructions import tuple_getter
 from .measurement import StepMeasurement, measured, save, under, warm_timings
 
 _log = logging.getLogger(__name__)
@@ -56,24 +56,24 @@ class Session:
         self.steps = 0  # so far
         self.started = time.monotonic()
         self.closed = False
-        self.homes = {name: home for name, p in parameters.items() if (home := home_of(p)) is not None}
+        self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
         # not the root module: it may be gone, and its id another's
-        self.model = next((id(home.store) for home in self.homes.values()), 0)
-        self._in_place = {name: p for name, p in parameters.items() if name not in self.homes}
+        self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
+        self._in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         # bytes of its weights that never leave the device
-        self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.homes)
-        self._stores = [*{id(home.store): home.store for home in self.homes.values()}.values()]
+        self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.buffers)
+        self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
-        self.reads = tuple(map(id, (*self.homes.values(), *self._in_place.values())))  # equal for the same weights
-        self._as_they_are = [state_of(parameters[name]) for name in self.homes]
+        self.reads = tuple(map(id, (*self.buffers.values(), *self._in_place.values())))  # equal for the same weights
+        self._as_they_are = [state_of(parameters[name]) for name in self.buffers]
         order = list(parameters)
-        self._offloaded = taking([order.index(name) for name in self.homes])
-        self._others = taking([order.index(name) for name in self._in_place])
+        self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
+        self._others = tuple_getter([order.index(name) for name in self._in_place])
         self._kinds = [type(p) for p in self._in_place.values()]
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
         self._executor: Executor | None = None
         died = partial(_weight_died, weakref.ref(arena))
-        self._weights = [weakref.ref(home.weight, died) for home in self.homes.values()]
+        self._weights = [weakref.ref(buffer.weight, died) for buffer in self.buffers.values()]
         self._gone = weakref.finalize(self, _sweep, weakref.ref(arena))
         self._gone.atexit = False
         with arena.lock():
@@ -86,7 +86,7 @@ class Session:
             except BaseException:
                 arena.leave(self)
                 raise
-            self.courses = Courses.of(arena)
+            self.cycles = Cycles.of(arena)
             self.key = self._key()
             self._call_site = None if self.key is None else self._site(self.key)
             self._groups = {ranks_of(name) for name in group_names(self.program.module.graph)}
@@ -98,7 +98,7 @@ class Session:
 
     @property
     def executor(self) -> Executor:
-        """The executor of the program outside courses.  Raises ChunkflowError if the session is closed."""
+        """The executor of the program outside cycles.  Raises ChunkflowError if the session is closed."""
         if self.closed:
             raise ChunkflowError("This program has ended: call the compiled model again.")
         if self._executor is None:
@@ -139,7 +139,7 @@ class Session:
         if self.closed or self.choice.code is not self.code:
             return False
         try:
-            # another home: it was restored, replaced, or given other memory; other numbers: it was written, so copies of it
+            # another buffer: it was restored, replaced, or given other memory; other numbers: it was written, so copies of it
             # on the device are out of date
             if list(map(state_of, self._offloaded(weights))) != self._as_they_are:
                 return False
@@ -149,18 +149,18 @@ class Session:
         if not all(map(is_, others, self._in_place.values())):
             return False
         # one that has become offloaded is the same object of another class
-        return list(map(type, others)) == self._kinds and not any(map(home_of, self._bare))
+        return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
 
     @property
     def outlived(self) -> bool:
         """Whether a weight of the session was dropped, moved or given other memory, so it can never run again."""
-        gone = any(home.weight is None for home in self.homes.values())
-        return gone or any(home_of(p) is not None for p in self._in_place.values())
+        gone = any(buffer.weight is None for buffer in self.buffers.values())
+        return gone or any(buffer_of(p) is not None for p in self._in_place.values())
 
     def repeats(self, other: Session) -> bool:
         """Whether it is the same program on the same weights."""
-        same = self.homes.keys() == other.homes.keys()
-        same = same and all(home is other.homes[name] for name, home in self.homes.items())
+        same = self.buffers.keys() == other.buffers.keys()
+        same = same and all(buffer is other.buffers[name] for name, buffer in self.buffers.items())
         return same and self.program.same_as(other.program)  # last: there are many programs, few on the same weights
 
     def run(self, inputs: Sequence[Any]) -> Any:
@@ -170,8 +170,8 @@ class Session:
         if self.arena.outdated:
             self.arena.close_outlived()
         self.arena.called(self._groups)
-        in_course = None if self._call_site is None else self.courses.executor(self._call_site)
-        executor = in_course or self.executor
+        in_cycle = None if self._call_site is None else self.cycles.executor(self._call_site)
+        executor = in_cycle or self.executor
         self.arena.running = os.getpid(), self._called
         try:
             outputs = executor.run(inputs)
@@ -180,7 +180,7 @@ class Session:
         self.steps += 1
         if not self.steps & (self.steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
             self._save()
-        if self._replan_after and in_course is None and not (self.part and self.key):  # a course plans itself again
+        if self._replan_after and in_cycle is None and not (self.part and self.key):  # a cycle plans itself again
             self._replan()
         return outputs
 
@@ -206,10 +206,10 @@ class Session:
                 try:
                     self._save(wait=True)
                     self.unbind()
-                    self.courses.unbind()  # its programs move the weights of this session too
+                    self.cycles.unbind()  # its programs move the weights of this session too
                 finally:  # also after an interrupt: the memory must be released
                     self.closed, self._call_site = True, None
-                    self.homes, self._in_place, self._weights = {}, {}, []
+                    self.buffers, self._in_place, self._weights = {}, {}, []
                     self._as_they_are, self._bare, self._stores = [], [], []
                     self._gone.detach()
                     self.arena.leave(self)
@@ -226,7 +226,7 @@ class Session:
 
         A program without such weights is not known to be one of a model's, and needs no budget.
         """
-        if not self.homes:
+        if not self.buffers:
             return self.model, 0
         settings = self.choice.code.settings
         if settings.memory is None:
@@ -241,40 +241,42 @@ class Session:
             save(self._folder, measured(self.plan, self._measurements(wait)))
 
     def _bound(self) -> Executor:
-        """The executor of the program outside courses, on the arena's memory."""
+        """The executor of the program outside cycles, on the arena's memory."""
         code, marks = self.code, arrivals(self.program)
         structure = self.program.problem.structure
         binding = self.arena.bind(
-            self, self.plan, self.homes, marks, structure, pin_bytes=code.pin_bytes, advice=code.advice
+            self, self.plan, self.buffers, marks, structure, pin_bytes=code.pin_bytes, advice=code.advice
         )
         return Executor(self.program, code.regions, binding, code.poison, file=(self.measured.append,))
 
     def _name(self) -> str:
         """The name of its calls, the same on every rank, whose shards may differ in size."""
         problem = self.program.problem
-        block = next((block for home in self.homes.values() if (block := block_of(home.name))), "")
+        block = next((block for buffer in self.buffers.values() if (block := block_of(buffer.name))), "")
         whole = not self.part or not block
         name = "the model" if whole else block
         return f"{name} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
 
     def _key(self) -> Key | None:
-        """What its calls read, for a course; None if the user chose its placement."""
+        """What its calls read, for a cycle; None if the user chose its placement."""
         settings = self.code.settings
         chosen = settings.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
-        if chosen or "course" in settings.disabled or not self.homes:
-            self.courses.leave(self.homes.values())
+        if chosen or "cycle" in settings.disabled or not self.buffers:
+            self.cycles.leave(self.buffers.values())
             return None
         problem = self.program.problem
-        regions = [[home for name in r.weights if (home := self.homes.get(name)) is not None] for r in problem.regions]
+        regions = [
+            [buffer for name in r.weights if (buffer := self.buffers.get(name)) is not None] for r in problem.regions
+        ]
         collectives = tuple((c.kind, c.before, c.until) for c in problem.collectives)
-        return self.courses.key(regions, collectives, settings)
+        return self.cycles.key(regions, collectives, settings)
 
     def _site(self, key: Key) -> CallSite:
         return CallSite(
             key=key,
             code=self.code,
-            homes=self.homes,
-            versions=tuple(home.version for home in self.homes.values()),
+            buffers=self.buffers,
+            versions=tuple(buffer.version for buffer in self.buffers.values()),
             in_place=tuple(self._in_place),
             kept_bytes=self.in_place,
             model=self.model,

@@ -379,9 +379,9 @@ def _told(name: str, error: BaseException) -> BaseException:
     bare = error.with_traceback(None)
     if isinstance(error, ChunkflowError):
         return bare
-    told = ChunkflowError(f"{_WORK.get(name, name)} failed: {error}")
-    told.__cause__ = bare
-    return told
+    failure = ChunkflowError(f"{_WORK.get(name, name)} failed: {error}")
+    failure.__cause__ = bare
+    return failure
 
 
 def end_with(owner: Any, engine: Engine) -> None:

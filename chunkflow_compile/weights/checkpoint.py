@@ -75,17 +75,17 @@ class Mappings:
             return None
         offset = found.offset + address - found.begin
         try:
-            told = os.stat(found.path)
+            status = os.stat(found.path)
         except OSError:
             return None  # deleted, or not to be seen from this name space: the mapping still has the bytes
-        if (told.st_dev, told.st_ino) != found.inode and self._as_mapped(found.path) != found.inode:
+        if (status.st_dev, status.st_ino) != found.inode and self._as_mapped(found.path) != found.inode:
             return None
-        if told.st_size < offset + nbytes:
+        if status.st_size < offset + nbytes:
             raise ChunkflowError(
-                f"The checkpoint {found.path} was cut to {told.st_size} bytes after it was loaded; a weight reaches to byte "
-                f"{offset + nbytes}. Restore the file and load the model again."
+                f"The checkpoint {found.path} was cut to {status.st_size} bytes after it was loaded; a weight reaches to "
+                f"byte {offset + nbytes}. Restore the file and load the model again."
             )
-        return FilePart(found.path, (told.st_dev, told.st_ino), told.st_mtime_ns, offset, nbytes)
+        return FilePart(found.path, (status.st_dev, status.st_ino), status.st_mtime_ns, offset, nbytes)
 
     def _as_mapped(self, path: str) -> tuple[int, int] | None:
         """The numbers of a file as mappings have them: those of stat are others on btrfs, and on overlayfs of old kernels."""
@@ -127,9 +127,9 @@ class Mapped:
         """Whether the mapping still has what it had.  A file that was replaced stays as it was for who has mapped it."""
         part, last = self.part, self.values.data_ptr() + self.values.nbytes - 1
         with contextlib.suppress(OSError):
-            told = os.stat(part.path)
-            if (told.st_dev, told.st_ino) == part.inode:
-                return told.st_mtime_ns == part.modified
+            status = os.stat(part.path)
+            if (status.st_dev, status.st_ino) == part.inode:
+                return status.st_mtime_ns == part.modified
         with contextlib.suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:
             return len(os.pread(memory.fileno(), 1, last)) == 1  # an error, where to touch it would kill
         return False

@@ -24,10 +24,10 @@ from torch.utils.hooks import RemovableHandle
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
-from .home import home_of
+from .host_buffer import buffer_of
 from .host_store import HostStore
 from .host_weight import HostWeight
-from .leaves import beside, leaves, with_leaves
+from .leaves import leaves, quant_state_tensors, with_leaves
 from .modules import hooks_of
 
 
@@ -218,7 +218,9 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
                 if f"{path}.host" in state:  # quanto adds the tensors inside a weight, and those inside them
                     state.pop(f"{path}.host")
                     state[path] = _host_copy(leaf)
-            for path, found in beside(tensor, prefix + name):  # bitsandbytes adds the tensors beside a weight
+            for path, found in quant_state_tensors(
+                tensor, prefix + name
+            ):  # bitsandbytes adds the tensors beside a weight
                 key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
                 if key in state:
                     state[key] = _host_copy(found)
@@ -227,14 +229,16 @@ def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
-    tensor.home.check()
-    while (shared := tensor.home.shared) is not None:  # other ranks read it, and a write to it would go unnoticed here
+    tensor.buffer.check()
+    while (
+        shared := tensor.buffer.shared
+    ) is not None:  # other ranks read it, and a write to it would go unnoticed here
         copy = shared.to_write(tensor.host)
-        if tensor.home.shared is shared:  # else another thread has written it
+        if tensor.buffer.shared is shared:  # else another thread has written it
             return copy
     made = tensor.host.detach()
-    if (home := tensor.home).placed:
-        home.store.lend(made, home)
+    if (buffer := tensor.buffer).placed:
+        buffer.store.lend(made, buffer)
     return made
 
 
@@ -248,8 +252,8 @@ def _assign_host_copies(
         for name, tensor in held.items():
             value: Any = state.get(prefix + name)
             if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
-                if (home := home_of(tensor)) is not None:
-                    home.store.replaced(home)
+                if (buffer := buffer_of(tensor)) is not None:
+                    buffer.store.replaced(buffer)
                 state[prefix + name] = HostWeight(ordinary(value.detach().to("cpu")), tensor.device, label=tensor.label)
 
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .filling import Filling
-from .home import Arriving, Home, home_of
+from .host_buffer import Arriving, HostBuffer, buffer_of
 from .host_weight import HostWeight, become, like
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
+from .loader import WeightLoader
 from .node import Node
 from .progress import moving
 from .shared_ring import SharedRing
@@ -50,8 +50,8 @@ class HostStore:
     ring: SharedRing | None = None
     agreed: int | None = None
     arriving: list[Arriving] = field(default_factory=list)
-    lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Home]]] = field(default_factory=list)
-    _homes: list[weakref.ref[Home]] = field(default_factory=list)
+    lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
+    _buffers: list[weakref.ref[HostBuffer]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
@@ -64,17 +64,17 @@ class HostStore:
         return self._root()
 
     @property
-    def homes(self) -> list[Home]:
-        """The homes of the weights that still exist, oldest first."""
-        found = [home for ref in self._homes if (home := ref()) is not None and home.lasts_in(self)]
-        self._homes = [weakref.ref(home) for home in found]
+    def buffers(self) -> list[HostBuffer]:
+        """The buffers of the weights that still exist, oldest first."""
+        found = [buffer for ref in self._buffers if (buffer := ref()) is not None and buffer.lasts_in(self)]
+        self._buffers = [weakref.ref(buffer) for buffer in found]
         return found
 
     @property
     def pinned_bytes(self) -> int:
-        return sum(h.nbytes for h in self.homes if h.pinned)
+        return sum(h.nbytes for h in self.buffers if h.pinned)
 
-    def add(self, names: tuple[str, ...], tensor: torch.Tensor, filling: Filling) -> Home:
+    def add(self, names: tuple[str, ...], tensor: torch.Tensor, loader: WeightLoader) -> HostBuffer:
         """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.
 
         One weight at a time exists twice.  A weight that has host memory already keeps it.
@@ -83,27 +83,27 @@ class HostStore:
             if isinstance(tensor, HostWeight):
                 return self._adopt(names, tensor, self.device)
             grad, origin = tensor.grad, tensor.device
-            placed = filling.place(names[0], tensor)
-            home = Home(placed.host, placed.backing, placed.before)
-            made = like(tensor, HostWeight(placed.host, self.device, home))
+            placed = loader.place(names[0], tensor)
+            buffer = HostBuffer(placed.host, placed.backing, placed.before)
+            made = like(tensor, HostWeight(placed.host, self.device, buffer))
             self._adopt(names, made, origin, tensor)
-            home.grad = grad
+            buffer.grad = grad
             become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
-            return home
+            return buffer
 
-    def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device, becomes: Any = None) -> Home:
+    def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device, becomes: Any = None) -> HostBuffer:
         """Take a weight, or the tensor that ``becomes`` it, into the store."""
-        home: Home = weight.home
-        home.join(self, names, origin, weight.host, weight if becomes is None else becomes)
+        buffer: HostBuffer = weight.buffer
+        buffer.join(self, names, origin, weight.host, weight if becomes is None else becomes)
         weight.label = names[0]
-        self._homes.append(weakref.ref(home))
-        self._total += home.nbytes
-        return home
+        self._buffers.append(weakref.ref(buffer))
+        self._total += buffer.nbytes
+        return buffer
 
     def moved(self) -> None:
         """All weights are where they are to be."""
-        for home in self.homes:
-            home.before = None
+        for buffer in self.buffers:
+            buffer.before = None
 
     def release(self, device: torch.device | None = None, failed: bool = False) -> None:
         """Give every parameter its bytes back, on the device that it came from or on ``device``.
@@ -111,28 +111,28 @@ class HostStore:
         ``failed``: whether the move has; then a weight goes back to its checkpoint, which takes no memory.
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
-        homes = self.homes
-        moving_back = moving("bringing weights back", sum(h.nbytes for h in homes))
+        buffers = self.buffers
+        moving_back = moving("bringing weights back", sum(h.nbytes for h in buffers))
         stagings = GpuStagings()
         with torch.inference_mode(False), torch.no_grad(), moving_back as moved:
-            for home in reversed(homes):
-                if (weight := home.weight) is not None:
-                    target = device or home.origin
+            for buffer in reversed(buffers):
+                if (weight := buffer.weight) is not None:
+                    target = device or buffer.origin
                     if failed and target.type == "cpu":
-                        undo_move(home, weight)
-                    if home_of(weight) is home:
+                        undo_move(buffer, weight)
+                    if buffer_of(weight) is buffer:
                         give_back(weight, target, stagings, failed)
-                    home.unpin()  # not sooner: pinned memory is copied faster
-                moved(home.nbytes)
-            self._homes.clear()
+                    buffer.unpin()  # not sooner: pinned memory is copied faster
+                moved(buffer.nbytes)
+            self._buffers.clear()
         self.ring = None
 
     def agree(self, node: Node) -> None:
         """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
-        drive = any(home.drive is not None for home in self.homes)
-        told = node.gather([self.pinnable(), drive])
-        self.agreed = min(most for most, _ in told)
-        if self.ring is None and all(each for _, each in told):
+        drive = any(buffer.drive is not None for buffer in self.buffers)
+        gathered = node.gather([self.pinnable(), drive])
+        self.agreed = min(most for most, _ in gathered)
+        if self.ring is None and all(each for _, each in gathered):
             file = node.share(SharedRing.made() if node.leads else None)
             self.ring = SharedRing(file, node.rank, node.ranks, node.seconds)
 
@@ -144,8 +144,8 @@ class HostStore:
         """
         lent, self.lent = self.lent, []
         for tensor, ref in lent:
-            if (home := ref()) is not None:
-                home.written += 1
+            if (buffer := ref()) is not None:
+                buffer.written += 1
                 if tensor() is not None:
                     self.lent.append((tensor, ref))
         if self.lent and not self._told_of_lent:
@@ -165,7 +165,7 @@ class HostStore:
         self._fetched.add(name)
         if self.fetched_bytes >= self._total:
             self.warned = True
-            model, fetched, every = type(self.root).__name__, len(self._fetched), len(self.homes)
+            model, fetched, every = type(self.root).__name__, len(self._fetched), len(self.buffers)
             if fetched < every:
                 said = (
                     f"Ops outside the compiled parts of {model} read {fetched} of its {every} offloaded weights, such as "
@@ -185,29 +185,29 @@ class HostStore:
     @property
     def held_bytes(self) -> int:
         """Those of weights in host memory."""
-        return sum(h.nbytes for h in self.homes if h.drive is None)
+        return sum(h.nbytes for h in self.buffers if h.drive is None)
 
-    def came_from_the_drive(self, home: Home) -> None:
+    def came_from_the_drive(self, buffer: HostBuffer) -> None:
         """A weight has gone from the drive into host memory, because it is written.  Warns once if all of them then take more
         than the bound."""
         if self.bound is not None and (held := self.held_bytes) > self.bound:
             bound, self.bound = self.bound, None
             warnings.warn(
-                f"{home.name} is written, and goes from the drive into host memory for that: the weights take {held} "
+                f"{buffer.name} is written, and goes from the drive into host memory for that: the weights take {held} "
                 f"bytes there now, more than host_memory, which is {bound}, and more with each one that is written. Save the "
                 "model with its new values (save_pretrained) and load it again to have them on the drive.",
                 stacklevel=2,
             )
 
-    def lend(self, tensor: torch.Tensor, home: Home) -> None:
+    def lend(self, tensor: torch.Tensor, buffer: HostBuffer) -> None:
         """A tensor of a state_dict has the memory of a weight."""
-        self.lent.append((weakref.ref(tensor), weakref.ref(home)))
+        self.lent.append((weakref.ref(tensor), weakref.ref(buffer)))
 
-    def replaced(self, home: Home) -> None:
+    def replaced(self, buffer: HostBuffer) -> None:
         """A weight gets other memory, so it leaves the drive.  Warns once that ``bound`` is not for that."""
-        if self.bound is not None and home.drive is not None:
+        if self.bound is not None and buffer.drive is not None:
             self._warn_beyond(
-                f"{home.name} got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True), and is no "
+                f"{buffer.name} got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True), and is no "
                 f"longer on the drive: such weights are in host memory, beyond host_memory ({self.bound} bytes) if need be."
             )
 
@@ -240,11 +240,11 @@ class HostStore:
         """Bytes that this rank may pin of the weights."""
         return pin_budget(self.held_bytes, max(local_ranks(), self.turn[1] if self.turn else 1), memory)
 
-    def pageable(self, home: Home, error: OSError) -> None:
+    def pageable(self, buffer: HostBuffer, error: OSError) -> None:
         """Continue without pinned memory, and warn once."""
         self.pins = False
         warnings.warn(
-            f"The host memory of {home.name} ({home.nbytes} bytes) could not be pinned after {self.pinned_bytes} bytes "
+            f"The host memory of {buffer.name} ({buffer.nbytes} bytes) could not be pinned after {self.pinned_bytes} bytes "
             f"of other weights ({error}). It and the weights after it are copied from pageable memory, which is "
             "slower: a thread of its own sends them through a small pinned ring. Lower the option pin_memory, or free or add "
             "host memory; in a container, raise its memory limit.",
@@ -252,9 +252,9 @@ class HostStore:
         )
 
 
-def ring_of(homes: Iterable[Home]) -> SharedRing | None:
+def ring_of(buffers: Iterable[HostBuffer]) -> SharedRing | None:
     """The ring in which weights on the drive may be read for all ranks; None if they are of several models, or of none."""
-    stores = {id(home.store): home.store for home in homes if home.drive is not None}
+    stores = {id(buffer.store): buffer.store for buffer in buffers if buffer.drive is not None}
     return next(iter(stores.values())).ring if len(stores) == 1 else None
 
 
@@ -273,39 +273,39 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
 def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, unchecked: bool = False) -> None:
     """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room, or if it is in a checkpoint
     that has changed, unless ``unchecked``; it stays as it is then."""
-    home = weight.home
+    buffer = weight.buffer
     with torch.inference_mode(False), torch.no_grad():
         if not unchecked:
-            home.check()
+            buffer.check()
         if device.type == "cpu":
-            if home.shared is not None:
-                home.make_private()  # an ordinary tensor may be written at any time
-            if home.scratch and (cause := no_room(weight.host.nbytes)) is not None:
+            if buffer.shared is not None:
+                buffer.make_private()  # an ordinary tensor may be written at any time
+            if buffer.scratch and (cause := no_room(weight.host.nbytes)) is not None:
                 raise ChunkflowError(
                     f"There is no room in host memory for {weight.label} ({weight.host.nbytes} bytes): {cause}. It and the "
                     "weights not restored yet stay where they are. Free host memory and call restore again."
                 )
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
-            plain = stagings.brought(weight.host, device, copy=home.scratch)
-        host, grad = weight.host, home.grad if home.is_of(weight) else None
+            plain = stagings.brought(weight.host, device, copy=buffer.scratch)
+        host, grad = weight.host, buffer.grad if buffer.is_of(weight) else None
         become(weight, weight.plain(plain))
-        for arrival in home.arriving:
-            arrival.follow_to(home, host, weight.detach())
+        for arrival in buffer.arriving:
+            arrival.follow_to(buffer, host, weight.detach())
         if grad is not None:
             weight.grad = grad.to(device)
 
 
-def undo_move(home: Home, weight: HostWeight) -> None:
+def undo_move(buffer: HostBuffer, weight: HostWeight) -> None:
     """Take a weight back as a mapping of its checkpoint again if it was one, and otherwise from what ranks share.
 
     Without memory: it may be why the move has failed.
     """
-    shared, before = home.shared, home.before
+    shared, before = buffer.shared, buffer.before
     if before is not None and before.intact:
         become(weight, weight.plain(before.values))
-        if home.grad is not None:
-            weight.grad = home.grad
+        if buffer.grad is not None:
+            weight.grad = buffer.grad
         if shared is not None:
             shared.leave()
         return
@@ -315,11 +315,11 @@ def undo_move(home: Home, weight: HostWeight) -> None:
         _log.error(
             "the values of %s are lost: another rank was to read them, and the checkpoint %s was changed meanwhile. Load the "
             "model again",
-            home.name,
+            buffer.name,
             before.part.path,
         )
     try:
-        shared.make_private(home.name)
+        shared.make_private(buffer.name)
     except ChunkflowError:
         shared.copy_on_write()
-    home.backing = None
+    buffer.backing = None

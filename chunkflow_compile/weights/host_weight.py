@@ -21,7 +21,7 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
-from .home import Home
+from .host_buffer import HostBuffer
 from .undeclared import arrive, cannot_be_seen, declares, on_copies, settled
 
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
@@ -85,18 +85,18 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 # Attributes of a HostWeight that are its own.
-_STATE = {"host", "label", "home", "kind", "_is_param"}
+_STATE = {"host", "label", "buffer", "kind", "_is_param"}
 
 
 class HostWeight(torch.Tensor):
     """A weight on ``device`` whose values are those of ``host``, a plain tensor on the CPU.
 
-    ``home``: the memory, shared by all views of it.  ``label``: its name, for errors.  ``kind``: the class of the tensor
+    ``buffer``: the memory, shared by all views of it.  ``label``: its name, for errors.  ``kind``: the class of the tensor
     that it stands for.
     """
 
     host: torch.Tensor
-    home: Home
+    buffer: HostBuffer
     label: str
     kind: type[torch.Tensor]
 
@@ -107,7 +107,7 @@ class HostWeight(torch.Tensor):
         cls,
         host: torch.Tensor,
         device: torch.device | None = None,
-        home: Home | None = None,
+        buffer: HostBuffer | None = None,
         label: str = "a weight",
         **parameter: Any,
     ) -> Any:
@@ -123,7 +123,7 @@ class HostWeight(torch.Tensor):
         )
         torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for the memory gets an error, not a null pointer
         made.host = host
-        made.home = Home(host) if home is None else home
+        made.buffer = HostBuffer(host) if buffer is None else buffer
         made.label = label
         made.kind = torch.Tensor
         return made
@@ -157,48 +157,48 @@ class HostWeight(torch.Tensor):
             return on_copies(cls, func, args, kwargs)
         written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
         for weight in written:
-            arrive(weight.home.arriving)
+            arrive(weight.buffer.arriving)
         with contextlib.ExitStack() as held:
-            for weight in sorted(written, key=lambda w: w.home.order):  # two threads never hold each other up
-                held.enter_context(weight.home.write())
+            for weight in sorted(written, key=lambda w: w.buffer.order):  # two threads never hold each other up
+                held.enter_context(weight.buffer.write())
             if written and func is _aten.copy_.default:
                 source = args[1].checked() if isinstance(args[1], HostWeight) else args[1]
                 written[0].host.copy_(source)
-                written[0].home.written += 1
+                written[0].buffer.written += 1
                 return written[0]
             return _fetched(func, args, kwargs, written)
 
     @property
     def writes(self) -> int:
         """Changes with every write to the values: through this or another weight, to the host memory, by compiled code."""
-        return self.home.written + self.host._version + self._version
+        return self.buffer.written + self.host._version + self._version
 
     def fetch(self) -> torch.Tensor:
         """A copy of the values on the device; on the CPU the host memory itself."""
         if type(self.host) is not torch.Tensor:  # traced
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
-        if self.home.arriving:
-            arrive(self.home.arriving)
-        self.home.read(self.host.nbytes)
+        if self.buffer.arriving:
+            arrive(self.buffer.arriving)
+        self.buffer.read(self.host.nbytes)
         return self.host if self.device.type == "cpu" else self.host.to(self.device)
 
     def checked(self) -> torch.Tensor:
         """The host memory.  Raises ChunkflowError if it is a mapping of a file that has changed."""
-        if self.home.arriving:
-            arrive(self.home.arriving)
-        self.home.check()
+        if self.buffer.arriving:
+            arrive(self.buffer.arriving)
+        self.buffer.check()
         return self.host
 
     def stands_on(self, device: torch.device) -> None:
         """Make ``device`` the device of this weight; its values stay where they are."""
-        made = like(self, HostWeight(self.host, device, self.home, self.label))
+        made = like(self, HostWeight(self.host, device, self.buffer, self.label))
         become(self, made)
 
     def _alias(self, host: torch.Tensor) -> Any:
         """A weight around a view of the same memory; or around new memory, which some ops return in its place."""
         same = host.untyped_storage()._cdata == self.host.untyped_storage()._cdata
-        return HostWeight(host, self.device, self.home if same else None, self.label)
+        return HostWeight(host, self.device, self.buffer if same else None, self.label)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
         """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
@@ -216,7 +216,7 @@ class HostWeight(torch.Tensor):
 
     def _copied(self, dtype: torch.dtype | None = None) -> None:
         """Raise ChunkflowError if the values are on the drive, and there is no room for a copy of them."""
-        self.home.copied(self.host.numel() * (dtype or self.host.dtype).itemsize)
+        self.buffer.copied(self.host.numel() * (dtype or self.host.dtype).itemsize)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
@@ -268,23 +268,23 @@ class HostWeight(torch.Tensor):
         if value.layout != torch.strided or type(value) not in (torch.Tensor, nn.Parameter, HostWeight):
             _refuse(self, f"data of type {type(value).__name__} and layout {value.layout}")
         if isinstance(value, HostWeight) and value.device == self.device:
-            host, home = value.host, value.home
+            host, buffer = value.host, value.buffer
         else:
-            host, home = value.detach().to("cpu"), None
-        if home is self.home and _same_place(host, self.host):
+            host, buffer = value.detach().to("cpu"), None
+        if buffer is self.buffer and _same_place(host, self.host):
             return  # p.data += x has written the memory already
-        part = home is self.home  # another view of its own memory, which is no longer all of what lies behind it
-        with self.home.write() if part else self.home.leave(), torch.inference_mode(False), torch.no_grad():
+        part = buffer is self.buffer  # another view of its own memory, which is no longer all of what lies behind it
+        with self.buffer.write() if part else self.buffer.leave(), torch.inference_mode(False), torch.no_grad():
             if part:
-                self.home.unpin()
+                self.buffer.unpin()
             made = ordinary(host)
-            host, home = made, home if made is host else None
-            self.home.written += 1
-            made = HostWeight(host, self.device, home, self.label)
+            host, buffer = made, buffer if made is host else None
+            self.buffer.written += 1
+            made = HostWeight(host, self.device, buffer, self.label)
             torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
-            self.host, self.home = made.host, made.home
-            if part and self.home.is_of(self):
-                self.home.host = self.host
+            self.host, self.buffer = made.host, made.buffer
+            if part and self.buffer.is_of(self):
+                self.buffer.host = self.host
 
     def numpy(self, *, force: bool = False) -> Any:
         """A view of the values that cannot be written, because a write through it would go unnoticed."""
@@ -323,8 +323,8 @@ class HostWeight(torch.Tensor):
 
 
 _INNER = ["host"]
-# The home of a weight, and the counts of which its ``writes`` is the sum: for what compares many weights in every call.
-state_of = attrgetter("home", "home.written", "host._version", "_version")
+# The buffer of a weight, and the counts of which its ``writes`` is the sum: for what compares many weights in every call.
+state_of = attrgetter("buffer", "buffer.written", "host._version", "_version")
 
 
 def _same_place(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -369,7 +369,7 @@ def _fetched(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], written:
     for weight in written:
         if values[id(weight)] is not weight.host:
             weight.host.copy_(values[id(weight)])
-        weight.home.written += 1
+        weight.buffer.written += 1
     given = {id(values[id(weight)]): weight for weight in written}
     return pytree.tree_map_only(torch.Tensor, lambda t: given.get(id(t), t), result)
 

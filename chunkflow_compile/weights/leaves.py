@@ -112,7 +112,7 @@ def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
     ):
         yield name, tensor
-        yield from beside(tensor, name)
+        yield from quant_state_tensors(tensor, name)
 
 
 def leaves_of(root: nn.Module) -> Iterator[torch.Tensor]:
@@ -125,7 +125,7 @@ def named_leaves(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     return (found for name, tensor in tensors_of(root) for found in leaves(tensor, name))
 
 
-def beside(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+def quant_state_tensors(tensor: torch.Tensor, name: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors that bitsandbytes keeps in an attribute of a parameter: ``weight.quant_state.absmax``."""
     state = tensor.__dict__.get("quant_state")
     if state is not None:

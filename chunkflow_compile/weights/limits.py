@@ -166,8 +166,8 @@ def _with_ancestors(mount: Path, path: PurePosixPath) -> Iterator[Path]:
 def _limit(group: Path) -> tuple[Path, int] | None:
     """The file and the bytes of the lowest limit of a group; None if it has none."""
     names = ("memory.max", "memory.high") if (group / "memory.current").exists() else ("memory.limit_in_bytes",)
-    told = [(group / name, (group / name).read_text().strip()) for name in names if (group / name).exists()]
-    limits = [(path, int(text)) for path, text in told if text != "max" and int(text) < _NO_LIMIT]
+    found = [(group / name, (group / name).read_text().strip()) for name in names if (group / name).exists()]
+    limits = [(path, int(text)) for path, text in found if text != "max" and int(text) < _NO_LIMIT]
     return min(limits, key=lambda found: found[1], default=None)
 
 

@@ -59,8 +59,8 @@ def reopened(path: str, identity: tuple[int, int]) -> Descriptor:
     return found
 
 
-def identity_of(told: os.stat_result) -> tuple[int, int]:
-    return told.st_dev, told.st_ino
+def identity_of(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def prefer_huge_pages(pages: torch.Tensor) -> None:

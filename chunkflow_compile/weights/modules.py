@@ -20,7 +20,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .leaves import beside, leaves, overlapping, tensors_of
+from .leaves import leaves, overlapping, quant_state_tensors, tensors_of
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _held(module: nn.Module) -> Iterator[int]:
     """The ids of the tensors with bytes that a module holds directly."""
     for kind in ("_parameters", "_buffers"):
         for tensor in module.__dict__.get(kind, {}).values():
-            for whole in (tensor, *(t for _, t in beside(tensor))) if tensor is not None else ():
+            for whole in (tensor, *(t for _, t in quant_state_tensors(tensor))) if tensor is not None else ():
                 for _, leaf in leaves(whole):
                     yield id(leaf)
 

@@ -82,14 +82,14 @@ class Node:
         """The values of all ranks, at every rank.  They must be such that JSON can hold."""
         text = json.dumps(value)
         mine = text if len(text) <= _SHORT else f"#{hashlib.sha256(text.encode()).hexdigest()}"
-        told = self._round(mine)
-        texts = {t: t for t in told} | {mine: text}
-        if len(texts) > 1 and any(t.startswith("#") for t in told):
-            first = self.ranks[told.index(mine)] == self.rank
+        gathered = self._round(mine)
+        texts = {t: t for t in gathered} | {mine: text}
+        if len(texts) > 1 and any(t.startswith("#") for t in gathered):
+            first = self.ranks[gathered.index(mine)] == self.rank
             longs = self._round(text if first and mine != text else "")
-            texts |= {t: long for t, long in zip(told, longs, strict=True) if long}
+            texts |= {t: long for t, long in zip(gathered, longs, strict=True) if long}
         values = {t: json.loads(text) for t, text in texts.items()}
-        return [values[t] for t in told]
+        return [values[t] for t in gathered]
 
     def step(self) -> None:
         """The leader has done one more step."""
@@ -207,11 +207,11 @@ class Node:
         with _reached():
             if not self._store.check([failed]):
                 return None
-            told = json.loads(self._store.get(failed))
-        if told["absent"]:
-            return _AbsentError(told["absent"])
+            report = json.loads(self._store.get(failed))
+        if report["absent"]:
+            return _AbsentError(report["absent"])
         return ChunkflowError(
-            f"The weights are not placed, because rank {told['rank']} failed: {told['cause'].rstrip('.')}."
+            f"The weights are not placed, because rank {report['rank']} failed: {report['cause'].rstrip('.')}."
         )
 
     def _lives(self, rank: int) -> bool:
@@ -387,7 +387,7 @@ def _name_space() -> str:
 def _began(process: int) -> str | None:
     """When a process began, None if it has ended: its number may be another one's by now."""
     try:
-        state, *told = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        state, *fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if state in "ZX" else told[18]
+    return None if state in "ZX" else fields[18]

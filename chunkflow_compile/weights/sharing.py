@@ -45,7 +45,7 @@ _NAMED = 5
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadRequest:
     """A weight to place: its name, shape, strides and dtype, and the part of a file that it is, if it is one.
 
     ``drive``: whether it goes to the drive.  ``stays``: whether it keeps its memory, or its place in a file on the drive.
@@ -79,7 +79,7 @@ class Wanted:
         """Its ``values`` in the file that it is a part of; None if it is none.  ``unread``: see :class:`Mapped`."""
         return None if self.part is None else Mapped(values, self.part, unread)
 
-    def told(self) -> dict[str, Any]:
+    def manifest(self) -> dict[str, Any]:
         """As JSON holds it."""
         part = None if self.part is None else asdict(self.part)
         shard = None if self.shard is None else [*self.shard]
@@ -94,24 +94,26 @@ class Wanted:
 class SharedPages:
     """The weights of one move that ranks share, in memory or in a scratch file, and what this rank does with each."""
 
-    def __init__(self, node: Node, wanted: Sequence[Wanted]) -> None:
+    def __init__(self, node: Node, wanted: Sequence[LoadRequest]) -> None:
         """All ranks create it, each with its own weights.  Raises ChunkflowError if there is no room, or one has ended."""
         self._node = node
         self._pages: dict[str, SharedMemory] = {}
-        self._on_drive: dict[str, tuple[int, Wanted]] = {}  # and where each begins in the scratch file
+        self._on_drive: dict[str, tuple[int, LoadRequest]] = {}  # and where each begins in the scratch file
         self._roles: dict[str, Role] = {}
         self._awaited: dict[str, int] = {}  # how many weights the leader has written when it has written this one
         self._differ: list[str] = []
-        told = node.gather([w.told() for w in wanted])
+        manifests = node.gather([w.manifest() for w in wanted])
         sources: dict[str, list[Any]] = {}
-        for manifest in told:
+        for manifest in manifests:
             for weight in manifest:
                 sources.setdefault(repr(weight["as"]), []).append(weight["from"])
         # in the order of the first rank; a weight of other sizes elsewhere, or of some ranks only, stays private
-        order = [repr(w["as"]) for w in told[0]]
-        mine = {repr(w.told()["as"]): w for w in wanted}
-        common = [mine[key] for key in order if key in mine and len(sources[key]) == len(told) and mine[key].nbytes]
-        if 2 * len([w for w in common if w.shard is None]) < max(map(_whole, told)):
+        order = [repr(w["as"]) for w in manifests[0]]
+        mine = {repr(w.manifest()["as"]): w for w in wanted}
+        common = [
+            mine[key] for key in order if key in mine and len(sources[key]) == len(manifests) and mine[key].nbytes
+        ]
+        if 2 * len([w for w in common if w.shard is None]) < max(map(_whole, manifests)):
             _log.warning(
                 "rank %s shares %s of its %s weights: another rank places another model. Ranks that share place the same "
                 "models in the same order; pass share=False for a model that only some have",
@@ -119,13 +121,13 @@ class SharedPages:
                 len(common),
                 len(wanted),
             )
-        self._assign(common, {w.name: sources[repr(w.told()["as"])] for w in common})
+        self._assign(common, {w.name: sources[repr(w.manifest()["as"])] for w in common})
         if memory := [w for w in common if not w.drive]:
             self._share_memory(memory)
         if drive := [w for w in common if w.drive]:
             self._share_file(drive)
 
-    def _share_memory(self, weights: Sequence[Wanted]) -> None:
+    def _share_memory(self, weights: Sequence[LoadRequest]) -> None:
         places = self._places(weights)
         # each leaves the memory that it has once it is written: one at a time exists twice
         twice = max(min(w.nbytes, w.frees) for w in weights)
@@ -137,7 +139,7 @@ class SharedPages:
             host = weight.view(part)
             self._pages[weight.name] = SharedMemory(descriptor, begin, host)
 
-    def _share_file(self, weights: Sequence[Wanted]) -> None:
+    def _share_file(self, weights: Sequence[LoadRequest]) -> None:
         """The leader makes the scratch file, and the others get it."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
@@ -148,7 +150,7 @@ class SharedPages:
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if made is None else made.where)
 
     @staticmethod
-    def _places(weights: Sequence[Wanted]) -> list[int]:
+    def _places(weights: Sequence[LoadRequest]) -> list[int]:
         """Where each weight begins, on a page of its own, and the end."""
         places = [0]
         for weight in weights:
@@ -168,7 +170,7 @@ class SharedPages:
         prefer_huge_pages(pages)
         return pages, descriptor
 
-    def _assign(self, weights: Sequence[Wanted], sources: dict[str, list[Any]]) -> None:
+    def _assign(self, weights: Sequence[LoadRequest], sources: dict[str, list[Any]]) -> None:
         """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.
 
         The leader also reads what it writes to the drive.
@@ -242,7 +244,7 @@ class SharedPages:
 
 def _whole(manifest: Sequence[Any]) -> int:
     """The number of weights that are not parts, which ranks are expected to have in common."""
-    return sum(told["as"][-1] is None for told in manifest)
+    return sum(weight["as"][-1] is None for weight in manifest)
 
 
 def _some_of(names: Sequence[str]) -> str:

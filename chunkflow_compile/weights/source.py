@@ -101,12 +101,12 @@ class WeightFile:
         if self._stamp is None:
             return
         try:
-            told = os.fstat(self.descriptor.number)
+            status = os.fstat(self.descriptor.number)
         except OSError as error:  # a drive of the network
             raise ChunkflowError(
                 f"{self._title} cannot be looked at: {error.strerror or error}. Check the drive, and load the model again."
             ) from error
-        if ((told.st_dev, told.st_ino), told.st_mtime_ns) != self._stamp:
+        if ((status.st_dev, status.st_ino), status.st_mtime_ns) != self._stamp:
             raise ChunkflowError(f"{self._title} was changed while its weights were read: load the model again.")
 
     @property
@@ -143,8 +143,8 @@ class DriveBytes:
     @property
     def identity(self) -> tuple[int, ...]:
         """Device and inode of the file, offset and bytes: equal on two ranks only if the bytes are the same."""
-        told = os.fstat(self.file.descriptor.number)
-        return told.st_dev, told.st_ino, self._offset, self._nbytes
+        status = os.fstat(self.file.descriptor.number)
+        return status.st_dev, status.st_ino, self._offset, self._nbytes
 
     def mapped(self) -> torch.Tensor:
         """A mapping of them, uint8, whose writes the file does not see.  Raises ChunkflowError if the kernel refuses."""

@@ -17,7 +17,7 @@ import torch.utils._pytree as pytree
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .home import Arriving, Home
+from .host_buffer import Arriving, HostBuffer
 
 _aten = torch.ops.aten
 # Namespaces of torch whose schemas declare every write.
@@ -37,7 +37,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Weight(Protocol):
     """An offloaded weight, as this module knows it: its memory, a view of that, and its name for errors."""
 
-    home: Home
+    buffer: HostBuffer
     host: torch.Tensor
     label: str
 
@@ -75,7 +75,7 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
     memory = {copies[key].untyped_storage()._cdata: weight for key, weight in weights.items()}
     work = next((dist.Work.unbox(x) for x in pytree.tree_leaves(result) if _is_a("Work", x)), None)
     arrival = Arrival(
-        [(w.host, w.home, copies[key]) for key, w in weights.items()], work, coalesced=any(map(_coalesces, args))
+        [(w.host, w.buffer, copies[key]) for key, w in weights.items()], work, coalesced=any(map(_coalesces, args))
     )
 
     def returned(value: Any) -> Any:
@@ -123,7 +123,9 @@ class Arrival:
     None.  ``coalesced``: whether it says nothing.
     """
 
-    def __init__(self, copies: Sequence[tuple[torch.Tensor, Home, torch.Tensor]], work: Any, coalesced: bool) -> None:
+    def __init__(
+        self, copies: Sequence[tuple[torch.Tensor, HostBuffer, torch.Tensor]], work: Any, coalesced: bool
+    ) -> None:
         self.work = None if work is None else Landing(self, work)  # kept: C++ does not keep what is made in Python
         self._copies = list(copies)
         self._on_device = any(values.is_cuda for _, _, values in copies)
@@ -137,7 +139,7 @@ class Arrival:
         if self.work is None:
             self._land()
             return
-        self._waiting = [*{id(home.arriving): home.arriving for _, home, _ in self._copies}.values()]
+        self._waiting = [*{id(buffer.arriving): buffer.arriving for _, buffer, _ in self._copies}.values()]
         for waiting in self._waiting:
             waiting.append(self)
 
@@ -164,22 +166,22 @@ class Arrival:
             for device in {values.device for _, _, values in self._copies if values.is_cuda}:
                 torch.cuda.synchronize(device)  # whichever stream the batch was sent on
         while self._copies:
-            host, home, values = self._copies[-1]
+            host, buffer, values = self._copies[-1]
             found = values.to(host.device)
-            home.check()
+            buffer.check()
             if not same_bits(host, found):
-                with home.write(), torch.no_grad():
+                with buffer.write(), torch.no_grad():
                     host.copy_(found)
-                    home.written += 1
+                    buffer.written += 1
             self._copies.pop()
 
-    def follow_to(self, home: Home, before: torch.Tensor, now: torch.Tensor) -> None:
+    def follow_to(self, buffer: HostBuffer, before: torch.Tensor, now: torch.Tensor) -> None:
         """The weight with the memory ``before`` is an ordinary tensor now: it gets what arrives."""
         with self._lock:
             for number, (host, of, values) in enumerate(self._copies):
-                if of is home:
+                if of is buffer:
                     offset = now.storage_offset() + host.storage_offset() - before.storage_offset()
-                    self._copies[number] = now.as_strided(host.shape, host.stride(), offset), Home(now), values
+                    self._copies[number] = now.as_strided(host.shape, host.stride(), offset), HostBuffer(now), values
 
     def follow(self) -> None:
         """The stream of the caller waits for the work from here on."""

@@ -41,7 +41,7 @@ from torch._dynamo.utils import counters
 from tqdm import tqdm
 
 import chunkflow_compile
-from chunkflow_compile import courses, programs
+from chunkflow_compile import cycles, programs
 from chunkflow_compile.frontend.block_kinds import between_hooks, parts_of, repeated_blocks
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes import pipeline
@@ -212,7 +212,7 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
             if turn:
                 for kind, of in kinds.items():
                     graphs.setdefault(kind, []).append(len(of))
-        moved = sum(route.course.plan.moved_bytes for route in courses(model)[:1])
+        moved = sum(route.cycle.plan.moved_bytes for route in cycles(model)[:1])
         assert moved > 0, "nothing streams"
         for label, (inputs, output) in tqdm(outputs.items(), desc="compiled for one size"):
             torch._dynamo.reset()
@@ -223,7 +223,7 @@ def measure_sizes(blocks: int) -> dict[str, Any]:
 
 def kind_of(program: Session) -> str:
     """The kind of a program: the module that its first weight is in, without the number of its block."""
-    name = next((home.name for home in program.homes.values()), "without large weights")
+    name = next((buffer.name for buffer in program.buffers.values()), "without large weights")
     return re.sub(r"\.\d+\..*", "", name)
 
 
@@ -359,7 +359,7 @@ def sizes_section(blocks: int) -> str:
     return (
         f"## Ten resolutions in turns, {blocks} narrow blocks, by kind, within half of the bytes of the weights\n\n"
         f"Empty caches. The budget is {found['budget'] / 1e6:.1f} MB, half of the weights; a warm step fetches "
-        f"{found['moved'] / 1e6:.1f} MB. Planning is that of the thread that\ncalls; the course is planned beside it. "
+        f"{found['moved'] / 1e6:.1f} MB. Planning is that of the thread that\ncalls; the cycle is planned beside it. "
         "Graphs compiled of each kind, named by its first large weight:\n\n"
         f"{kinds}\n\n"
         "The first size is compiled for itself, and the second for all sizes where it changes what the kind is given: torch "

@@ -31,7 +31,7 @@ from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import seconds, size
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 
 SIZE = Size(layers=24, frames=1, heads=8, head_dim=64, text=64, height=32, width=32)
 CHUNK = 1 << 20
@@ -136,15 +136,17 @@ def timed(run: Callable[..., Any], inputs: dict[str, Any]) -> float:
 
 def read_so_far(model: nn.Module) -> int:
     """Bytes that the drive has brought."""
-    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
-    return sum(file.read_bytes for file in {home.drive.file for home in homes if home.drive is not None})
+    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
+    return sum(file.read_bytes for file in {buffer.drive.file for buffer in buffers if buffer.drive is not None})
 
 
 def figures(model: nn.Module, step: float, compute: float, read: int) -> tuple[str, ...]:
     """The cells of a row.  ``step``, ``compute``: seconds of a step and of the resident one.  ``read``: bytes a step."""
     plan = programs(model)[-1].plan
     assert plan.predicted is not None
-    drive = {home.name: home.nbytes for p in model.parameters() if (home := home_of(p)) and home.drive is not None}
+    drive = {
+        buffer.name: buffer.nbytes for p in model.parameters() if (buffer := buffer_of(p)) and buffer.drive is not None
+    }
     streamed = {
         w.name: plan.chunk_bytes * sum(x is not None for x in w.windows) for w in plan.streamed if w.name in drive
     }

@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from chunkflow_compile.hardware.beside import MIB
+from chunkflow_compile.hardware.contention import MIB
 from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.record import size

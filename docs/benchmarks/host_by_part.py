@@ -28,7 +28,7 @@ from chunkflow_compile.runtime.runner import Runner
 from chunkflow_compile.runtime.session import Session
 
 OPTIONS = {"policy": "resident", "min_bytes": 4096, "lowering": "eager"}
-PARTS = ("guards, wrappers, and eager code", "runner", "session and course", "executor", "regions")
+PARTS = ("guards, wrappers, and eager code", "runner", "session and cycle", "executor", "regions")
 CALLS = 40
 
 
@@ -74,7 +74,7 @@ def measured(make: Callable[[nn.Module], Any], blocks: int) -> list[float]:
         for call in range(CALLS + 10):
             clock.inside = [0.0] * len(PARTS)
             clock.around(0, model)(**inputs)
-            if call >= 10:  # the first calls compile, and learn the course
+            if call >= 10:  # the first calls compile, and learn the cycle
                 found.append(clock.own())
     torch._dynamo.reset()
     return [statistics.median(part) for part in zip(*found, strict=True)]

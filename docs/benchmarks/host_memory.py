@@ -32,8 +32,8 @@ from torch import nn
 
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.report.record import size
-from chunkflow_compile.weights.filling import Filling, as_they_are, cast_to
 from chunkflow_compile.weights.host_memory import give_free_memory_back
+from chunkflow_compile.weights.loader import WeightLoader, cast_to, keep_dtype
 from chunkflow_compile.weights.node import node_of
 
 EVERY_S = 0.02
@@ -52,11 +52,11 @@ def copied(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
 def placed(share: bool) -> Callable[[nn.Module, torch.dtype], list[torch.Tensor]]:
     def place(model: nn.Module, dtype: torch.dtype) -> list[torch.Tensor]:
         weights = list(model.named_parameters())
-        dtype_of = as_they_are if {p.dtype for _, p in weights} == {dtype} else cast_to(dtype, model)
-        filling = Filling(CPU, weights, dtype_of, pages=True, node=node_of(share, CPU))
-        made = [filling.place(name, p).host for name, p in weights]
-        filling.finish()
-        filling.close()
+        dtype_of = keep_dtype if {p.dtype for _, p in weights} == {dtype} else cast_to(dtype, model)
+        loader = WeightLoader(CPU, weights, dtype_of, pages=True, node=node_of(share, CPU))
+        made = [loader.place(name, p).host for name, p in weights]
+        loader.finish()
+        loader.close()
         give_free_memory_back()
         return made
 

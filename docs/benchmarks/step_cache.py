@@ -20,7 +20,7 @@ import torch
 from tabulate import tabulate
 
 import chunkflow_compile
-from chunkflow_compile import courses, programs
+from chunkflow_compile import cycles, programs
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, load_profile
@@ -118,11 +118,11 @@ class Cached:
     def learn(self) -> None:
         for _ in range(LEARNING):
             self.generation()
-            programs(self.model)[0].arena.courses.settle()
+            programs(self.model)[0].arena.cycles.settle()
 
     @property
     def jumps(self) -> int:
-        return sum(route.jumps for route in courses(self.model))
+        return sum(route.jumps for route in cycles(self.model))
 
 
 def main() -> None:

@@ -26,7 +26,7 @@ class Timings:
     None if it read nothing.  ``copying``: share, 0 to 1, of compute and
     collectives with a copy beside them.  ``compute_slowdown``: measured factor by which copies stretch compute, None if
     it was not measured.  ``idle_s``: for each region, seconds after it in which the device waits for the next call of a
-    course; empty if there are none.
+    cycle; empty if there are none.
     """
 
     problem: str

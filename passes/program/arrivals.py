@@ -16,7 +16,7 @@ from torch.fx import Node
 
 from chunkflow_compile.passes.ops import WAIT, Prefetch, prefetch_of
 
-from .course import Course
+from .cycle import Cycle
 from .rewrite import Program
 
 
@@ -36,15 +36,15 @@ class Arrivals:
         return tuple(m if isinstance(m, str) else prefetch_of(m) for m in self.marked), tuple(self.awaited.values())
 
 
-def arrivals(course: Course | Program) -> Arrivals:
-    """The marks of a program, or of all programs of a course."""
-    course = Course.of(course)
+def arrivals(cycle: Cycle | Program) -> Arrivals:
+    """The marks of a program, or of all programs of a cycle."""
+    cycle = Cycle.of(cycle)
     # the resident chunks, in the order in which a cold start copies them
-    kept = [w.name for w in course.plan.streamed if None in w.windows]
+    kept = [w.name for w in cycle.plan.streamed if None in w.windows]
     issued: dict[str, list[tuple[int, int, Node | str]]] = {}  # weight -> its copies: step, position, what
     for position, name in enumerate(kept):
         issued.setdefault(name, []).append((-2, position, name))
-    nodes = [list(program.module.graph.nodes) for program in course.calls]
+    nodes = [list(program.module.graph.nodes) for program in cycle.calls]
     starts = [0, *accumulate(map(len, nodes))]
     for position, node in enumerate(chain(*nodes)):
         if (prefetch := prefetch_of(node)) is not None:
@@ -61,15 +61,15 @@ def arrivals(course: Course | Program) -> Arrivals:
     return Arrivals(marked, awaited)
 
 
-def arrivals_at(course: Course, known: Arrivals, call: int, program: Program) -> Arrivals:
-    """The marks of a course, ``known``, for another program in the place of a call.
+def arrivals_at(cycle: Cycle, known: Arrivals, call: int, program: Program) -> Arrivals:
+    """The marks of a cycle, ``known``, for another program in the place of a call.
 
     Its transfers take the marks of those that they replace, so no other call is read.  If they are not the same transfers,
     all calls are read.
     """
-    before, after = _transfers(course.calls[call]), _transfers(program)
+    before, after = _transfers(cycle.calls[call]), _transfers(program)
     if [op for _, op in before] != [op for _, op in after]:
-        return arrivals(course.at(call, program))
+        return arrivals(cycle.at(call, program))
     pairs = [(old, new) for (old, _), (new, _) in zip(before, after, strict=True)]
     marked: dict[Node | str, int] = {new: known.marked[old] for old, new in pairs if old in known.marked}
     awaited = {new: known.awaited[old] for old, new in pairs if old in known.awaited}

@@ -1,4 +1,4 @@
-"""Borders: prove that a jump to a call of a course finds the arena as a pass without jumps leaves it there.
+"""Borders: prove that a jump to a call of a cycle finds the arena as a pass without jumps leaves it there.
 
 A pass without jumps is proved by verify.  At the border before a call, some chunks are on their way or in use.  A jump
 first fetches just these, in the order in which the pass would have issued them.  What is read from there on waits for one
@@ -6,7 +6,7 @@ of these, for a later copy, or for a chunk that stays.  So the call, and every c
 in the pass, and the proof of the pass holds.
 
 Contract
-    Reads a course and its order only: what is alive at a border follows from the ops, not from the plan.
+    Reads a cycle and its order only: what is alive at a border follows from the ops, not from the plan.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from typing import NamedTuple
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.pace import pace
 
-from .course import Course, border
+from .cycle import Cycle, border
 from .happens_before import HappensBefore, Op
 
 
-def check_borders(course: Course, order: HappensBefore) -> Iterator[str]:
+def check_borders(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
     """Check that a jump to each call first fetches what is on its way or in use there in the second of two passes."""
     begins: dict[int, int] = {}
     uses: dict[tuple[str, int | None], list[int]] = {}  # weight and pass -> its readers and its evict
@@ -42,9 +42,9 @@ def check_borders(course: Course, order: HappensBefore) -> Iterator[str]:
             uses.setdefault((weight, op.step), []).append(i)
     alive = list[tuple[int, int]]()  # each copied chunk whose last use is still to come, after the index of that use
     seen = 0
-    for call in range(1, len(course.calls)):
+    for call in range(1, len(cycle.calls)):
         pace()
-        begin, found = begins[call], border(course, call)
+        begin, found = begins[call], border(cycle, call)
         fresh = (i for i in range(seen, begin) if order.ops[i].kind == "chunk" and order.ops[i].serves is not None)
         alive += [(_last_use(order, uses, order.ops[i]), i) for i in fresh]
         alive, seen = [(last, i) for last, i in alive if last >= begin], begin
@@ -57,7 +57,7 @@ def check_borders(course: Course, order: HappensBefore) -> Iterator[str]:
             continue
         due = kept | {order.ops[i].weight: i for _, i in alive if order.ops[i].serves == 1}
         marked = {i for _, i in alive} | set(kept.values())
-        for name in (w.name for w in course.plan.streamed):
+        for name in (w.name for w in cycle.plan.streamed):
             read = next((i for i in uses.get((name, 1), ()) if i >= begin), None)
             if read is not None and not any(
                 begin <= w.issued <= w.at < read

@@ -67,7 +67,7 @@ def _check_last_readers(program: Program) -> Iterator[str]:
 class _StepCollectives:
     """One step.  ``completions``: collective -> what completes it first.  ``ops``: node -> index of its op.
 
-    ``told``: pairs of nodes, in the order that is missing, that a sentence was already yielded for.
+    ``reported``: pairs of nodes, in the order that is missing, that a sentence was already yielded for.
     """
 
     program: Program
@@ -75,7 +75,7 @@ class _StepCollectives:
     memory: Memory
     completions: Mapping[str, str]
     ops: Mapping[str, int]
-    told: set[tuple[str, str]] = field(default_factory=set)
+    reported: set[tuple[str, str]] = field(default_factory=set)
 
     def check_completions(self) -> Iterator[str]:
         for op in (i for i in self.ops.values() if self.order.ops[i].kind == "collective"):
@@ -98,7 +98,7 @@ class _StepCollectives:
                 if read is None or is_wait_tensor(user) or list_of(user) is not None:
                     continue
                 if not order.ordered(made, read):
-                    self.told.add((order.ops[made].collectives[0], user.name))
+                    self.reported.add((order.ops[made].collectives[0], user.name))
                     yield (
                         f"{node.name}: {order.ops[read]} may read before {order.ops[made]} is over; missing edge: "
                         f"{self._end(made)} -> {order.ops[read].label}"
@@ -120,8 +120,8 @@ class _StepCollectives:
                     if place not in uses.writes and place not in self.memory.uses[other].writes:
                         continue
                     first, then = self._sorted(name, other, turns)
-                    if other != name and (first, then) not in self.told:
-                        self.told.add((first, then))
+                    if other != name and (first, then) not in self.reported:
+                        self.reported.add((first, then))
                         yield from self._check_pair(first, then, place)
 
     def _sorted(self, one: str, other: str, turns: Mapping[str, tuple[int, int, int]]) -> tuple[str, str]:

@@ -1,7 +1,7 @@
 """Happens-before: which operations of programs are ordered on the device, whatever the speed of its streams.
 
 Programs that share an arena are unrolled turn by turn, in the order in which the host issues their ops.  A turn is a
-cold start and some steps of one program, or some passes over the calls of a course.  There are three streams.  Two are
+cold start and some steps of one program, or some passes over the calls of a cycle.  There are three streams.  Two are
 each in order: *compute* (regions, waits, evicts, handovers, window openings, completions and releases) and *copy*
 (chunks).  The third is *collective*.  A collective runs there from its start, which waits for the newest op of compute,
 to its end, for which a completion makes compute wait.  Nothing else orders collectives: every NCCL communicator has a
@@ -27,7 +27,7 @@ from chunkflow_compile.passes.ops import EVICT, WAIT, Prefetch, prefetch_of
 from chunkflow_compile.passes.pace import pace
 
 from .arrivals import Arrivals, arrivals
-from .course import Course, border
+from .cycle import Cycle, border
 from .rewrite import Program
 
 StreamName = Literal["compute", "copy", "collective"]
@@ -40,7 +40,7 @@ PRIMING = -1
 @dataclass(frozen=True)
 class Op:
     """One operation of the unrolled programs.  ``step``: -1 for the priming.  ``label``: like a line of the listing.
-    ``call``: the call of a course that issues it.
+    ``call``: the call of a cycle that issues it.
 
     ``serves``: the step whose readers a chunk is copied for; None for a resident chunk, which serves all steps of its
     turn.  ``collectives``: those that the op is, takes an element of the results of, or completes.  ``values``: those
@@ -71,13 +71,13 @@ class Op:
 class HappensBefore:
     """The order of unrolled programs.  ``ops``: in the order of issue.  ``graph``: a DAG over their indices.
 
-    ``turns``: the programs or courses that hold the arena one after the other; each runs ``steps`` steps.
+    ``turns``: the programs or cycles that hold the arena one after the other; each runs ``steps`` steps.
     """
 
-    def __init__(self, turns: Sequence[Program | Course], steps: int) -> None:
-        self.turns = tuple(Course.of(turn) for turn in turns)
+    def __init__(self, turns: Sequence[Program | Cycle], steps: int) -> None:
+        self.turns = tuple(Cycle.of(turn) for turn in turns)
         self.steps = steps
-        self.ops: list[Op] = [op for turn, course in enumerate(self.turns) for op in _unroll(course, turn, steps)]
+        self.ops: list[Op] = [op for turn, cycle in enumerate(self.turns) for op in _unroll(cycle, turn, steps)]
         self.graph = nx.DiGraph()
         self.graph.add_nodes_from(range(len(self.ops)))
         self._link()
@@ -138,26 +138,26 @@ class HappensBefore:
         return clocks
 
 
-def _unroll(course: Course, turn: int, steps: int) -> Iterator[Op]:
-    found = arrivals(course)
+def _unroll(cycle: Cycle, turn: int, steps: int) -> Iterator[Op]:
+    found = arrivals(cycle)
     yield Op(turn, PRIMING, 0, "compute", "handover", "handover")
-    for weight in course.plan.streamed:
+    for weight in cycle.plan.streamed:
         for chunk in (i for i, window in enumerate(weight.windows) if window is None):
             label = f"keep({weight.name!r}, chunk {chunk})"
             kept = Op(turn, PRIMING, 0, "copy", "chunk", label, weight=weight.name, chunk=chunk, serves=None)
             yield replace(kept, mark=found.marked.get(weight.name))
-    for node in border(course, 0).prefetches:  # what the step before would have prefetched
+    for node in border(cycle, 0).prefetches:  # what the step before would have prefetched
         if (prefetch := prefetch_of(node)) is not None:
             yield from _chunks(prefetch, 0, turn, PRIMING, found.marked.get(node))
     for step in range(steps):
-        for number, program in enumerate(course.calls):
+        for number, program in enumerate(cycle.calls):
             for op in ops_of_call(program, found, turn, step):
                 pace()
                 yield replace(op, call=number) if number else op
 
 
 def ops_of_call(program: Program, found: Arrivals, turn: int = 0, step: int = 0) -> Iterator[Op]:
-    """The ops of one call of a program in its place in a course.  ``found``: the marks of its transfers there."""
+    """The ops of one call of a program in its place in a cycle.  ``found``: the marks of its transfers there."""
     weights = {placeholder: name for name, placeholder in program.weight_inputs.items()}
     released = _released(program)
     opened: int | None = None

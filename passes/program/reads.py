@@ -1,4 +1,4 @@
-"""Reads: the copies of a course that read the drive, and the proof that none finds other bytes in the ring than its own.
+"""Reads: the copies of a cycle that read the drive, and the proof that none finds other bytes in the ring than its own.
 
 The reader takes the order from here, and so does the proof; the slots in the ring are those of ``passes/ring.py``.  It is
 proved for a cold start and for a jump to each call, over what is fetched first and two passes, that
@@ -19,41 +19,41 @@ from chunkflow_compile.passes.ops import Prefetch, prefetch_of
 from chunkflow_compile.passes.pace import pace
 from chunkflow_compile.passes.ring import BLOCK, Ring, RingSlot, ring_bytes, room
 
-from .course import Border, Course, border
+from .cycle import Border, Cycle, border
 from .happens_before import HappensBefore
 
 
 @dataclass(frozen=True)
 class Reads:
-    """The copies that read the drive from a call on: ``first``, then ``cycle`` from ``begin`` on, again and again."""
+    """The copies that read the drive from a call on: ``first``, then ``repeated`` from ``begin`` on, again and again."""
 
     first: tuple[Prefetch, ...]
-    cycle: tuple[Prefetch, ...]
+    repeated: tuple[Prefetch, ...]
     begin: int
 
     def passes(self, count: int) -> Iterator[Prefetch]:
         """The reads of a start at the call and of ``count`` passes."""
-        around = (*self.cycle[self.begin :], *self.cycle[: self.begin])
+        around = (*self.repeated[self.begin :], *self.repeated[: self.begin])
         return chain(self.first, *(around for _ in range(count)))
 
 
-def reads_from(course: Course, call: int, at: Border, drive: Collection[str]) -> Reads:
+def reads_from(cycle: Cycle, call: int, at: Border, drive: Collection[str]) -> Reads:
     """The reads from a cold start at a call, or a jump to it, on.
 
     ``at``: what such a start fetches first.  ``drive``: names of the weights on the drive.
     """
     if not drive:
         return Reads((), (), 0)
-    found = [(number, op) for number, _, op in course.prefetches if op.weight in drive]
+    found = [(number, op) for number, _, op in cycle.prefetches if op.weight in drive]
     first = (op for node in at.prefetches if (op := prefetch_of(node)) and op.weight in drive)
     return Reads(tuple(first), tuple(op for _, op in found), sum(number < call for number, _ in found))
 
 
-def check_reads(course: Course, order: HappensBefore) -> Iterator[str]:
-    """The violations of a course in the ring, as sentences.  ``order``: its own, over a cold start and its steps."""
-    plan = course.plan
+def check_reads(cycle: Cycle, order: HappensBefore) -> Iterator[str]:
+    """The violations of a cycle in the ring, as sentences.  ``order``: its own, over a cold start and its steps."""
+    plan = cycle.plan
     weights = {w.name: w for w in plan.streamed}
-    drive = {w.name for w in course.problem.weights if w.drive and w.name in weights}
+    drive = {w.name for w in cycle.problem.weights if w.drive and w.name in weights}
     if not drive:
         return
 
@@ -61,11 +61,11 @@ def check_reads(course: Course, order: HappensBefore) -> Iterator[str]:
         begin, end = plan.span(weights[op.weight], op.first, op.end)
         return end - begin
 
-    for call in range(len(course.calls)):
-        reads = reads_from(course, call, border(course, call), drive)
+    for call in range(len(cycle.calls)):
+        reads = reads_from(cycle, call, border(cycle, call), drive)
         if call == 0:
             yield from _check_order(reads, order, drive)
-        capacity = ring_bytes([nbytes(op) for op in reads.cycle])
+        capacity = ring_bytes([nbytes(op) for op in reads.repeated])
         unrolled = list(reads.passes(order.steps))
         yield from _check_ring(call, unrolled, [nbytes(op) for op in unrolled], capacity)
 

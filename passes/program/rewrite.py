@@ -53,8 +53,8 @@ class Program:
 
     ``weight_inputs``: name of a weight -> name of its placeholder.  ``regions``: name of a submodule -> the region that
     it holds; equal regions share a submodule.  ``releases``: node -> the values that the executor drops after it, by
-    name.  ``data_flow``: that of the Cut, for verify.  ``start``: its first window in the plan, if that is of a course
-    (course.py).
+    name.  ``data_flow``: that of the Cut, for verify.  ``start``: its first window in the plan, if that is of a cycle
+    (cycle.py).
     """
 
     module: GraphModule
@@ -85,11 +85,11 @@ class Program:
 
 
 @dataclass(frozen=True)
-class CoursePlace:
-    """The place of a program in a course.
+class CyclePlace:
+    """The place of a program in a cycle.
 
-    ``problem``: that of the cut, with the names of the course.  ``names``: name of a weight in the cut -> in the course.
-    ``transfers``: of the whole course.  ``start``: the program's first window.  ``collective``: the name in the course of a
+    ``problem``: that of the cut, with the names of the cycle.  ``names``: name of a weight in the cut -> in the cycle.
+    ``transfers``: of the whole cycle.  ``start``: the program's first window.  ``collective``: the name in the cycle of a
     collective.  ``flow``: the cut's data flow.
     """
 
@@ -101,20 +101,20 @@ class CoursePlace:
     flow: Mapping[str, str]
 
 
-def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CoursePlace | None = None) -> Program:
+def rewrite(cut: Cut, plan: Plan, *, share: bool = True, place: CyclePlace | None = None) -> Program:
     """Build the program of ``cut`` under ``plan``.  ``share``: whether equal regions share one submodule.
 
-    ``place``: if the plan is of a course.  Raises ChunkflowError if the plan was made for another problem.
+    ``place``: if the plan is of a cycle.  Raises ChunkflowError if the plan was made for another problem.
     """
     if place is None:
         plan.check_problem(cut.problem)
         names = {w.name: w.name for w in cut.problem.weights}
-        place = CoursePlace(cut.problem, names, transfers_of(cut.problem, plan), 0, str, cut.data_flow())
+        place = CyclePlace(cut.problem, names, transfers_of(cut.problem, plan), 0, str, cut.data_flow())
     return _Writer(cut, plan, share, place).write()
 
 
 class _Writer:
-    def __init__(self, cut: Cut, plan: Plan, share: bool, place: CoursePlace) -> None:
+    def __init__(self, cut: Cut, plan: Plan, share: bool, place: CyclePlace) -> None:
         self.cut = cut
         self.plan = plan
         self.share = share

@@ -1,7 +1,7 @@
 """Verify: prove, before a program runs, that every reader of a weight sees that weight's bytes.
 
 A cold start and two consecutive steps are checked.  Every step runs the same program, so these two stand for every pair
-of neighbouring steps.  The same holds of a course, whose step is a pass over its calls.
+of neighbouring steps.  The same holds of a cycle, whose step is a pass over its calls.
 
 * Slots lie inside the arena, are aligned, and are as large as their weights.
 * Each streamed chunk is copied exactly once for each step, each resident chunk once for all steps, and no other chunk
@@ -11,7 +11,7 @@ of neighbouring steps.  The same holds of a course, whose step is a pass over it
 * Two chunks in the same bytes are never alive together: the last reader of the one happens before the copy of the
   other, wrap-around included.
 * Inputs, regions and collectives are those of the traced graph, in its order and on the same values (fidelity.py).
-* A jump to a call of a course fetches first what is on its way or in use there in a pass without jumps, in the same
+* A jump to a call of a cycle fetches first what is on its way or in use there in a pass without jumps, in the same
   order.  So whatever ran before, the arena is then as it is in such a pass, and the proof of the pass holds from there.
 * Reads of the drive go into no bytes of the ring that an earlier copy may still use (reads.py).
 * Compute and collectives keep out of each other's memory, and values are released after their last use
@@ -39,7 +39,7 @@ from chunkflow_compile.passes.plan import ALIGNMENT, WeightPlan, chunk_count
 from .arrivals import Arrivals
 from .borders import check_borders
 from .collectives import check_collectives
-from .course import Course
+from .cycle import Cycle
 from .fidelity import check_data_flow, check_operands, check_order, check_readers
 from .happens_before import HappensBefore, ops_of_call
 from .memory import Memory, program_memory
@@ -48,7 +48,7 @@ from .rewrite import Program
 
 CHECKED_STEPS = 2
 # Version of the rules, recorded in each proof.  Version 2 covers handovers, resident chunks and several programs;
-# version 3 the stream of the collectives, writes and releases; version 4 courses and jumps; version 5 the drive's ring, and
+# version 3 the stream of the collectives, writes and releases; version 4 cycles and jumps; version 5 the drive's ring, and
 # the waits after a jump.
 VERSION = 5
 
@@ -66,8 +66,8 @@ class Proof:
         return f"{self.steps} steps, {self.ops} ops, {self.edges} edges; rules {self.version}"
 
 
-def verify(program: Program | Course) -> Proof:
-    """Prove a program or a course safe.
+def verify(program: Program | Cycle) -> Proof:
+    """Prove a program or a cycle safe.
 
     Raises FindingError naming the weight, the ops and the missing edge of each violation.
     """
@@ -76,27 +76,27 @@ def verify(program: Program | Course) -> Proof:
     return Proof(version=VERSION, steps=CHECKED_STEPS, ops=len(order.ops), edges=order.graph.number_of_edges())
 
 
-def verify_together(*programs: Program | Course) -> None:
+def verify_together(*programs: Program | Cycle) -> None:
     """Prove that programs, each safe alone, may take turns in one arena.  Raises FindingError if they may not."""
     order = HappensBefore((*programs, programs[0]), 1)  # from each to the next, and from the last to the first
     _raise_violations("The programs are not safe in one arena", check_turns(order))
 
 
 def verify_call(
-    course: Course,
+    cycle: Cycle,
     call: int,
     program: Program,
     known: Arrivals,
     found: Arrivals,
     keys: MutableMapping[GraphModule, str] | None = None,
 ) -> None:
-    """Prove that a program may take the place of a call of a proved course: it moves and reads the same weights there.
+    """Prove that a program may take the place of a call of a proved cycle: it moves and reads the same weights there.
 
-    ``known``: the marks of the course.  ``found``: those with which the program runs.  ``keys``: see check_data_flow.
+    ``known``: the marks of the cycle.  ``found``: those with which the program runs.  ``keys``: see check_data_flow.
     Only the program and the call are unrolled, because the others stay.  Raises FindingError if it may not.
     """
-    violations = _check_place(course, call, program, known, found, {} if keys is None else keys)
-    _raise_violations("The program is not safe in its place in the course", violations)
+    violations = _check_place(cycle, call, program, known, found, {} if keys is None else keys)
+    _raise_violations("The program is not safe in its place in the cycle", violations)
 
 
 def _raise_violations(what: str, found: Iterable[str]) -> None:
@@ -107,15 +107,15 @@ def _raise_violations(what: str, found: Iterable[str]) -> None:
         raise FindingError(f"{what}:\n{shown}{more}")
 
 
-def check(program: Program | Course, order: HappensBefore | None = None) -> Iterator[str]:
-    """The violations of a program or a course, as sentences.  ``order``: its own, if it has been computed already."""
-    course = Course.of(program)
-    order = order or HappensBefore((course,), CHECKED_STEPS)
-    alone = len(course.calls) == 1
-    yield from _check_slots(course)
+def check(program: Program | Cycle, order: HappensBefore | None = None) -> Iterator[str]:
+    """The violations of a program or a cycle, as sentences.  ``order``: its own, if it has been computed already."""
+    cycle = Cycle.of(program)
+    order = order or HappensBefore((cycle,), CHECKED_STEPS)
+    alone = len(cycle.calls) == 1
+    yield from _check_slots(cycle)
     keys: dict[GraphModule, str] = {}
     memories = list[Memory]()
-    for call in course.calls:
+    for call in cycle.calls:
         pace()
         misplaced = list(check_operands(call))
         yield from misplaced
@@ -126,9 +126,9 @@ def check(program: Program | Course, order: HappensBefore | None = None) -> Iter
         memories.append(memory := program_memory(call))
         yield from check_readers(call, memory)
     yield from check_turns(order)
-    yield from check_borders(course, order)
-    yield from check_reads(course, order)
-    for call, memory in zip(course.calls, memories, strict=True):
+    yield from check_borders(cycle, order)
+    yield from check_reads(cycle, order)
+    for call, memory in zip(cycle.calls, memories, strict=True):
         yield from check_collectives(call, memory, order if alone else None)
 
 
@@ -161,12 +161,12 @@ class _Life:
 _Lives = dict[tuple[int, str, int], _Life]
 
 
-def _check_slots(course: Course) -> Iterator[str]:
-    plan, sizes = course.plan, {w.name: w.nbytes for w in course.problem.weights}
+def _check_slots(cycle: Cycle) -> Iterator[str]:
+    plan, sizes = cycle.plan, {w.name: w.nbytes for w in cycle.problem.weights}
     names = [w.name for w in plan.weights]
-    inputs = {name for program in course.calls for name in program.weight_inputs}
-    if any(program.plan is not plan for program in course.calls):
-        yield "a program has another plan than its course"
+    inputs = {name for program in cycle.calls for name in program.weight_inputs}
+    if any(program.plan is not plan for program in cycle.calls):
+        yield "a program has another plan than its cycle"
     if sorted(names) != sorted(sizes) or inputs != set(sizes):
         yield "the weights of the plan or of the program are not those of the traced graph"
     if plan.chunk_bytes <= 0:
@@ -208,7 +208,7 @@ def _lives(order: HappensBefore) -> _Lives:
 
 
 def _check_place(
-    course: Course,
+    cycle: Cycle,
     call: int,
     program: Program,
     known: Arrivals,
@@ -223,8 +223,8 @@ def _check_place(
         return
     yield from check_readers(program, memory := program_memory(program))
     yield from check_collectives(program, memory)
-    # the names of other weights need not be those of the course
-    streamed = {w.name for p in (course.calls[call], program) for w in p.plan.streamed}
+    # the names of other weights need not be those of the cycle
+    streamed = {w.name for p in (cycle.calls[call], program) for w in p.plan.streamed}
     # what is fetched before a call follows from the prefetches of all calls, so it is the same if these are
     before, after = (
         [
@@ -240,10 +240,10 @@ def _check_place(
             for op in ops_of_call(placed, marks)
             if op.kind != "other" or op.reads
         ]
-        for placed, marks in ((course.calls[call], known), (program, found))
+        for placed, marks in ((cycle.calls[call], known), (program, found))
     )
-    if before != after or program.plan is not course.plan:
-        yield f"call {call}: the program does not move or read the weights of the course there"
+    if before != after or program.plan is not cycle.plan:
+        yield f"call {call}: the program does not move or read the weights of the cycle there"
 
 
 # Kinds of ops whose label has the window.

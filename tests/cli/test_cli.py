@@ -31,7 +31,7 @@ from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.weights.drive import for_the_drive
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 
 OWN = "examples/ulysses_dit.py:planned"
 ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
@@ -359,9 +359,9 @@ def test_a_plan_has_the_weights_on_the_drive_that_offload_puts_there(tmp_path: P
     arguments = parser.parse_args([f"{tmp_path}/wan.py:wan", *sizes, "--host-memory", str(half)])
     planned = target.load_target(arguments, Progress(1)).problem.weights
     offload(model, "cpu", min_bytes=1024, host_memory=half)
-    store = next(home.store for w in model.parameters() if (home := home_of(w)) is not None)
-    homes = {home.name: home for home in store.homes}  # with buffers
-    drive = {name for name, home in homes.items() if home.drive is not None}
-    assert {w.name for w in planned if w.drive} == drive and 0.3 < len(drive) / len(homes) < 0.7
-    by_use = sorted((w for w in planned if w.name in homes and w.uses), key=lambda w: (w.uses[0], w.name))
+    store = next(buffer.store for w in model.parameters() if (buffer := buffer_of(w)) is not None)
+    buffers = {buffer.name: buffer for buffer in store.buffers}  # with buffers
+    drive = {name for name, buffer in buffers.items() if buffer.drive is not None}
+    assert {w.name for w in planned if w.drive} == drive and 0.3 < len(drive) / len(buffers) < 0.7
+    by_use = sorted((w for w in planned if w.name in buffers and w.uses), key=lambda w: (w.uses[0], w.name))
     assert for_the_drive([(w.name, w.nbytes) for w in by_use], half) != drive

@@ -10,7 +10,7 @@ import torch
 from helpers import flux_with_controlnet
 from test_pipelines import EAGER, FLUX
 
-from chunkflow_compile import apply, courses, explain, programs, remove
+from chunkflow_compile import apply, cycles, explain, programs, remove
 from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 
@@ -60,7 +60,7 @@ def test_both_stay_on_the_device(memory: str, monkeypatch: pytest.MonkeyPatch) -
     pipe.controlnet.register_forward_pre_hook(begin)
     for seed in range(3):
         assert torch.equal(FLUX.generate(pipe, seed, **CALL), FLUX.generate(twin, seed, **CALL))
-        control.arena.courses.settle()
+        control.arena.cycles.settle()
     before = control.goal, transformer.goal
     steps.clear()
     free = budget._vacate
@@ -76,10 +76,10 @@ def test_both_stay_on_the_device(memory: str, monkeypatch: pytest.MonkeyPatch) -
     assert len(most) == 40 and max(most) <= budget.usable
     assert count["controlnet"] + count["transformer"] <= 2, "for the encoders and the decoder"
     assert before == (control.goal, transformer.goal)
-    (course,) = courses(pipe.transformer)
+    (cycle,) = cycles(pipe.transformer)
     figures = {p.name: p for p in budget.figures().phases}
     predicted = [figures[name].predicted_s for name in ("controlnet", "transformer")]
-    assert min(predicted) > 0 and sum(predicted) == pytest.approx(course.course.plan.predicted.step_s)
+    assert min(predicted) > 0 and sum(predicted) == pytest.approx(cycle.cycle.plan.predicted.step_s)
     remove(pipe)
 
 
@@ -95,7 +95,7 @@ def test_steps_without_the_controlnet_and_other_sizes(size: int) -> None:
             given.update(height=size, width=size)
         assert torch.equal(FLUX.generate(pipe, seed, **given), FLUX.generate(twin, seed, **given))
         assert arenas(budget) <= budget.usable
-        transformer.arena.courses.settle()
+        transformer.arena.cycles.settle()
     other, plain = (
         FluxPipeline(**{name: part for name, part in p.components.items() if name != "controlnet"})
         for p in (pipe, twin)
@@ -106,7 +106,7 @@ def test_steps_without_the_controlnet_and_other_sizes(size: int) -> None:
     assert budget.phase_of(other.transformer) is transformer
     for seed in range(2):
         assert torch.equal(FLUX.generate(other, seed), FLUX.generate(plain, seed))
-    assert transformer.goal == budget.usable - transformer.beside + transformer.kept
+    assert transformer.goal == budget.usable - transformer.activations + transformer.kept
     remove(pipe)
     assert control not in budget.phases and transformer.arena.grows is not None
     assert torch.equal(FLUX.generate(other, 2), FLUX.generate(plain, 2))
@@ -132,7 +132,7 @@ def test_out_of_memory() -> None:
             fails.append(True)
         goals = control.goal, transformer.goal
         assert torch.equal(FLUX.generate(pipe, seed, **CALL), FLUX.generate(twin, seed, **CALL))
-        control.arena.courses.settle()
+        control.arena.cycles.settle()
         if seed == 2:
             assert max(held[1:]) <= held[0] // 2 and transformer.retries == 1 and control.retries == 0
             assert control.goal == transformer.goal < min(goals)

@@ -98,8 +98,8 @@ def test_a_goal_that_falls_is_planned_at_once() -> None:
     for activations in (1000, 1000, 1000 + little):
         allocator.sizes = {"transformer": activations}
         WAN.generate(pipe)
-    assert phase.goal == budget.usable - phase.beside + phase.kept
-    assert phase.beside == 1000 + little + sum(p.kept for p in budget.phases)
+    assert phase.goal == budget.usable - phase.activations + phase.kept
+    assert phase.activations == 1000 + little + sum(p.kept for p in budget.phases)
     goal = phase.goal
     budget.total += little
     WAN.generate(pipe)
@@ -108,9 +108,9 @@ def test_a_goal_that_falls_is_planned_at_once() -> None:
 
 
 def test_other_phases_give_way_to_an_arena_that_grows() -> None:
-    """A course fetches a weight for each call that reads it: its arena may be larger than the weights of the phase."""
+    """A cycle fetches a weight for each call that reads it: its arena may be larger than the weights of the phase."""
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
-    apply(pipe, memory="4MiB", **{**EAGER, "disable": ["course"]})
+    apply(pipe, memory="4MiB", **{**EAGER, "disable": ["cycle"]})
     budget = budget_of(pipe)
     assert budget is not None
     budget._allocator = Uneven(budget)
@@ -131,14 +131,14 @@ def test_other_phases_give_way_to_an_arena_that_grows() -> None:
     @torch.compiler.disable
     def grow(*_: Any) -> None:
         phase.arena.reserve(size)
-        seen.append(budget._held_beside(phase) + phase.arena.held + phase.beside)
+        seen.append(budget._held_beside(phase) + phase.arena.held + phase.activations)
 
     handle = pipe.transformer.proj_out.register_forward_pre_hook(grow)
-    beside = phase.beside
+    beside = phase.activations
     assert torch.equal(WAN.generate(pipe), WAN.generate(twin))
     handle.remove()
     assert size < max(seen) <= budget.usable
-    assert phase.beside == beside, "weights that gave way are no activations"
+    assert phase.activations == beside, "weights that gave way are no activations"
     remove(pipe)
 
 
@@ -163,7 +163,7 @@ def test_host_memory_after_a_component_was_replaced() -> None:
 def test_figures_are_those_of_the_newest_call() -> None:
     """Programs for other sizes do not count; and the time is that of the programs, not until the host returns."""
     pipe = small_pipeline("flux")
-    apply(pipe, memory="3MiB", **{**EAGER, "disable": ["course"]})
+    apply(pipe, memory="3MiB", **{**EAGER, "disable": ["cycle"]})
     seen = {}
     for size in (32, 64, 32):
         FLUX.generate(pipe, height=size, width=size, num_inference_steps=2)
@@ -181,7 +181,7 @@ def newest_s(model: Any) -> float:
     steps = {}
     for program in programs(model):
         if program.measurements:
-            steps[frozenset(id(home) for home in program.homes.values())] = program.measurements[-1].step_s
+            steps[frozenset(id(buffer) for buffer in program.buffers.values())] = program.measurements[-1].step_s
     return sum(steps.values())
 
 

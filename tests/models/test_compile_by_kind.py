@@ -17,7 +17,7 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError, courses, programs, restore
+from chunkflow_compile import ChunkflowError, cycles, programs, restore
 from chunkflow_compile.frontend.block_kinds import kinds_of, parts_of, repeated_blocks
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.weights.leaves import leaves_of
@@ -38,7 +38,7 @@ def check(model: nn.Module, twin: nn.Module, family: str = "wan", steps: int = 1
     for step in range(steps):
         inputs = small_inputs(family, SIZE, step)
         assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-        programs(model)[0].arena.courses.settle()
+        programs(model)[0].arena.cycles.settle()
 
 
 LONG = ("flux", "hunyuanvideo", "qwen-image")
@@ -57,11 +57,11 @@ def test_a_kind_is_compiled_once(family: str) -> None:
     check(model, twin, family, 6)
     once = len(kinds_of(blocks)) + len(parts)
     assert once <= graphs() <= once + 1, "the first single block gets a slice, with other strides"
-    route = courses(model)[0]
+    route = cycles(model)[0]
     newest = route.measurements[-1]
-    assert newest.primed_bytes == 0 and newest.moved_bytes == route.course.plan.moved_bytes > 0
+    assert newest.primed_bytes == 0 and newest.moved_bytes == route.cycle.plan.moved_bytes > 0
     large = sum(t.nbytes for t in leaves_of(twin) if t.nbytes >= MIN_BYTES)
-    streamed = {id(home): home.nbytes for p in programs(model) for home in p.homes.values()}
+    streamed = {id(buffer): buffer.nbytes for p in programs(model) for buffer in p.buffers.values()}
     assert sum(streamed.values()) == large, "no large weight is outside the parts"
 
 

@@ -1,4 +1,4 @@
-"""Calls that come in another order than before: each is right at once, and what repeats becomes a course."""
+"""Calls that come in another order than before: each is right at once, and what repeats becomes a cycle."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_courses import arena_of, learn, primed, taken
+from test_cycles import arena_of, learn, primed, taken
 
-from chunkflow_compile import courses, programs
+from chunkflow_compile import cycles, programs
 
 pytestmark = pytest.mark.usefixtures("no_grad")
 
@@ -29,8 +29,8 @@ def test_any_order_of_calls_is_right(record_property: Callable[[str, object], No
             assert torch.equal(model(x, order), twin(x, order)), (seed, i, order)
             if rng.random() < 0.3:
                 learn(model)
-        assert courses(model)
-        jumps += sum(route.jumps for route in courses(model))
+        assert cycles(model)
+        jumps += sum(route.jumps for route in cycles(model))
     assert jumps > 20
     record_property("counts", f"{jumps} jumps")
 
@@ -48,28 +48,28 @@ def test_a_jump_moves_what_runs_and_at_most_an_arena() -> None:
             (first,) = [
                 p
                 for p in programs(model)
-                if p.measurements and "blocks.0.up.weight" in {home.name for home in p.homes.values()}
+                if p.measurements and "blocks.0.up.weight" in {buffer.name for buffer in p.buffers.values()}
             ]
             cost = first.measurements[-1]
             assert cost.moved_bytes + cost.primed_bytes <= first.plan.moved_bytes + 2 * arena_of(model).nbytes
-    assert courses(model)[0].jumps >= 4
+    assert cycles(model)[0].jumps >= 4
 
 
-def test_jumps_that_repeat_become_a_course() -> None:
+def test_jumps_that_repeat_become_a_cycle() -> None:
     model, twin = taken()
     for _i in range(16):
         x = torch.randn(4, 32)
         for order in ([0, 1, 2, 3, 4], [0]):
             assert torch.equal(model(x, order), twin(x, order))
         learn(model)
-    assert len(courses(model)[0].course.calls) == 6
-    before = courses(model)[0].jumps
+    assert len(cycles(model)[0].cycle.calls) == 6
+    before = cycles(model)[0].jumps
     for order in ([0, 1, 2, 3, 4], [0]) * 2:
         assert torch.equal(model(x, order), twin(x, order))
-    assert courses(model)[0].jumps == before
+    assert cycles(model)[0].jumps == before
 
 
-def test_two_sizes_in_turns_are_one_course() -> None:
+def test_two_sizes_in_turns_are_one_cycle() -> None:
     """Guidance with two text lengths: both calls of a block read the same weights."""
     model, twin = taken()
     for i in range(10):
@@ -79,5 +79,5 @@ def test_two_sizes_in_turns_are_one_course() -> None:
             if i > 3:
                 assert primed(model) == 0
         learn(model)
-    (route,) = courses(model)
-    assert len(route.course.calls) == 5 and route.jumps == 0
+    (route,) = cycles(model)
+    assert len(route.cycle.calls) == 5 and route.jumps == 0

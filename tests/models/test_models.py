@@ -15,7 +15,7 @@ import chunkflow_compile
 from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import tensors_of
 
 STEPS = 4
@@ -79,11 +79,11 @@ def check_transfers(runner: chunkflow_compile.runtime.session.Session) -> None:
 
 def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.session.Session) -> None:
     """If a kernel had written an activation into a slot, its bytes would differ from the weight's."""
-    homes = {home.name: home for _, t in tensors_of(model) if (home := home_of(t)) is not None}
+    buffers = {buffer.name: buffer for _, t in tensors_of(model) if (buffer := buffer_of(t)) is not None}
     whole = runner.executor.intact_slots()
     assert len(whole) >= 3
     for name, slot in whole.items():
-        assert bytes(slot.tolist()) == bytes(homes[name].host.contiguous().view(torch.uint8).flatten().tolist()), name
+        assert bytes(slot.tolist()) == bytes(buffers[name].host.contiguous().view(torch.uint8).flatten().tolist()), name
 
 
 @pytest.mark.parametrize(("name", "lowering"), [*EAGER, *INDUCTOR])

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 import chunkflow_compile
-from chunkflow_compile import courses, offload, programs, restore
+from chunkflow_compile import cycles, offload, programs, restore
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.step_caches import STEP_CACHES, step_cache
@@ -49,7 +49,7 @@ def test_blocks_compiled_one_by_one(family: str, placed: bool) -> None:
     sizes = [large_bytes(b) for b in blocks]
     if placed:
         offload(model, min_bytes=MIN_BYTES)
-    options = {**EAGER, "disable": ["course"]}  # see test_courses.py
+    options = {**EAGER, "disable": ["cycle"]}  # see test_cycles.py
     model.compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
     for step in range(3):
         inputs = small_inputs(family, SIZE, step)
@@ -60,7 +60,7 @@ def test_blocks_compiled_one_by_one(family: str, placed: bool) -> None:
         assert all(m.primed_bytes == 0 for m in program.measurements), "no copy serves a call that comes later"
     by_block: dict[object, list[Any]] = {}  # Dynamo may compile one again, for other strides
     for program in found:
-        by_block.setdefault(frozenset(map(id, program.homes.values())), []).append(program)
+        by_block.setdefault(frozenset(map(id, program.buffers.values())), []).append(program)
     moved = [p.plan.moved_bytes for (p, *_) in by_block.values()]
     assert sorted(moved) == sorted(sizes), "every weight streams, once a call"
     assert all(sum(len(p.measurements) for p in same) == 3 for same in by_block.values())
@@ -138,10 +138,10 @@ def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
         fetched.append(placement.store.fetched_bytes)
         if by_kind:
             new = [(p, m) for p in programs(model) for m in p.measurements[before.get(id(p), 0) :]]
-            ran = sum(home.nbytes for p, _ in new for home in p.homes.values())
+            ran = sum(buffer.nbytes for p, _ in new for buffer in p.buffers.values())
             if step >= 12:  # the order has repeated
                 assert sum(m.moved_bytes + m.primed_bytes for _, m in new) <= ran + new[0][0].arena.nbytes
-            new[0][0].arena.courses.settle()
+            new[0][0].arena.cycles.settle()
     moved = [m.moved_bytes for p in programs(model) for m in p.measurements]
     eager = cache == "MagCache" and not by_kind  # diffusers keeps its hooks, and the blocks inside, out of compilation
     assert sum(moved) >= large_bytes(twin) or eager
@@ -153,7 +153,7 @@ def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
 
 @pytest.mark.long
 def test_faster_cache_with_guidance(caplog: pytest.LogCaptureFixture) -> None:
-    """Half of the batch is skipped in turns: two graphs of the same weights, which run in one course."""
+    """Half of the batch is skipped in turns: two graphs of the same weights, which run in one cycle."""
     model, twin = pair("wan")
     for m in (model, twin):
         m.enable_cache(  # type: ignore[operator]
@@ -172,10 +172,10 @@ def test_faster_cache_with_guidance(caplog: pytest.LogCaptureFixture) -> None:
             inputs = {**base, "hidden_states": base["hidden_states"] + 0.01 * step}
             outputs = [m(**inputs)[0] for m in (model, twin)]
             assert torch.equal(*outputs)
-            programs(model)[0].arena.courses.settle()
-    (route, *_) = courses(model)
+            programs(model)[0].arena.cycles.settle()
+    (route, *_) = cycles(model)
     assert sum(m.moved_bytes for m in route.measurements) >= large_bytes(twin)
-    assert not any("as a course" in r.message for r in caplog.records)
+    assert not any("as a cycle" in r.message for r in caplog.records)
 
 
 def test_a_frame_without_weights_is_lowered_as_it_is() -> None:

@@ -77,7 +77,9 @@ def test_a_pipeline(name: str, options: dict[str, Any], capsys: pytest.CaptureFi
         fetched = sum(m.moved_bytes + m.primed_bytes for m in steps)
         if phase.name == "vae":
             fetched += placement_of(phase.root).store.fetched_bytes
-        read = {id(home): home.host.nbytes for program in programs(phase.root) for home in program.homes.values()}
+        read = {
+            id(buffer): buffer.host.nbytes for program in programs(phase.root) for buffer in program.buffers.values()
+        }
         assert phase.calls and fetched >= max(1, sum(read.values())), phase.name
         if phase.name.startswith("transformer"):  # encoders have weights that a generation does not read
             assert sum(read.values()) == phase.streamed, phase.name

@@ -10,7 +10,7 @@ import pytest
 import torch
 from test_pipelines import EAGER, WAN, models, same_weights
 
-from chunkflow_compile import ChunkflowError, apply, courses, programs, remove
+from chunkflow_compile import ChunkflowError, apply, cycles, programs, remove
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.models.ulysses import enable_ulysses
@@ -55,10 +55,10 @@ def on_rank(rank: int) -> None:
 
 
 def learn(budget: Budget) -> None:
-    """Wait for the courses that are being planned."""
+    """Wait for the cycles that are being planned."""
     for phase in budget.phases:
-        if phase.arena.courses is not None:
-            phase.arena.courses.settle()
+        if phase.arena.cycles is not None:
+            phase.arena.cycles.settle()
 
 
 def check_transfers(phase: Phase, generations: int) -> None:
@@ -69,11 +69,11 @@ def check_transfers(phase: Phase, generations: int) -> None:
         assert phase.calls == generations and fetched >= generations * decoder > 0
         return
     steps = [m for program in programs(phase.root) for m in program.measurements]
-    read = {id(home): home.host.nbytes for program in programs(phase.root) for home in program.homes.values()}
+    read = {id(buffer): buffer.host.nbytes for program in programs(phase.root) for buffer in program.buffers.values()}
     assert sum(m.moved_bytes + m.primed_bytes for m in steps) >= sum(read.values()) > 0, phase.name
-    (route,) = courses(phase.root)
+    (route,) = cycles(phase.root)
     last = route.measurements[-1]
-    assert (last.moved_bytes, last.primed_bytes) == (route.course.plan.moved_bytes, 0), phase.name
+    assert (last.moved_bytes, last.primed_bytes) == (route.cycle.plan.moved_bytes, 0), phase.name
     assert last.moved_bytes > 0 and route.jumps == 0, phase.name
 
 

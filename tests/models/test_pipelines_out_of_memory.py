@@ -99,12 +99,12 @@ class Pressed(Counting):
 
 
 def settle(pipe: Any, phase: Phase, allocator: Pressed, want: torch.Tensor, held: int = 600_000) -> None:
-    """Call a pipeline until its transformer runs as a course, with as many weights on the device as it may have."""
+    """Call a pipeline until its transformer runs as a cycle, with as many weights on the device as it may have."""
     for _ in range(40):
         assert torch.equal(WAN.generate(pipe), want)
         if allocator.held > held:
             return
-        phase.arena.courses.settle()
+        phase.arena.cycles.settle()
     raise AssertionError(f"{phase.name} holds {allocator.held}, with the goal {phase.goal}")
 
 
@@ -148,7 +148,7 @@ def test_a_failure_that_stays_comes_once_in_a_generation(pressed: tuple[Any, Pha
         before = phase.calls
         allocator.activations += 1000
         assert torch.equal(WAN.generate(pipe), want)
-        phase.arena.courses.settle()
+        phase.arena.cycles.settle()
         assert phase.calls > before + 1 and phase.retries <= count
     assert phase.retries > 0
 
@@ -238,7 +238,7 @@ class Caching(Counting):
 def test_what_the_allocator_keeps_counts_against_the_budget(memory: int, trims: bool) -> None:
     """It is given back before a phase that would not fit beside it, and kept where there is room: then steps are faster."""
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
-    apply(pipe, memory=memory, **{**EAGER, "disable": ["course"]})
+    apply(pipe, memory=memory, **{**EAGER, "disable": ["cycle"]})
     budget = budget_of(pipe)
     allocator = budget._allocator = Caching(budget)
     allocator.activations = 100_000

@@ -114,7 +114,7 @@ def test_a_quantised_transformer(quantise: Callable[[nn.Module], None]) -> None:
     assert not torch.equal(want, WAN.generate(small_pipeline("wan")))
     for phase in budget_of(pipe).phases:
         check_transfers(phase, generations=3)
-    read = {id(home): home.host.nbytes for p in programs(pipe.transformer) for home in p.homes.values()}
+    read = {id(buffer): buffer.host.nbytes for p in programs(pipe.transformer) for buffer in p.buffers.values()}
     assert sum(read.values()) == budget_of(pipe).phase_of(pipe.transformer).streamed
     assert_removed(pipe, twin, want)
 
@@ -127,8 +127,8 @@ def test_casting_by_layer() -> None:
         each.transformer.enable_layerwise_casting(torch.float8_e4m3fn, torch.float32)
     apply(pipe, **OPTIONS)
     want = generate(pipe, twin)
-    homes = {id(home): home for p in programs(pipe.transformer) for home in p.homes.values()}
-    assert sum(home.host.dtype == torch.float8_e4m3fn for home in homes.values()) >= 30
+    buffers = {id(buffer): buffer for p in programs(pipe.transformer) for buffer in p.buffers.values()}
+    assert sum(buffer.host.dtype == torch.float8_e4m3fn for buffer in buffers.values()) >= 30
     check_transfers(budget_of(pipe).phase_of(pipe.transformer), generations=3)
     assert_removed(pipe, twin, want)
 

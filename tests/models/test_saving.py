@@ -122,7 +122,7 @@ def test_a_saved_plan_is_not_made_again(file: Path, monkeypatch: pytest.MonkeyPa
             run(Stack(), slowdown=1.1)
 
 
-def test_the_plan_of_a_course_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_plan_of_a_cycle_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def learn() -> Stack:
         torch._dynamo.reset()
         model, twin = Stack(layers=3), Stack(layers=3)
@@ -131,16 +131,16 @@ def test_the_plan_of_a_course_is_found_again(monkeypatch: pytest.MonkeyPatch) ->
         for step in range(4):
             x = torch.randn(4, 8) + step
             assert torch.equal(model(x), twin(x))
-            chunkflow_compile.programs(model)[0].arena.courses.settle()
+            chunkflow_compile.programs(model)[0].arena.cycles.settle()
         return model
 
     with fresh_cache():
         torch.manual_seed(0)
-        (first,) = chunkflow_compile.courses(learn())
+        (first,) = chunkflow_compile.cycles(learn())
         monkeypatch.setattr(pipeline, "place", refuse_to_plan)
         torch.manual_seed(0)
-        (second,) = chunkflow_compile.courses(learn())
-        assert second.course.plan == first.course.plan and second.measurements[-1].moved_bytes > 0
+        (second,) = chunkflow_compile.cycles(learn())
+        assert second.cycle.plan == first.cycle.plan and second.measurements[-1].moved_bytes > 0
 
 
 def shortened(text: str) -> str:

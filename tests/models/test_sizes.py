@@ -119,7 +119,9 @@ def test_twenty_text_lengths_by_kind_reach_no_recompile_limit() -> None:
         counts = turns(compiled, small_model("wan", SIZE), [replace(SIZE, text=5 + 3 * n) for n in range(20)])
     assert counts[0] < counts[1] <= 2 * counts[0], "at most two of each kind"
     assert set(counts[1:]) == {counts[1]}
-    of_blocks = [p for p in programs(model) if any(home.name.startswith("blocks.0.") for home in p.homes.values())]
+    of_blocks = [
+        p for p in programs(model) if any(buffer.name.startswith("blocks.0.") for buffer in p.buffers.values())
+    ]
     assert len({id(p.code.regions) for p in of_blocks}) == 2
     assert sum(len(p.measurements) for p in of_blocks) == 40, "each call ran compiled"
     assert sum(m.moved_bytes for p in of_blocks for m in p.measurements) > 0
@@ -293,7 +295,7 @@ def test_sizes_that_depend_on_data_by_kind(name: str, lowering: str) -> None:
         counts.append(graphs())
     assert counts[2:] == [counts[2]] * 4, "a size that was there is compiled no more"
     large = {n for n, p in model.named_parameters() if p.nbytes >= 256}
-    read = {home.name for p in programs(model) for home in p.homes.values()}
+    read = {buffer.name for p in programs(model) for buffer in p.buffers.values()}
     assert read and read <= large
     assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
 

@@ -170,10 +170,10 @@ def test_the_command_draws_models_and_plans_alike(tmp_path: Path, capsys: pytest
     assert {"qkv", "out", "all-to-all"} <= set(shown)
 
 
-def test_a_course_is_drawn_and_a_weight_of_it_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cycle_is_drawn_and_a_weight_of_it_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The blocks are its calls; what lies outside them is left out."""
     sizes = ("--hardware", "cpu", "--min-bytes", "4096", "--chunk-bytes", "4096", "--slowdown", "2", "--regional")
-    out = tmp_path / "course.json"
+    out = tmp_path / "cycle.json"
     assert main(["timeline", MODEL, *sizes, "--out", str(out)]) == 0
     names = {e.get("name") for e in json.loads(out.read_text())["traceEvents"]}
     assert any("blocks.1" in str(name) for name in names) and not any("embed" in str(name) for name in names)

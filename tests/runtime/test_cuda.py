@@ -25,12 +25,12 @@ from hypothesis import strategies as st
 from random_programs import Bench, Choices, Spec, choices, examples, specs
 from torch import nn
 
-from chunkflow_compile import Arena, ChunkflowError, courses, offload, programs, restore
+from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.frontend.frame import device_of
 from chunkflow_compile.hardware.loopback import join_loopback
 from chunkflow_compile.hardware.profiles import CARDS, load_profile
 from chunkflow_compile.passes.hardware import LinkEmulation
-from chunkflow_compile.passes.program.course import prefetches
+from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
@@ -294,7 +294,7 @@ PLACING = """
 import contextlib, resource, torch
 from torch import nn
 from chunkflow_compile.weights.host_store import HostStore
-from chunkflow_compile.weights.filling import Filling, as_they_are
+from chunkflow_compile.weights.loader import WeightLoader, keep_dtype
 
 def peak():
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -304,10 +304,10 @@ model = nn.ParameterList([nn.Parameter(w, requires_grad=False) for w in weights]
 del weights
 before, total = peak(), 32 * 16 << 20
 store, device = HostStore(model, torch.device("cpu"), contextlib.nullcontext), torch.device("cpu")
-filling = Filling(device, [(str(i), p) for i, p in enumerate(model)], as_they_are, pages=True)
+loader = WeightLoader(device, [(str(i), p) for i, p in enumerate(model)], keep_dtype, pages=True)
 for i, p in enumerate(list(model)):
-    store.add((str(i),), p, filling)
-assert all(h.host[-1] == i and h.host.data_ptr() % 4096 == 0 for i, h in enumerate(store.homes))
+    store.add((str(i),), p, loader)
+assert all(h.host[-1] == i and h.host.data_ptr() % 4096 == 0 for i, h in enumerate(store.buffers))
 assert all(type(p).__name__ == "HostWeight" for p in model)
 print((total + peak() - before) / total)
 """
@@ -440,7 +440,7 @@ def test_rocm_without_a_driver_is_not_called_a_build_for_the_cpu(monkeypatch: py
         check_device(torch.device("cuda"))
 
 
-def test_a_program_between_the_calls_of_a_course_leaves_its_passes_whole(no_grad: None) -> None:
+def test_a_program_between_the_calls_of_a_cycle_leaves_its_passes_whole(no_grad: None) -> None:
     """One that streams nothing, and so is no jump: it runs in each pass, and its steps have other numbers."""
     cuda = FakeCuda()
     torch.manual_seed(0)
@@ -449,10 +449,10 @@ def test_a_program_between_the_calls_of_a_course_leaves_its_passes_whole(no_grad
     run = torch.compile(model, backend="chunkflow", options={**EAGER, "arena": cuda.arena()})
     for _ in range(2):
         run(torch.randn(4, 8))
-        programs(model)[0].arena.courses.settle()
+        programs(model)[0].arena.cycles.settle()
     passes = FIRST_STEPS + EVERY + 1
     for _ in range(passes):
         run(torch.randn(4, 8))
-    (route,) = courses(model)
+    (route,) = cycles(model)
     assert len(route.keys) == 2 and len(programs(model)) == 3 and route.jumps == 0
     assert len(route.measurements) == FIRST_STEPS + 2, "the first ones, and the second of each pair"

@@ -16,7 +16,7 @@ from schedules import ranked
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, programs, restore
-from chunkflow_compile.passes.program.course import prefetches
+from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.runtime.streams import CallingStream, Engine, HostEvent, ThreadStream

@@ -1,4 +1,4 @@
-"""Programs for other sizes in the places of a course: what is refused there, and how much work a new size is."""
+"""Programs for other sizes in the places of a cycle: what is refused there, and how much work a new size is."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from helpers import Stack
 from hypothesis import given
 from hypothesis import strategies as st
 from mutations import MUTATIONS, Mutation
-from random_courses import CourseBench, Drawn, courses
+from random_cycles import CycleBench, Drawn, cycles
 from random_programs import examples
 
 import chunkflow_compile
@@ -22,35 +22,35 @@ from chunkflow_compile import programs
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.program import happens_before
 from chunkflow_compile.passes.program.arrivals import arrivals, arrivals_at
-from chunkflow_compile.passes.program.course import rewritten
+from chunkflow_compile.passes.program.cycle import rewritten
 from chunkflow_compile.passes.program.verify import check, verify_call
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda m: m.__name__)
-def test_a_place_takes_no_program_that_breaks_its_course(
+def test_a_place_takes_no_program_that_breaks_its_cycle(
     mutation: Mutation, record_property: Callable[[str, object], None]
 ) -> None:
-    """Whatever verify refuses of the course with the program in its place, verify_call refuses of the program alone."""
+    """Whatever verify refuses of the cycle with the program in its place, verify_call refuses of the program alone."""
     count: Counter[str] = Counter()
 
     @examples(8, 14)
-    @given(courses, st.integers(0, 2**16))
+    @given(cycles, st.integers(0, 2**16))
     def check_all(drawn: Drawn, seed: int) -> None:
-        found, rng = CourseBench(drawn), random.Random(seed)
-        course, marks = found.course, arrivals(found.course)
-        number = rng.randrange(len(course.calls))
-        program = rewritten(course, number, found.calls[number])
-        verify_call(course, number, program, marks, arrivals_at(course, marks, number, program))
+        found, rng = CycleBench(drawn), random.Random(seed)
+        cycle, marks = found.cycle, arrivals(found.cycle)
+        number = rng.randrange(len(cycle.calls))
+        program = rewritten(cycle, number, found.calls[number])
+        verify_call(cycle, number, program, marks, arrivals_at(cycle, marks, number, program))
         try:
             mutated = mutation(program, rng)
         except (KeyError, StopIteration):  # it moves a weight that another call reads
             return
         if mutated is None:
             return
-        broken = bool(list(check(course.at(number, mutated))))
+        broken = bool(list(check(cycle.at(number, mutated))))
         try:
-            verify_call(course, number, mutated, marks, arrivals_at(course, marks, number, mutated))
+            verify_call(cycle, number, mutated, marks, arrivals_at(cycle, marks, number, mutated))
             refused = False
         except FindingError:
             refused = True
@@ -63,15 +63,15 @@ def test_a_place_takes_no_program_that_breaks_its_course(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_marks_of_a_program_in_a_place_are_those_of_the_whole_course() -> None:
+def test_the_marks_of_a_program_in_a_place_are_those_of_the_whole_cycle() -> None:
     @examples(9, 20)
-    @given(courses)
+    @given(cycles)
     def check_all(drawn: Drawn) -> None:
-        found = CourseBench(drawn)
-        course, marks = found.course, arrivals(found.course)
-        for number in range(len(course.calls)):
-            program = rewritten(course, number, found.calls[number])
-            quick, whole = arrivals_at(course, marks, number, program), arrivals(course.at(number, program))
+        found = CycleBench(drawn)
+        cycle, marks = found.cycle, arrivals(found.cycle)
+        for number in range(len(cycle.calls)):
+            program = rewritten(cycle, number, found.calls[number])
+            quick, whole = arrivals_at(cycle, marks, number, program), arrivals(cycle.at(number, program))
             assert whole.marked.items() <= dict(quick.marked).items()
             nodes = set(program.module.graph.nodes)
             assert quick.awaited == {node: mark for node, mark in whole.awaited.items() if node in nodes}
@@ -103,11 +103,11 @@ def work(layers: int, unrolled: list[str]) -> list[int]:
     for rows in (4, 6, 8, 10):
         unrolled.clear()
         compiled(torch.randn(rows, 8))
-        # the plans of the first pass are another thing: the course's own proof
+        # the plans of the first pass are another thing: the cycle's own proof
         found.append(len(unrolled))
         for _ in range(3):
             compiled(torch.randn(rows, 8))
-            programs(model)[0].arena.courses.settle()
+            programs(model)[0].arena.cycles.settle()
     assert any(m.moved_bytes for p in programs(model) for m in p.measurements)
     return found[1:]
 

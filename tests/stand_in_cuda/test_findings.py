@@ -21,7 +21,7 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime.cuda import CudaDevice, TorchCuda
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
 
@@ -129,10 +129,10 @@ def test_pinning_refused_on_one_rank(on_ranks: Callable[..., None]) -> None:
 def test_pinning_refused_by_address() -> None:
     model, run, twin = placed()
     found = next(p for n, p in model.named_parameters() if "blocks.2" in n and p.dim() > 1)
-    home = home_of(found)
-    assert home is not None
-    control.settings(refused_address=home.host.data_ptr())
-    with pytest.warns(UserWarning, match=f"The host memory of {home.name}"):
+    buffer = buffer_of(found)
+    assert buffer is not None
+    control.settings(refused_address=buffer.host.data_ptr())
+    with pytest.warns(UserWarning, match=f"The host memory of {buffer.name}"):
         steps(run, twin)
 
 

@@ -16,7 +16,7 @@ from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import executor
 from chunkflow_compile.runtime.cuda import TorchCuda, register
 from chunkflow_compile.runtime.drive_runs import BroughtRun
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
 
@@ -31,8 +31,8 @@ def on_card(rank: int, folder: str) -> None:
     model = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan")
     twin = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan", torch_dtype=torch.bfloat16).to("cuda")
     offload(model, "cuda", min_bytes=LEAST, dtype=torch.bfloat16)
-    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
-    assert homes and all(home.shared is not None for home in homes), "the default for a GPU"
+    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
+    assert buffers and all(buffer.shared is not None for buffer in buffers), "the default for a GPU"
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
 
     def steps() -> None:
@@ -45,13 +45,13 @@ def on_card(rank: int, folder: str) -> None:
     with torch.no_grad():
         steps()
         streamed = {w.name for w in programs(model)[-1].plan.streamed}
-        assert streamed and all(home.pinned for home in homes if home.name in streamed)
+        assert streamed and all(buffer.pinned for buffer in buffers if buffer.name in streamed)
         if rank == 1:
             for m in (model, twin):
                 m.blocks[0].ffn.net[0].proj.weight.mul_(2)
         steps()
-        private = [home for home in homes if home.shared is None]
-        assert len(private) == rank and all(home.pinned for home in private)
+        private = [buffer for buffer in buffers if buffer.shared is None]
+        assert len(private) == rank and all(buffer.pinned for buffer in private)
     dist.barrier()
     restore(model)
     assert all(torch.equal(a, b.to("cpu")) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
@@ -116,13 +116,13 @@ def test_collectives_write_weights_on_a_card(tmp_path: Path) -> None:
 
 def read_together(rank: int, folder: str) -> None:
     """The ranks are in step because they begin each step together; there are no collectives of a card here."""
-    executor._in_step = lambda course, ranks: True  # type: ignore[assignment]
+    executor._in_step = lambda cycle, ranks: True  # type: ignore[assignment]
     os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     model, twin = (diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan") for _ in range(2))
     twin.to("cuda")
     offload(model, "cuda", min_bytes=LEAST, host_memory=0)
-    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
+    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     seen = list[bool]()
     with torch.no_grad():
@@ -134,7 +134,7 @@ def read_together(rank: int, folder: str) -> None:
             seen.append(isinstance(reader._live.run, BroughtRun))
             if seen[-1]:
                 assert reader._live.run._memory.bytes.is_pinned(), "each rank pins the ring"
-    read = sum(file.read_bytes for file in {home.drive.file for home in homes if home.drive is not None})
+    read = sum(file.read_bytes for file in {buffer.drive.file for buffer in buffers if buffer.drive is not None})
     assert seen[-1] == (rank == 1) and read > 0
     dist.barrier()
     restore(model)
@@ -152,9 +152,9 @@ def test_half_on_the_drive(tmp_path: Path) -> None:
     twin = diffusers.WanTransformer3DModel.from_pretrained(tmp_path).to("cuda")
     budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
     offload(model, "cuda", min_bytes=LEAST, host_memory=budget)
-    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
-    drive = [home for home in homes if home.drive is not None]
-    assert 0 < len(drive) < len(homes)
+    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
+    drive = [buffer for buffer in buffers if buffer.drive is not None]
+    assert 0 < len(drive) < len(buffers)
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     with torch.no_grad():
         for step in range(6):
@@ -164,8 +164,8 @@ def test_half_on_the_drive(tmp_path: Path) -> None:
                 for m in (model, twin):
                     m.blocks[0].ffn.net[0].proj.weight.mul_(2)
     streamed = {w.name for w in programs(model)[-1].plan.streamed}
-    assert all(home.pinned for home in homes if home.drive is None and home.name in streamed)
-    read = {home.drive.file for home in drive if home.drive is not None}
+    assert all(buffer.pinned for buffer in buffers if buffer.drive is None and buffer.name in streamed)
+    read = {buffer.drive.file for buffer in drive if buffer.drive is not None}
     assert (
         sum(file.read_bytes for file in read) >= 6 * sum(h.nbytes for h in drive if h.drive and h.name in streamed) > 0
     )

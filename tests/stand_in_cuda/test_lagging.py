@@ -9,7 +9,7 @@ import torch
 from helpers import Stack
 
 import chunkflow_compile
-from chunkflow_compile import courses, explain, offload, programs, replan
+from chunkflow_compile import cycles, explain, offload, programs, replan
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS
 
@@ -46,7 +46,7 @@ class Lagging:
             self.begun[-1].record()
             y = block(y)
         self.steps += 1
-        programs(self.model)[0].arena.courses.settle()
+        programs(self.model)[0].arena.cycles.settle()
         return self.model.head(y)
 
     def run(self, steps: int) -> None:
@@ -66,7 +66,7 @@ def test_passes_are_measured_and_planned_from(
     lagging = Lagging(replan_after=2, dump=str(tmp_path))
     model = lagging.model
     lagging.run(8)
-    (route,) = courses(model)
+    (route,) = cycles(model)
     assert len(route.keys) == LAYERS and route.jumps == 0 and len(route.measurements) >= 1
     assert route.replan_after == 0, "it was planned again"
     assert {len(p.measurements) for p in programs(model)} == {lagging.steps}, "each call is measured"
@@ -77,26 +77,26 @@ def test_passes_are_measured_and_planned_from(
         assert sum(len(p.measurements) for p in programs(model)) == before + len(order)
         assert len(route.measurements) == passes
     newest = route.measurements[-1]
-    assert newest.moved_bytes == route.course.plan.moved_bytes > 0 == newest.primed_bytes
+    assert newest.moved_bytes == route.cycle.plan.moved_bytes > 0 == newest.primed_bytes
     assert all(s > 0 for s in newest.windows.compute_s)
     replan(model, as_measured=True)
     for _ in range(4):
         lagging.step()
-    again = courses(model)[0]
-    assert again is not route and again.course.plan.hardware.endswith("as measured")
+    again = cycles(model)[0]
+    assert again is not route and again.cycle.plan.hardware.endswith("as measured")
     explained = explain(model)
-    assert explained.plan == again.course.plan.digest and explained.steps >= 2
+    assert explained.plan == again.cycle.plan.digest and explained.steps >= 2
     for _ in range(2):
         lagging.step()
     assert main(["explain", str(tmp_path)]) == 0
     told = capsys.readouterr().out
-    assert f"course_of_{LAYERS}_{again.course.plan.digest}" in told and "as measured" in told
+    assert f"cycle_of_{LAYERS}_{again.cycle.plan.digest}" in told and "as measured" in told
 
 
 def test_two_passes_in_sixteen_are_marked_and_the_second_counts(no_grad: None) -> None:
     lagging = Lagging()
     lagging.step()
-    (route,) = courses(lagging.model)
+    (route,) = cycles(lagging.model)
     lagging.run(FIRST_STEPS)
     before, read = len(route.measurements), []
     for _ in range(EVERY):

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from chunkflow_compile import ChunkflowError, apply, courses, explain, programs, remove
+from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
@@ -53,13 +53,13 @@ def test_the_memory_of_each_phase(name: str) -> None:
         assert torch.equal(got, want)
         assert max(found, budget.most) <= less, "activations and weights together, in each phase"
         for phase in budget.phases:
-            if phase.arena.courses is not None:
-                phase.arena.courses.settle()  # the next generation runs in them
+            if phase.arena.cycles is not None:
+                phase.arena.cycles.settle()  # the next generation runs in them
     assert all(p.activations for p in budget.figures().phases)
     for phase in budget.phases:
-        assert phase.beside > 0 and phase.goal is not None
+        assert phase.activations > 0 and phase.goal is not None
         assert all(p.plan.device_bytes <= phase.goal for p in programs(phase.root))
-    planned = [(c.course.plan, p.goal) for p in budget.phases for c in courses(p.root)]
+    planned = [(c.cycle.plan, p.goal) for p in budget.phases for c in cycles(p.root)]
     assert all(plan.device_bytes <= goal for plan, goal in planned)
     remove(pipe)
     torch.cuda.synchronize()
@@ -87,7 +87,7 @@ def test_what_the_allocator_keeps_between_phases() -> None:
         assert torch.equal(WAN.generate(pipe, seed), want[seed])
     assert 112 * MIB < torch.cuda.max_memory_allocated() <= torch.cuda.max_memory_reserved() <= total
     budget = budget_of(pipe)
-    assert budget is not None and all(p.streamed > 0 and p.beside > 48 * MIB for p in budget.phases)
+    assert budget is not None and all(p.streamed > 0 and p.activations > 48 * MIB for p in budget.phases)
     assert 112 * MIB < budget.most <= total and "most at once so far: 1" in str(explain(pipe))
     remove(pipe)
 

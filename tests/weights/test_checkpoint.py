@@ -19,7 +19,7 @@ from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights import checkpoint
 from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
-from chunkflow_compile.weights.filling import Filling, as_they_are
+from chunkflow_compile.weights.loader import WeightLoader, keep_dtype
 
 SIZE = Size(layers=2)
 CPU = torch.device("cpu")
@@ -66,9 +66,9 @@ def test_a_weight_that_was_written_is_no_part_of_its_file(saved: Path) -> None:
         weight[0, 0] = 3  # type: ignore[index]
     assert Mappings().part(weight.detach()) is None
     assert Mappings().part(torch.randn(2048)) is None
-    filling = Filling(CPU, [("weight", weight)], as_they_are, pages=True)
-    assert torch.equal(filling.place("weight", weight).host, weight.detach())
-    filling.close()
+    loader = WeightLoader(CPU, [("weight", weight)], keep_dtype, pages=True)
+    assert torch.equal(loader.place("weight", weight).host, weight.detach())
+    loader.close()
 
 
 def test_a_file_system_whose_mappings_have_other_numbers(
@@ -160,7 +160,7 @@ def test_a_cast_is_that_of_diffusers(saved: Path) -> None:
 
 PEAK = """
 import sys, torch, diffusers
-from chunkflow_compile.weights.filling import Filling, as_they_are, cast_to
+from chunkflow_compile.weights.loader import WeightLoader, keep_dtype, cast_to
 from chunkflow_compile.weights.host_memory import give_free_memory_back
 
 def anonymous(key="RssAnon"):
@@ -168,16 +168,16 @@ def anonymous(key="RssAnon"):
         return next(1024 * int(line.split()[1]) for line in status if line.startswith(key))
 
 model = diffusers.WanTransformer3DModel.from_pretrained(sys.argv[1])
-dtype_of = as_they_are if sys.argv[2] == "float32" else cast_to(torch.bfloat16, model)
+dtype_of = keep_dtype if sys.argv[2] == "float32" else cast_to(torch.bfloat16, model)
 weights = dict(model.named_parameters())
 torch.zeros(1 << 20).to(torch.bfloat16)  # first use of torch
 before, most, total, made = anonymous(), 0, 0, []
-filling = Filling(torch.device("cpu"), list(weights.items()), dtype_of, pages=True)
+loader = WeightLoader(torch.device("cpu"), list(weights.items()), dtype_of, pages=True)
 for name, weight in weights.items():
-    made.append(filling.place(name, weight).host)
+    made.append(loader.place(name, weight).host)
     total += made[-1].nbytes
     most = max(most, anonymous() - before)
-filling.close()
+loader.close()
 give_free_memory_back()
 print(most / total, (anonymous() - before) / total)
 """
@@ -196,13 +196,13 @@ def test_a_file_that_is_deleted_or_replaced_before_it_is_opened(
     saved: Path, host_memory: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After it was found among the mappings of the process."""
-    file, plain = the_file(saved), Filling.place
+    file, plain = the_file(saved), WeightLoader.place
     for change in ("delete", "replace"):
         model = loaded(saved)
         told = file.stat()
         copy = file.read_bytes()
 
-        def place(self: Filling, *args: Any, change: str = change, copy: bytes = copy, told: Any = told) -> Any:
+        def place(self: WeightLoader, *args: Any, change: str = change, copy: bytes = copy, told: Any = told) -> Any:
             file.unlink(missing_ok=True)
             if change == "replace":
                 file.write_bytes(copy)
@@ -213,7 +213,7 @@ def test_a_file_that_is_deleted_or_replaced_before_it_is_opened(
             monkeypatch.context() as patch,
             pytest.raises(ChunkflowError, match=r"The checkpoint .* (cannot|was changed)"),
         ):
-            patch.setattr(Filling, "place", place)
+            patch.setattr(WeightLoader, "place", place)
             offload(model, min_bytes=1024, host_memory=host_memory, dtype=None if host_memory == 0 else torch.bfloat16)
         file.unlink(missing_ok=True)
         file.write_bytes(copy)

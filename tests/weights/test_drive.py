@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError, courses, offload, programs, restore
+from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
@@ -32,7 +32,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading
 from chunkflow_compile.weights import drive, limits
 from chunkflow_compile.weights.drive import Drive, for_the_drive
-from chunkflow_compile.weights.home import Home, home_of
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.limits import HostMemory
 
 SIZE = Size(layers=2)
@@ -47,21 +47,21 @@ def saved(tmp_path: Path) -> Path:
     return Path(save_stack(tmp_path))
 
 
-def homes(model: nn.Module) -> dict[str, Home]:
-    return {name: home for name, p in model.named_parameters() if (home := home_of(p)) is not None}
+def buffers(model: nn.Module) -> dict[str, HostBuffer]:
+    return {name: buffer for name, p in model.named_parameters() if (buffer := buffer_of(p)) is not None}
 
 
 def read_so_far(model: nn.Module) -> int:
-    return sum(file.read_bytes for file in {h.drive.file for h in homes(model).values() if h.drive is not None})
+    return sum(file.read_bytes for file in {h.drive.file for h in buffers(model).values() if h.drive is not None})
 
 
 def large(model: nn.Module) -> int:
     return sum(p.nbytes for p in model.parameters() if p.nbytes >= LEAST)
 
 
-def planned_reads(plan: Plan, drive: list[Home]) -> int:
+def planned_reads(plan: Plan, drive: list[HostBuffer]) -> int:
     """Bytes that the copies of a step take from the drive: whole chunks, and what is left of the last one of a weight."""
-    sizes = {home.name: home.nbytes for home in drive}
+    sizes = {buffer.name: buffer.nbytes for buffer in drive}
     return sum(
         min(plan.chunk_bytes * (i + 1), sizes[w.name]) - plan.chunk_bytes * i
         for w in plan.streamed
@@ -104,7 +104,7 @@ def test_half_of_the_weights_on_the_drive(tmp_path: Path, dtype: torch.dtype) ->
     twin = in_memory(kind.from_pretrained(tmp_path / "wan", torch_dtype=dtype))
     budget = large(twin) // 2
     offload(model, min_bytes=LEAST, host_memory=budget, dtype=None if dtype == torch.float32 else dtype)
-    placed = homes(model).values()
+    placed = buffers(model).values()
     drive = [h for h in placed if h.drive is not None]
     assert sum(h.nbytes for h in placed if h.drive is None) <= budget
     assert 0.4 < sum(h.nbytes for h in drive) / sum(h.nbytes for h in placed) < 0.7
@@ -152,7 +152,7 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
             for p in m.parameters():
                 p.add_(0)  # written: no longer a part of the file
     offload(model, min_bytes=LEAST, host_memory=0)
-    found = homes(model)
+    found = buffers(model)
     assert {h.scratch for h in found.values()} == {scratch} and all(h.drive is not None for h in found.values())
     if by_kind:
         run: Any = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
@@ -160,8 +160,8 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
         run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     for _ in range(4):
         steps(run, twin)
-        programs(model)[0].arena.courses.settle()
-    assert bool(courses(model)) == by_kind
+        programs(model)[0].arena.cycles.settle()
+    assert bool(cycles(model)) == by_kind
     name = "blocks.1.up.weight"
     view = model.get_parameter(name)[1:]
     for m in (model, twin):
@@ -294,7 +294,7 @@ def test_writes_beyond_host_memory_are_told_once(saved: Path, monkeypatch: pytes
         patch.setattr(limits, "host_memory", lambda: HostMemory(1 << 30, 5))
         with pytest.raises(ChunkflowError, match=rf"{name} is written, .* \d+ bytes find no room there: 5 are free"):
             model.get_parameter(name).mul_(2)
-    assert homes(model)[name].drive is not None
+    assert buffers(model)[name].drive is not None
     with pytest.warns(UserWarning, match=r"is written, .* more than host_memory, which is 0") as told:
         model.load_state_dict({k: 2 * v for k, v in twin.state_dict().items()})
     assert len(told) == 1
@@ -312,7 +312,7 @@ def test_copies_of_weights_on_the_drive(saved: Path, monkeypatch: pytest.MonkeyP
                 ChunkflowError, match=r"is on the drive, and a copy of it .* finds no room .*: 5 are free"
             ):
                 made(model)
-    assert all(home.drive is not None for home in homes(model).values())
+    assert all(buffer.drive is not None for buffer in buffers(model).values())
     with pytest.warns(UserWarning, match="is no longer on the drive: such weights are in host memory") as told:
         model.to(torch.bfloat16)
     assert len([w for w in told if "no longer on the drive" in str(w.message)]) == 1
@@ -341,9 +341,9 @@ def test_no_room_for_weights_that_come_back_from_the_drive(saved: Path, monkeypa
             ChunkflowError, match=r"no room in host memory for .* bytes\): 5 are free.*call restore again"
         ):
             restore(model)
-    assert homes(model) and all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert buffers(model) and all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     restore(model)
-    assert not homes(model)
+    assert not buffers(model)
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 

@@ -16,14 +16,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import load_stack, save_stack
-from test_drive import homes
+from test_drive import buffers
 from test_killed_ranks import without_name
 from test_shared_weights import LEAST, PLACED, PLACES, SIZE, large, said_here, same, shared
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.models.small import small_model
-from chunkflow_compile.weights import drive, filling, limits
+from chunkflow_compile.weights import drive, limits, loader
 from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
 from chunkflow_compile.weights.limits import HostMemory
 
@@ -116,7 +116,7 @@ def memory_runs_out(rank: int) -> None:
         return full() if asked[0] > 8 and rank == 0 else plain()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(filling, "_CHECKED", 1)
+        patch.setattr(loader, "_CHECKED", 1)
         patch.setattr(limits, "host_memory", soon_full)
         said = r"The weights take \d+ more bytes of host memory, and 5 are free"
         with pytest.raises(ChunkflowError, match=said if rank == 0 else f"because rank 0 failed: {said}"):
@@ -179,7 +179,7 @@ def no_room(rank: int, file: str) -> None:
             torch.equal(a.to(dtype), b.to(dtype)) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
         )
         gc.collect()
-        assert not homes(model) and without_name() == before
+        assert not buffers(model) and without_name() == before
         dist.barrier()
 
 

@@ -16,8 +16,8 @@ import torch
 from helpers import Stack
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 
-from chunkflow_compile import Arena, courses, offload, programs, restore
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile import Arena, cycles, offload, programs, restore
+from chunkflow_compile.weights.host_buffer import buffer_of
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
@@ -89,7 +89,7 @@ def test_an_interrupt_while_an_arena_changes_hands(cut: int, no_grad: None) -> N
     arena = Arena()
     models, twins = [stack(), Stack(3).eval()], [stack(), Stack(3).eval()]
     twins[1].load_state_dict(models[1].state_dict())
-    runs = [compiled(model, arena=arena, disable=["course"]) for model in models]
+    runs = [compiled(model, arena=arena, disable=["cycle"]) for model in models]
     for run in (*runs, runs[0]):
         run(torch.randn(4, 8))
     stream = arena.streams.copy
@@ -105,8 +105,8 @@ def test_an_interrupt_while_an_arena_changes_hands(cut: int, no_grad: None) -> N
 
 def test_an_interrupt_while_weights_move_back(no_grad: None) -> None:
     model, twin, _, _ = run_once()
-    store = next(home for p in model.parameters() if (home := home_of(p)) is not None).store
-    third = store.homes[-3]
+    store = next(buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None).store
+    third = store.buffers[-3]
     third.unpin = fail_at(third.unpin, 1, KeyboardInterrupt())  # type: ignore[method-assign]
     with pytest.raises(KeyboardInterrupt):
         restore(model)
@@ -136,7 +136,7 @@ def test_an_interrupt_while_weights_move(no_grad: None, monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("debug", [(), ("threads", "poison")])
-def test_an_interrupt_during_a_course(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
+def test_an_interrupt_during_a_cycle(debug: tuple[str, ...], no_grad: None, ctrl_c: None) -> None:
     """Ctrl-C, at twelve moments of passes over blocks that are compiled one by one."""
     model, twin = stack(), stack()
     offload(model, min_bytes=4096)
@@ -144,8 +144,8 @@ def test_an_interrupt_during_a_course(debug: tuple[str, ...], no_grad: None, ctr
         block.compile(backend="chunkflow", options={**EAGER, "debug": list(debug)})
     for _ in range(3):
         model(torch.randn(4, 8))
-        programs(model)[0].arena.courses.settle()
-    (route,) = courses(model)
+        programs(model)[0].arena.cycles.settle()
+    (route,) = cycles(model)
     device = programs(model)[0].executor.device
     plain = device.copy_bytes
 
@@ -162,7 +162,7 @@ def test_an_interrupt_during_a_course(debug: tuple[str, ...], no_grad: None, ctr
         for _ in range(2):
             x = torch.randn(4, 8)
             assert torch.equal(model(x), twin(x))
-    assert interrupted == 12 and route in courses(model)
+    assert interrupted == 12 and route in cycles(model)
     x = torch.randn(4, 8)
     restore(model)
     assert torch.equal(model(x), twin(x))

@@ -24,9 +24,9 @@ from torch import nn
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
-from chunkflow_compile.weights import filling
+from chunkflow_compile.weights import loader
 from chunkflow_compile.weights.drive import Scratch
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.source import DriveBytes
 
 SIZE = Size(layers=2)
@@ -37,7 +37,7 @@ WHO = ((0,), (1,), (0, 1))
 
 
 def shared(model: nn.Module) -> bool:
-    return any((home := home_of(p)) is not None and home.shared is not None for p in model.parameters())
+    return any((buffer := buffer_of(p)) is not None and buffer.shared is not None for p in model.parameters())
 
 
 def run_all(work: Callable[..., None], *args: Any, ranks: int = 2) -> list[int | None]:
@@ -122,13 +122,13 @@ def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
     model, twin = large(), large()
     if rank in who:
         owner, name = {
-            "fill": (filling, "fill"),
-            "proof": (filling.SharedPages, "same" if rank else "written"),
-            "finish": (filling.SharedPages, "finish"),
+            "fill": (loader, "fill"),
+            "proof": (loader.SharedPages, "same" if rank else "written"),
+            "finish": (loader.SharedPages, "finish"),
             "drive": (DriveBytes, "mapped") if rank else (Scratch, "write"),
         }[when]
         if when == "fill" and rank == 1:
-            owner, name = filling.SharedPages, "role"
+            owner, name = loader.SharedPages, "role"
         plain, left = getattr(owner, name), [1 if when == "finish" else 5]
 
         def dies(*args: Any) -> Any:
@@ -174,7 +174,7 @@ def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str) ->
     Half of the weights are in memory, and half on the drive, which the first rank reads for both.
     """
     from chunkflow_compile.runtime.executor import Executor
-    from chunkflow_compile.weights.home import Home
+    from chunkflow_compile.weights.host_buffer import HostBuffer
 
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2, timeout=timedelta(seconds=WITHIN)
@@ -185,10 +185,10 @@ def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str) ->
         enable_ulysses(m, 2)
     half = sum(p.nbytes for p in model.parameters()) // 2
     offload(model, min_bytes=LEAST, share=True, host_memory=half)
-    assert shared(model) and any((h := home_of(p)) is not None and h.drive is not None for p in model.parameters())
+    assert shared(model) and any((h := buffer_of(p)) is not None and h.drive is not None for p in model.parameters())
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     left = 5
-    owner, name = {"pin": (Home, "pin"), "step": (Executor, "_finish")}[when]
+    owner, name = {"pin": (HostBuffer, "pin"), "step": (Executor, "_finish")}[when]
     if rank in who:
         plain = getattr(owner, name)
 
@@ -233,7 +233,7 @@ def killed_beside(rank: int, folder: str) -> None:
     for m in (model, twin):
         enable_ulysses(m, 2)
     offload(model, min_bytes=LEAST, share=True, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
-    assert shared(model) and any((h := home_of(p)) is not None and h.drive is not None for p in model.parameters())
+    assert shared(model) and any((h := buffer_of(p)) is not None and h.drive is not None for p in model.parameters())
     run, plain, dying = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS), Executor._finish, 5
 
     def dies(self: Any, *args: Any) -> Any:

@@ -12,9 +12,9 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
-from chunkflow_compile.weights import filling, host_store, limits
+from chunkflow_compile.weights import host_store, limits, loader
 from chunkflow_compile.weights.backing import SharedMemory
-from chunkflow_compile.weights.home import Home, home_of
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room, pin_budget
 from chunkflow_compile.weights.pinning import pin_all
 
@@ -143,8 +143,8 @@ class Reader:
         """Nothing is copied."""
 
 
-def homes_of(model: nn.Module) -> list[Home]:
-    return [home for p in model.parameters() if (home := home_of(p)) is not None]
+def buffers_of(model: nn.Module) -> list[HostBuffer]:
+    return [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -152,30 +152,30 @@ def test_ranks_begin_to_pin_at_different_weights(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", str(rank))
     model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
-    homes, device = homes_of(model), Reader()
-    order = [home.host.data_ptr() for home in homes]
+    buffers, device = buffers_of(model), Reader()
+    order = [buffer.host.data_ptr() for buffer in buffers]
     half = len(order) // 2 * rank
-    assert pin_all(homes, device, None) and device.pinned == [*order[half:], *order[:half]]
+    assert pin_all(buffers, device, None) and device.pinned == [*order[half:], *order[:half]]
 
 
 def test_what_a_store_may_pin(monkeypatch: pytest.MonkeyPatch) -> None:
     model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
-    homes, memory = homes_of(model), HostMemory(64 * GIB, 10 * GIB, Path("/sys/fs/cgroup/memory.max"))
-    store = homes[0].store
+    buffers, memory = buffers_of(model), HostMemory(64 * GIB, 10 * GIB, Path("/sys/fs/cgroup/memory.max"))
+    store = buffers[0].store
     monkeypatch.setattr("chunkflow_compile.weights.host_store.host_memory", lambda: memory)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     most = store.held_bytes + (10 * GIB - memory.reserve) // 2
     told = f"{10 * GIB} bytes are free below /sys/fs/cgroup/memory.max, and {memory.reserve} stay in reserve: at most {most}"
     assert store.room(None) == Room(most, told)
-    homes[0].pin(Reader())
-    assert store.room(None).left == most - homes[0].nbytes
-    assert store.room(1000 + homes[0].nbytes).left == 1000
+    buffers[0].pin(Reader())
+    assert store.room(None).left == most - buffers[0].nbytes
+    assert store.room(1000 + buffers[0].nbytes).left == 1000
     memory = HostMemory(64 * GIB, 0)
     assert store.room(None).left < store.held_bytes
     with pytest.warns(
         UserWarning, match=r"could not be pinned after .*0 bytes are free, and \d+ stay in reserve: at most 0"
     ):
-        assert not pin_all(homes, Reader(), None)
+        assert not pin_all(buffers, Reader(), None)
 
 
 def test_ranks_that_share_pin_the_same_weights(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,13 +184,13 @@ def test_ranks_that_share_pin_the_same_weights(monkeypatch: pytest.MonkeyPatch) 
     pinned = []
     for rank in range(3):
         model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
-        homes, device = homes_of(model), Reader()
-        store = homes[0].store
-        store.turn, store.agreed = (rank, 3), sum(home.nbytes for home in homes[:7]) + 1
+        buffers, device = buffers_of(model), Reader()
+        store = buffers[0].store
+        store.turn, store.agreed = (rank, 3), sum(buffer.nbytes for buffer in buffers[:7]) + 1
         with pytest.warns(UserWarning, match="the ranks that share weights pin at most"):
-            assert not pin_all(homes, device, None)
-        assert [home.pinned for home in homes] == [True] * 7 + [False] * (len(homes) - 7)
-        pinned.append([homes.index(next(h for h in homes if h.host.data_ptr() == at)) for at in device.pinned])
+            assert not pin_all(buffers, device, None)
+        assert [buffer.pinned for buffer in buffers] == [True] * 7 + [False] * (len(buffers) - 7)
+        pinned.append([buffers.index(next(h for h in buffers if h.host.data_ptr() == at)) for at in device.pinned])
         restore(model)
     assert len({found[0] for found in pinned}) > 1, "they begin at different ones"
 
@@ -198,7 +198,7 @@ def test_ranks_that_share_pin_the_same_weights(monkeypatch: pytest.MonkeyPatch) 
 def one_has_less_room(rank: int) -> None:
     host_store.host_memory = limits.host_memory = lambda *_: HostMemory(64 * GIB, (10 - 4 * rank) * GIB)
     model = offload(small_model("wan", Size(layers=2)), min_bytes=1024, share=True)
-    (store,) = {id(home.store): home.store for home in homes_of(model)}.values()
+    (store,) = {id(buffer.store): buffer.store for buffer in buffers_of(model)}.values()
     memory = HostMemory(64 * GIB, 6 * GIB)
     assert store.agreed == store.held_bytes + (6 * GIB - memory.reserve) // 2
 
@@ -222,14 +222,14 @@ def test_no_room_for_the_weights_of_one_rank(tmp_path: Path, monkeypatch: pytest
     model, twin, cast = loaded(tmp_path), loaded(tmp_path), loaded(tmp_path, torch_dtype=torch.bfloat16)
     full, told = HostMemory(GIB, 5, Path("/sys/fs/cgroup/memory.max")), list[HostMemory]()
     monkeypatch.setattr(limits, "host_memory", lambda: told.pop(0) if told else full)
-    monkeypatch.setattr(filling, "_CHECKED", 1 << 14)
+    monkeypatch.setattr(loader, "_CHECKED", 1 << 14)
     for free in ([], [HostMemory(64 * GIB, 40 * GIB)] * 3):
         told[:] = free
         with pytest.raises(
             ChunkflowError, match=r"take \d+ more bytes of host memory, and 5 are free below .*memory.max"
         ):
             offload(model, min_bytes=1024, dtype=torch.bfloat16)
-        assert not told and all(home_of(p) is None for p in model.parameters())
+        assert not told and all(buffer_of(p) is None for p in model.parameters())
     assert all(
         torch.equal(p.to(torch.bfloat16), q.to(torch.bfloat16))
         for p, q in zip(model.parameters(), twin.parameters(), strict=True)
@@ -248,7 +248,7 @@ def half_a_copy_is_free(rank: int) -> None:
     total = sum(p.nbytes for p in model.parameters())
     limits.host_memory = lambda *_: HostMemory(1 << 34, total // 2)
     offload(model, min_bytes=1024, share=True, device="cpu")
-    assert all(home.shared is not None for home in homes_of(model))
+    assert all(buffer.shared is not None for buffer in buffers_of(model))
 
 
 def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) -> None:
@@ -258,10 +258,10 @@ def test_weights_make_room_for_their_shared_copy(on_ranks: Callable[..., None]) 
 
 def test_ranks_that_share_pin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without an environment that counts them; and pages that another rank pins at the moment are pinned a little later."""
-    monkeypatch.setattr("chunkflow_compile.weights.home._AGAIN_S", 0.0)
+    monkeypatch.setattr("chunkflow_compile.weights.host_buffer._AGAIN_S", 0.0)
     model = offload(small_model("wan", Size(layers=2)), min_bytes=1024)
-    homes, device = homes_of(model), Reader()
-    store, plain, refused = homes[0].store, device.pin, list[int]()
+    buffers, device = buffers_of(model), Reader()
+    store, plain, refused = buffers[0].store, device.pin, list[int]()
     store.turn = (1, 2)
     memory = HostMemory(64 * GIB, 10 * GIB)
     monkeypatch.setattr("chunkflow_compile.weights.host_store.host_memory", lambda: memory)
@@ -274,11 +274,11 @@ def test_ranks_that_share_pin_in_turns(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(host)
 
     monkeypatch.setattr(device, "pin", pin)
-    half = homes[len(homes) // 2]
+    half = buffers[len(buffers) // 2]
     monkeypatch.setattr(half, "backing", SharedMemory.__new__(SharedMemory))
     with pytest.warns(UserWarning, match="could not be pinned"):
-        assert not pin_all(homes, device, None)
+        assert not pin_all(buffers, device, None)
     assert refused == [half.host.data_ptr()] * 2
     store.pins, refused[:] = True, [1]
-    assert pin_all(homes, device, None) and refused == [1, half.host.data_ptr()]
+    assert pin_all(buffers, device, None) and refused == [1, half.host.data_ptr()]
     monkeypatch.setattr(half, "backing", None)

@@ -24,7 +24,7 @@ from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import groups, node
 from chunkflow_compile.weights.groups import Group
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.mapping import Descriptor, memory_file
 from chunkflow_compile.weights.node import Node, meet, node_of
 
@@ -318,8 +318,8 @@ def in_two_containers(rank: int) -> None:
     node._reach = lambda: str(rank)
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=LEAST, share=True)
-    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
-    assert homes and not any(home.shared for home in homes)
+    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
+    assert buffers and not any(buffer.shared for buffer in buffers)
     with torch.no_grad():
         for m in (model, twin):
             next(m.parameters()).mul_(2)
@@ -345,9 +345,9 @@ def by_name(rank: int, folder: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tempfile.tempdir", folder)
         offload(model, min_bytes=LEAST, share=True, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
-    homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
-    assert {home.scratch for home in homes if home.shared is None} == {True}
-    assert any(home.shared for home in homes) and not os.listdir(folder)
+    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
+    assert {buffer.scratch for buffer in buffers if buffer.shared is None} == {True}
+    assert any(buffer.shared for buffer in buffers) and not os.listdir(folder)
     assert not any("chunkflow" in name for name in os.listdir("/dev/shm"))
     maps = Path("/proc/self/maps").read_text()
     assert "/dev/shm/chunkflow-" in maps and f"{folder}/chunkflow-" in maps and "memfd:chunkflow-weights" not in maps
@@ -370,7 +370,7 @@ def one_fails_early(rank: int) -> None:
     assert time.monotonic() - began < WITHIN, "not the half hour of the process group"
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
     offload(model, min_bytes=LEAST, share=True)  # the next time is no worse for it
-    assert home_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
+    assert buffer_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
 
 
 def test_a_rank_that_fails_before_it_meets_the_others(on_ranks: Callable[..., None]) -> None:
@@ -381,7 +381,7 @@ def in_a_group_of(rank: int, folder: str, backend: str | None) -> None:
     dist.init_process_group(backend, init_method=f"file://{folder}/meet", rank=rank, world_size=2)
     assert dist.get_backend() not in ("gloo", "nccl")
     model = offload(small_model("wan", SIZE), min_bytes=LEAST, share=True)
-    assert home_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
+    assert buffer_of(model.get_parameter("proj_out.weight")).shared is not None  # type: ignore[union-attr]
     dist.barrier()
     os._exit(0)
 

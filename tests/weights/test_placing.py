@@ -21,7 +21,7 @@ from torch._dynamo.exc import BackendCompilerFailed
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.frontend.backend import chunkflow
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
 
 MIN_BYTES = 4096
@@ -56,7 +56,7 @@ class Root(nn.Module):
 
 def test_large_parameters_keep_their_shape_and_device_without_memory_there() -> None:
     model, twin = placed(), stack()
-    moved = [n for n, p in model.named_parameters() if home_of(p) is not None]
+    moved = [n for n, p in model.named_parameters() if buffer_of(p) is not None]
     assert moved == [n for n, p in twin.named_parameters() if p.numel() * 4 >= MIN_BYTES] != []
     for (name, p), q in zip(model.named_parameters(), twin.parameters(), strict=True):
         assert isinstance(p, nn.Parameter)
@@ -73,8 +73,8 @@ def test_packing_takes_over_the_bytes_without_a_copy() -> None:
     model = stack()
     before = {n: p.data_ptr() for n, p in model.named_parameters()}
     offload(model, min_bytes=MIN_BYTES)
-    homes = {n: home for n, p in model.named_parameters() if (home := home_of(p)) is not None}
-    assert {n: h.host.data_ptr() for n, h in homes.items()} == {n: before[n] for n in homes}
+    buffers = {n: buffer for n, p in model.named_parameters() if (buffer := buffer_of(p)) is not None}
+    assert {n: h.host.data_ptr() for n, h in buffers.items()} == {n: before[n] for n in buffers}
     restore(model)
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == before
 
@@ -142,7 +142,7 @@ def test_save_pretrained_writes_the_weights(tmp_path: Path) -> None:
 
 def test_an_eager_call_is_right_and_says_once_what_it_moved(no_grad: None) -> None:
     model, twin, x = placed(), stack(), torch.randn(4, 8)
-    nbytes = sum(home.nbytes for p in model.parameters() if (home := home_of(p)) is not None)
+    nbytes = sum(buffer.nbytes for p in model.parameters() if (buffer := buffer_of(p)) is not None)
     with pytest.warns(UserWarning, match=rf"Stack runs outside its compiled form: ops have fetched {nbytes} bytes"):
         assert torch.equal(model(x), twin(x))
     with warnings.catch_warnings():
@@ -203,9 +203,9 @@ def test_a_model_changes_its_type_in_host_memory(no_grad: None) -> None:
 def test_compiling_an_unplaced_model_places_it_at_its_first_call(no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     run = compiled(model)
-    assert all(home_of(p) is None for p in model.parameters())
+    assert all(buffer_of(p) is None for p in model.parameters())
     torch.testing.assert_close(run(x), twin(x))
-    moved = [n for n, p in model.named_parameters() if home_of(p) is not None]
+    moved = [n for n, p in model.named_parameters() if buffer_of(p) is not None]
     assert moved == ["blocks.0.up.weight", "blocks.0.down.weight", "blocks.1.up.weight", "blocks.1.down.weight"]
     assert all(torch.equal(v, twin.state_dict()[n]) for n, v in model.state_dict().items())
     assert len(programs(model)) == 1

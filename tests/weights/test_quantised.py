@@ -123,7 +123,7 @@ def on_the_drive_of_all(rank: int, kind: str) -> None:
         made.append(model)
     model, twin = made
     offload(model, min_bytes=MIN_BYTES, share=True, host_memory=10_000)
-    assert any(t.home.scratch for t in tensors(model) if isinstance(t, HostWeight))
+    assert any(t.buffer.scratch for t in tensors(model) if isinstance(t, HostWeight))
     options = {**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager"}
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     for _ in range(3):

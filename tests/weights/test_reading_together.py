@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
-from test_drive import homes, planned_reads, read_so_far
+from test_drive import buffers, planned_reads, read_so_far
 from torch import nn
 
 import chunkflow_compile
@@ -88,7 +88,7 @@ def counted(model: nn.Module, run: Any, twin: nn.Module, seed: int, turns: int =
     for turn in range(turns):
         step(run, twin, seed + turn)
     program.arena.streams.copy.synchronize()
-    planned = planned_reads(program.plan, [h for h in homes(model).values() if h.drive is not None])
+    planned = planned_reads(program.plan, [h for h in buffers(model).values() if h.drive is not None])
     return everywhere(read_so_far(model) - before), turns * planned, reader_of(model)._wanted
 
 
@@ -147,15 +147,15 @@ def test_ranks_that_write_read_alone_until_all_have_written(on_ranks: Callable[.
 
 
 def blocks(rank: int, folder: str) -> None:
-    """Blocks compiled one by one: the ranks take up their course at calls of their own."""
+    """Blocks compiled one by one: the ranks take up their cycle at calls of their own."""
     model, twin = pair(folder, 2)
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
     run = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
     for turn in range(4):
         step(run, twin, turn)
         if turn >= rank:
-            programs(model)[0].arena.courses.settle()  # the course is planned on a thread
-    assert chunkflow_compile.courses(model)
+            programs(model)[0].arena.cycles.settle()  # the cycle is planned on a thread
+    assert chunkflow_compile.cycles(model)
     until_together(model, run, twin)
     read = everywhere(read_so_far(model))
     for turn in range(4):
@@ -167,7 +167,7 @@ def blocks(rank: int, folder: str) -> None:
 
 
 @pytest.mark.long
-def test_a_course_is_read_together(on_ranks: Callable[..., None], saved: str) -> None:
+def test_a_cycle_is_read_together(on_ranks: Callable[..., None], saved: str) -> None:
     on_ranks(blocks, saved)
 
 

@@ -142,7 +142,7 @@ def shared_shards(rank: int) -> None:
         model, twin = stack(mesh["tensor"]), stack(mesh["tensor"])
         offload(model, min_bytes=4096, share=group)
         shards = [t for t in leaves_of(model) if isinstance(t, HostWeight)]
-        assert len(shards) == 4 and [t.home.shared is not None for t in shards] == [shares] * 4
+        assert len(shards) == 4 and [t.buffer.shared is not None for t in shards] == [shares] * 4
         model.compile(backend="chunkflow", fullgraph=True, options=EAGER)
         steps(model, twin)
         assert streamed(model) > 0

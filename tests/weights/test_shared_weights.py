@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 from conftest import OPTIONS as SLOW
 from helpers import Stack, in_memory, load_stack, save_stack, stack_inputs
-from test_drive import counted_reads, homes, planned_reads
+from test_drive import buffers, counted_reads, planned_reads
 from test_killed_ranks import without_name
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError, courses, offload, programs, restore
+from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
 from chunkflow_compile.weights.drive import Scratch
-from chunkflow_compile.weights.home import Home, home_of
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.mapping import whole_pages
 from chunkflow_compile.weights.sharing import SharedPages
 from chunkflow_compile.weights.source import DriveBytes
@@ -63,20 +63,20 @@ def files() -> Iterator[Path]:
 
 
 def shared(model: nn.Module) -> set[str]:
-    return {name for name, p in model.named_parameters() if (home := home_of(p)) and home.shared is not None}
+    return {name for name, p in model.named_parameters() if (buffer := buffer_of(p)) and buffer.shared is not None}
 
 
 def large(model: nn.Module) -> set[str]:
     return {name for name, p in model.named_parameters() if p.nbytes >= LEAST}
 
 
-def in_scratch(model: nn.Module) -> dict[str, Home]:
-    return {name: home for name, home in homes(model).items() if home.scratch}
+def in_scratch(model: nn.Module) -> dict[str, HostBuffer]:
+    return {name: buffer for name, buffer in buffers(model).items() if buffer.scratch}
 
 
-def file_of(home: Home) -> tuple[int, int]:
-    assert home.drive is not None
-    told = os.fstat(home.drive.file.descriptor.number)
+def file_of(buffer: HostBuffer) -> tuple[int, int]:
+    assert buffer.drive is not None
+    told = os.fstat(buffer.drive.file.descriptor.number)
     return told.st_dev, told.st_ino
 
 
@@ -131,12 +131,12 @@ def in_state(m: nn.Module, name: str) -> None:
 def in_one_file(model: nn.Module, world: int) -> set[str]:
     """The weights that lie in a file of all ranks."""
     found = in_scratch(model)
-    (file,) = {home.drive.file for home in found.values() if home.drive is not None}
-    ((device, inode),) = {file_of(home) for home in found.values()}
+    (file,) = {buffer.drive.file for buffer in found.values() if buffer.drive is not None}
+    ((device, inode),) = {file_of(buffer) for buffer in found.values()}
     assert everywhere((device, inode)) == [(device, inode)] * world, "one file a machine"
-    placed = [home for home in next(iter(found.values())).store.homes if home.scratch]
+    placed = [buffer for buffer in next(iter(found.values())).store.buffers if buffer.scratch]
     assert len(placed) > len(found), "with buffers"
-    assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(home.nbytes) for home in placed)
+    assert os.fstat(file.descriptor.number).st_size == sum(whole_pages(buffer.nbytes) for buffer in placed)
     return {*found}
 
 
@@ -149,7 +149,7 @@ def moves_what_is_planned(model: nn.Module, run: Any, twin: nn.Module, where: st
         steps(run, twin, 3)
         copies.synchronize()
     on_drive = where == PLACES[1]
-    assert taken == [3 * planned_reads(program.plan, [*homes(model).values()]) if on_drive else 0]
+    assert taken == [3 * planned_reads(program.plan, [*buffers(model).values()]) if on_drive else 0]
     assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * 6 > [0] * 6
 
 
@@ -159,9 +159,9 @@ def same_model(rank: int, file: str, where: str, world: int) -> None:
     names, on_drive = large(model), where == PLACES[1]
     offload(model, min_bytes=LEAST, share=True, **PLACED[where])
     if on_drive:
-        assert {name for name, home in homes(model).items() if home.drive is not None} == names
+        assert {name for name, buffer in buffers(model).items() if buffer.drive is not None} == names
         assert in_one_file(model, world) == names
-        first = homes(model)[min(names)].drive
+        first = buffers(model)[min(names)].drive
     else:
         assert shared(model) == names and memfds() == 1
         assert len({len(pickle.dumps(m.get_parameter(min(names)))) for m in (model, twin)}) == 1, "without the others"
@@ -171,7 +171,7 @@ def same_model(rank: int, file: str, where: str, world: int) -> None:
 
     # A rank writes: only it sees that, also through a view from before, and has a copy of its own from then on.
     ways: list[Callable[[nn.Module, str], None]] = [mul, data, load, *([in_state] if on_drive else [])]
-    left, mine, homes_before = iter(sorted(names)), set[str](), homes(model)
+    left, mine, homes_before = iter(sorted(names)), set[str](), buffers(model)
     for writer in (1, 0):
         written = [next(left) for _ in ways]
         values = [homes_before[name].host.clone() for name in written]
@@ -187,7 +187,9 @@ def same_model(rank: int, file: str, where: str, world: int) -> None:
             assert all(torch.equal(model.get_parameter(n), v) for n, v in zip(written, values, strict=True))
         assert all(torch.equal(a, b) for a, b in zip(*views, strict=True))
         if on_drive:
-            private = {n for n, home in homes(model).items() if home.drive is None or home.drive.file is not first.file}
+            private = {
+                n for n, buffer in buffers(model).items() if buffer.drive is None or buffer.drive.file is not first.file
+            }
         else:
             private = names - shared(model)
         assert private == mine
@@ -218,15 +220,15 @@ def test_ranks_share_and_write(on_ranks: Callable[..., None], saved: str, where:
     on_ranks(same_model, saved, where, world, world=world, fresh=True)
 
 
-def in_a_course(rank: int, file: str) -> None:
-    """A course has the sources of its copies from its first call on."""
+def in_a_cycle(rank: int, file: str) -> None:
+    """A cycle has the sources of its copies from its first call on."""
     model, twin = pair(file, PLACES[1])
     offload(model, min_bytes=LEAST, share=True, **PLACED[PLACES[1]])
     run = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
     for _ in range(4):
         steps(run, twin)
-        programs(model)[0].arena.courses.settle()  # type: ignore[union-attr]
-    assert courses(model)
+        programs(model)[0].arena.cycles.settle()  # type: ignore[union-attr]
+    assert cycles(model)
     for factor in (2, 3):
         if rank == 1:
             for m in (model, twin):
@@ -235,8 +237,8 @@ def in_a_course(rank: int, file: str) -> None:
         steps(run, twin, factor)
 
 
-def test_a_course_reads_what_its_rank_has_written(on_ranks: Callable[..., None], saved: str) -> None:
-    on_ranks(in_a_course, saved)
+def test_a_cycle_reads_what_its_rank_has_written(on_ranks: Callable[..., None], saved: str) -> None:
+    on_ranks(in_a_cycle, saved)
 
 
 def slow_leader(patch: pytest.MonkeyPatch) -> None:
@@ -272,7 +274,7 @@ def differs(rank: int, file: str, where: str) -> None:
         f"rank 1 has other values than rank 0 in {names[0]}, and keeps its own copy of them"
     ]
     if where == PLACES[1]:
-        mine, theirs = everywhere({name: file_of(home) for name, home in in_scratch(model).items()})
+        mine, theirs = everywhere({name: file_of(buffer) for name, buffer in in_scratch(model).items()})
         assert mine.keys() == placed and {n for n in mine if mine[n] != theirs[n]} == {names[0]}
     else:
         assert shared(model) == placed - ({names[0]} if rank else set())
@@ -289,7 +291,7 @@ def test_a_weight_that_differs_is_named_and_private(on_ranks: Callable[..., None
 def sealed(rank: int) -> None:
     model = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(2))
     offload(model, min_bytes=LEAST, share=True, device="cpu")
-    number = home_of(model[0].weight).shared._descriptor.number  # type: ignore[union-attr,arg-type]
+    number = buffer_of(model[0].weight).shared._descriptor.number  # type: ignore[union-attr,arg-type]
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     assert fcntl.fcntl(number, fcntl.F_GET_SEALS) & wanted == wanted
     for size in (0, 1 << 20):
@@ -362,26 +364,26 @@ def beside_the_drive(rank: int, folder: str, dtype: torch.dtype) -> None:
     budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
     cast = None if dtype == torch.float32 else dtype
     offload(model, min_bytes=LEAST, share=True, host_memory=budget, dtype=cast)
-    homes = {name: home for name, p in model.named_parameters() if (home := home_of(p)) is not None}
-    drive, memory = {name for name, home in homes.items() if home.drive is not None}, shared(model)
-    assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(homes)
-    assert {n for n in drive if not homes[n].scratch} == {
+    buffers = {name: buffer for name, p in model.named_parameters() if (buffer := buffer_of(p)) is not None}
+    drive, memory = {name for name, buffer in buffers.items() if buffer.drive is not None}, shared(model)
+    assert drive and memory and drive.isdisjoint(memory) and drive | memory == set(buffers)
+    assert {n for n in drive if not buffers[n].scratch} == {
         n for n in drive if twin.get_parameter(n).dtype == torch.float32
     }, "what the model keeps in float32 stays in its checkpoint"
     # buffers are shared too, and each begins at a page
-    one, other = homes[min(memory)], homes[min(drive)]
+    one, other = buffers[min(memory)], buffers[min(drive)]
     assert one.shared is not None and other.scratch == (cast is not None)
-    placed = [home for home in one.store.homes if home.drive is None]
-    assert sum(home.nbytes for home in placed) <= budget
+    placed = [buffer for buffer in one.store.buffers if buffer.drive is None]
+    assert sum(buffer.nbytes for buffer in placed) <= budget
     held = os.fstat(one.shared._descriptor.number).st_size
-    assert held == sum(whole_pages(home.nbytes) for home in placed) and memfds() == 1
+    assert held == sum(whole_pages(buffer.nbytes) for buffer in placed) and memfds() == 1
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     steps(run, twin)
-    for home in (one, other):
+    for buffer in (one, other):
         if rank == 1:
             with torch.no_grad():
                 for m in (model, twin):
-                    m.get_parameter(home.name).mul_(2)
+                    m.get_parameter(buffer.name).mul_(2)
         dist.barrier()
         steps(run, twin, 5)
     # what a rank has written is in memory of its own from then on

@@ -111,6 +111,6 @@ def test_the_prediction(saved: str, monkeypatch: pytest.MonkeyPatch, tmp_path: P
     assert unread(model.parameters()) == sum(p.nbytes for p in model.parameters())
     assert not unread(small_model("wan", SIZE).parameters())
     assert str(ReadTime(28_000_000_000, 2e9)) == "from a drive of 2.0 GB/s in 14 s"
-    assert ReadTime(28_000_000_000, 2e9).told and not ReadTime(1_000_000_000, 2e9).told
+    assert ReadTime(28_000_000_000, 2e9).text and not ReadTime(1_000_000_000, 2e9).text
     (tmp_path / "chunkflow" / "hardware.json").write_text("{")
     assert ReadTime.here(1).rate == load_profile(CPU).drive_bandwidth, "a damaged profile does not stop a move"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import Tabled, in_memory, load_stack
-from test_drive import LEAST, OPTIONS, homes, saved, steps, touch
+from test_drive import LEAST, OPTIONS, buffers, saved, steps, touch
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload
@@ -43,7 +43,7 @@ def test_what_notices_the_write_takes_the_weight_from_the_file(saved: Path, by: 
     offload(model, min_bytes=LEAST, host_memory=0)
     run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     steps(run, twin)
-    weight, home = model.get_parameter(NAME), homes(model)[NAME]
+    weight, buffer = model.get_parameter(NAME), buffers(model)[NAME]
     for m in (model, twin):
         m.state_dict()[NAME].view(-1)[:2].fill_(3)
     with pytest.warns(UserWarning, match=rf"{NAME} is written, .* the weights take {weight.nbytes} bytes there now"):
@@ -52,7 +52,7 @@ def test_what_notices_the_write_takes_the_weight_from_the_file(saved: Path, by: 
                 m.get_parameter(NAME).add_(1)
         steps(run, twin, seed=1)
     expected = twin.get_parameter(NAME).clone()
-    assert home.drive is None and not of_a_file(home.host.data_ptr() + home.nbytes // 2)
+    assert buffer.drive is None and not of_a_file(buffer.host.data_ptr() + buffer.nbytes // 2)
     with open(saved, "r+b") as changed:
         changed.write(b"\1" * saved.stat().st_size)
     assert torch.equal(weight.detach().clone(), expected)

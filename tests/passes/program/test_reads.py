@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
-from itertools import cycle, islice
+from itertools import islice
 from typing import Any
 
 import networkx as nx
@@ -21,7 +22,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.program import reads
-from chunkflow_compile.passes.program.course import Call, Course, border, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, border, join, write
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.reads import Reads, check_reads
 from chunkflow_compile.passes.program.verify import CHECKED_STEPS, check, verify
@@ -36,7 +37,7 @@ def test_a_byte_has_one_read_at_a_time(step: list[int], spare: int, count: int) 
     """Against a map of the ring, byte by byte, in which only the reads that must be over are forgotten."""
     capacity = room(max(step)) + spare
     ring, held = Ring(capacity), dict[int, int]()
-    for number, nbytes in enumerate(islice(cycle(step), count)):
+    for number, nbytes in enumerate(islice(itertools.cycle(step), count)):
         slot = ring.slot(nbytes)
         assert slot.after <= number and slot.end - slot.begin == room(nbytes)
         assert slot.begin >= 0 and slot.end <= capacity
@@ -45,7 +46,7 @@ def test_a_byte_has_one_read_at_a_time(step: list[int], spare: int, count: int) 
         held |= dict.fromkeys(range(slot.begin, slot.end), number)
 
 
-def course() -> Course:
+def cycle() -> Cycle:
     """Two calls of a small model, half of whose weights are on the drive, with a ring that is used several times a step."""
     cut = cut_of(Stack(4), torch.randn(4, 8))
     weights = [(w.name, w.nbytes) for w in cut.problem.weights]
@@ -59,12 +60,12 @@ def course() -> Course:
     return found
 
 
-def violations(of: Course) -> list[str]:
+def violations(of: Cycle) -> list[str]:
     return list(check_reads(of, HappensBefore((of,), CHECKED_STEPS)))
 
 
-def test_a_course_that_reads_the_drive_is_proved() -> None:
-    found = course()
+def test_a_cycle_that_reads_the_drive_is_proved() -> None:
+    found = cycle()
     assert not list(check(found))
     assert verify(found).version >= 5
 
@@ -140,15 +141,15 @@ class Late(Ring):
 def test_rejects_another_ring(ring: type[Ring], named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "Ring", ring)
     with pytest.raises(FindingError, match=named):
-        verify(course())
+        verify(cycle())
 
 
 def _without_the_first(found: Reads) -> Reads:
-    return replace(found, first=found.first[1:]) if found.first else replace(found, cycle=found.cycle[1:])
+    return replace(found, first=found.first[1:]) if found.first else replace(found, repeated=found.repeated[1:])
 
 
 def _swapped(found: Reads) -> Reads:
-    return replace(found, cycle=(found.cycle[1], found.cycle[0], *found.cycle[2:]))
+    return replace(found, repeated=(found.repeated[1], found.repeated[0], *found.repeated[2:]))
 
 
 @pytest.mark.parametrize(("change", "named"), [(_without_the_first, "read"), (_swapped, "brings chunk")])
@@ -161,26 +162,26 @@ def test_rejects_another_order_than_that_of_the_copies(
         return change(plain(*args))  # type: ignore[operator]
 
     monkeypatch.setattr(reads, "reads_from", changed)
-    assert any(named in said for said in violations(course()))
+    assert any(named in said for said in violations(cycle()))
 
 
 def test_reads_begin_again_at_every_call() -> None:
     """From each call on, the ring has what is fetched first there, and then the passes in their order."""
-    found = course()
+    found = cycle()
     drive = frozenset(w.name for w in found.problem.weights if w.drive)
 
     def loop() -> Iterator[Prefetch]:
-        return cycle(op for _, _, op in found.prefetches if op.weight in drive)
+        return itertools.cycle(op for _, _, op in found.prefetches if op.weight in drive)
 
     for call in range(2):
         of = reads.reads_from(found, call, border(found, call), drive)
-        assert of.begin == call * len(of.cycle) // 2 and len(of.cycle) >= 4
-        expected = islice(loop(), of.begin, of.begin + 2 * len(of.cycle))
+        assert of.begin == call * len(of.repeated) // 2 and len(of.repeated) >= 4
+        expected = islice(loop(), of.begin, of.begin + 2 * len(of.repeated))
         assert list(of.passes(2)) == [*of.first, *expected]
 
 
 @cache
-def ulysses_course(policy: str) -> Course:
+def ulysses_cycle(policy: str) -> Cycle:
     """A model with collectives, all of whose weights are on the drive."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
@@ -192,13 +193,13 @@ def ulysses_course(policy: str) -> Course:
     return write(calls, plan_of(join(calls), policy=policy))
 
 
-def waits_of(courses: Sequence[Course], ahead: int = 0) -> nx.DiGraph:
+def waits_of(cycles: Sequence[Cycle], ahead: int = 0) -> nx.DiGraph:
     """What waits for what on ranks that read together: each read and each collective is one for all of them.
 
     ``ahead``: passes by which the reads that a rank takes are later ones than those of the rank before it.
     """
     found = nx.DiGraph()
-    for rank, of in enumerate(courses):
+    for rank, of in enumerate(cycles):
         order = HappensBefore((of,), CHECKED_STEPS)
         plan, weights = of.plan, {w.name: w for w in of.plan.streamed}
         found.add_edges_from(((rank, a), (rank, b)) for a, b in order.graph.edges)
@@ -215,10 +216,10 @@ def waits_of(courses: Sequence[Course], ahead: int = 0) -> nx.DiGraph:
         of_rank = reads.reads_from(of, 0, border(of, 0), weights.keys())
         unrolled = list(of_rank.passes(CHECKED_STEPS))
         spans = [plan.span(weights[op.weight], op.first, op.end) for op in unrolled]
-        ring = Ring(ring_bytes([end - begin for begin, end in spans[-len(of_rank.cycle) :]]))
+        ring = Ring(ring_bytes([end - begin for begin, end in spans[-len(of_rank.repeated) :]]))
         copied = list[tuple[int, int]]()
         for number, (op, (begin, end)) in enumerate(zip(unrolled, spans, strict=True)):
-            read = "read", number + rank * ahead * len(of_rank.cycle)
+            read = "read", number + rank * ahead * len(of_rank.repeated)
             copies = [(rank, next(chunks)) for _ in range(op.first, op.end)]
             copied.append(copies[-1])
             found.add_edges_from([(read, copies[0]), (("read", read[1] - 1), read)])
@@ -230,7 +231,7 @@ def waits_of(courses: Sequence[Course], ahead: int = 0) -> nx.DiGraph:
 def test_ranks_that_read_together_never_wait_in_a_circle(policy: str) -> None:
     """They wait for each other in collectives, and for room in the ring.  They would wait in a circle if they met in calls of
     other numbers: so they tell their calls (``runtime/leader.py``)."""
-    of = ulysses_course(policy)
+    of = ulysses_cycle(policy)
     graph = waits_of([of] * 3)
     assert nx.is_directed_acyclic_graph(graph)
     assert sum(str(node[0]) == "read" for node in graph) > 2 * len({w.name for w in of.plan.streamed})

@@ -1,4 +1,4 @@
-"""Courses that are given another plan: from measured times, or for another goal."""
+"""Cycles that are given another plan: from measured times, or for another goal."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from helpers import Stack
 from torch import nn
 
 import chunkflow_compile
-from chunkflow_compile import Arena, courses, offload, programs, replan
+from chunkflow_compile import Arena, cycles, offload, programs, replan
 from chunkflow_compile.runtime.device import CpuDevice
 from chunkflow_compile.runtime.route import Route
-from chunkflow_compile.weights.home import home_of
+from chunkflow_compile.weights.host_buffer import buffer_of
 
 PAUSE_S = 0.02
 
@@ -45,22 +45,22 @@ def pair(**options: Any) -> tuple[nn.Module, Callable[[int], None]]:
 
 
 def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
-    """Runs steps; the course is planned after the second.  Returns the course of the last, which is warm."""
+    """Runs steps; the cycle is planned after the second.  Returns the cycle of the last, which is warm."""
     for i in range(steps):
         step(i)
         settle(model)
-    (route,) = courses(model)
+    (route,) = cycles(model)
     newest = [p.measurements[-1] for p in programs(model)]
     assert sum(m.primed_bytes for m in newest) == 0
-    assert sum(m.moved_bytes for m in newest) == route.course.plan.moved_bytes > 0
+    assert sum(m.moved_bytes for m in newest) == route.cycle.plan.moved_bytes > 0
     return route
 
 
 def settle(model: nn.Module) -> None:
-    programs(model)[0].arena.courses.settle()
+    programs(model)[0].arena.cycles.settle()
 
 
-def test_a_course_is_planned_from_its_times_and_those_between_its_calls() -> None:
+def test_a_cycle_is_planned_from_its_times_and_those_between_its_calls() -> None:
     clock = OwnClock()
     model, step = pair(arena=Arena(make=lambda *_: CpuDevice(clock=clock.host)))
     model.blocks[1].register_forward_pre_hook(torch.compiler.disable(lambda *_: clock.sleep(PAUSE_S)))
@@ -68,67 +68,67 @@ def test_a_course_is_planned_from_its_times_and_those_between_its_calls() -> Non
     timings = before.timings(1)
     assert timings is not None
     idle = [0.0] * len(timings.compute_s)
-    idle[before.course.starts[1] - 1] = PAUSE_S  # before the second block
+    idle[before.cycle.starts[1] - 1] = PAUSE_S  # before the second block
     assert timings.idle_s == pytest.approx(idle)
     replan(model, as_measured=True)
     after = run(model, step)
     assert after is not before and after.keys == before.keys
-    assert after.course.plan.hardware.endswith("as measured")
-    assert after.course.plan.predicted is not None and after.course.plan.predicted.step_s >= PAUSE_S
+    assert after.cycle.plan.hardware.endswith("as measured")
+    assert after.cycle.plan.predicted is not None and after.cycle.plan.predicted.step_s >= PAUSE_S
 
 
-def test_a_course_plans_itself_again() -> None:
+def test_a_cycle_plans_itself_again() -> None:
     model, step = pair(replan_after=2)
     for i in range(2):
         step(i)
     settle(model)
     step(2)
-    (before,) = courses(model)
-    assert not before.course.plan.hardware.endswith("as measured")
+    (before,) = cycles(model)
+    assert not before.cycle.plan.hardware.endswith("as measured")
     after = run(model, step, 8)
-    assert after.course.plan.hardware.endswith("as measured") or after is before  # if the placement is the same
+    assert after.cycle.plan.hardware.endswith("as measured") or after is before  # if the placement is the same
     assert after.replan_after == 0
 
 
-def test_a_course_that_contains_its_jumps_plans_itself_again() -> None:
-    """Two passes over it are no course of their own, and one that is learnt but does not run holds nothing up."""
+def test_a_cycle_that_contains_its_jumps_plans_itself_again() -> None:
+    """Two passes over it are no cycle of their own, and one that is learnt but does not run holds nothing up."""
     model, step = pair(replan_after=2)
     x = torch.randn(4, model.blocks[0].up.in_features)
     for i in range(24):
         step(i)
-        model.blocks[0](x)  # a jump, while the blocks alone are the course
+        model.blocks[0](x)  # a jump, while the blocks alone are the cycle
         if i > 12:
             settle(model)
-    lengths = {len(route.keys) for route in courses(model)}
+    lengths = {len(route.keys) for route in cycles(model)}
     assert 5 in lengths and not lengths & {8, 10, 15, 20}
-    (route,) = (r for r in courses(model) if len(r.keys) == 5)
+    (route,) = (r for r in cycles(model) if len(r.keys) == 5)
     assert route.replan_after == 0
 
 
-def test_a_course_for_another_goal() -> None:
+def test_a_cycle_for_another_goal() -> None:
     model, step = pair()
     before = run(model, step)
     whole = sum(p.nbytes for p in model.parameters())
     replan(model, memory=whole // 2)
     after = run(model, step)
-    assert after.course.plan.device_bytes <= whole // 2
+    assert after.cycle.plan.device_bytes <= whole // 2
     assert after.keys != before.keys or after is not before
     replan(model, policy="layerwise")
     for i in range(4):
         step(i)
-    assert courses(model) == (), "the user chose the placement"
+    assert cycles(model) == (), "the user chose the placement"
 
 
-def test_a_course_that_fits_a_smaller_budget_goes_on() -> None:
+def test_a_cycle_that_fits_a_smaller_budget_goes_on() -> None:
     model, step = pair(memory=sum(p.nbytes for p in Stack(4).parameters()) // 2, slowdown=None, hardware="cpu")
     before = run(model, step)
-    needed = before.course.plan.device_bytes + before.settings.outside
+    needed = before.cycle.plan.device_bytes + before.settings.outside
     replan(model, memory=needed)
     assert run(model, step) is before, "no other plan is faster within less memory"
     assert all(p.code.settings.memory == needed for p in programs(model))
     replan(model, memory=needed - 1)
     smaller = run(model, step)
-    assert smaller is not before and smaller.course.plan.device_bytes < before.course.plan.device_bytes
+    assert smaller is not before and smaller.cycle.plan.device_bytes < before.cycle.plan.device_bytes
     replan(model, memory=needed + 1)
     assert run(model, step) is not smaller, "there may be a faster one"
 
@@ -149,17 +149,19 @@ def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> 
     for i in (*[0, 1] * 5, 1, 1, 1, 1, *[0, 1] * 2, 0, 0, 0, 0, *[0, 1] * 2):
         x = torch.randn(4, 8)
         assert torch.equal(models[i](x), twins[i](x))
-        kinds.add(arena.courses.current is not None)
+        kinds.add(arena.cycles.current is not None)
         held.append(arena.held)
-        arena.courses.settle()
+        arena.cycles.settle()
     assert kinds == {True, False}
     assert max(held) <= 2 * memory
 
 
 def on_device(arena: Arena, *models: nn.Module) -> int:
     """Bytes of the arena and of all copies of weights beside it, whoever keeps them."""
-    homes = [home_of(p) for model in models for p in model.parameters()]
-    copies = {id(made): made.nbytes for home in homes if home is not None and (made := home.on_device) is not None}
+    buffers = [buffer_of(p) for model in models for p in model.parameters()]
+    copies = {
+        id(made): made.nbytes for buffer in buffers if buffer is not None and (made := buffer.on_device) is not None
+    }
     return arena.nbytes + sum(copies.values())
 
 
@@ -183,7 +185,7 @@ def test_a_part_without_large_weights_has_no_budget_of_its_own() -> None:
     twin = copy.deepcopy(model)
     memory = sum(p.nbytes for p in model.parameters()) * 3 // 4
     offload(model, min_bytes=OPTIONS["min_bytes"])
-    options = with_residents(memory=memory, disable=["course"])
+    options = with_residents(memory=memory, disable=["cycle"])
     model.compile(backend="chunkflow", options=options)
     for _ in range(3):
         x = torch.randn(4, 8)
@@ -191,7 +193,7 @@ def test_a_part_without_large_weights_has_no_budget_of_its_own() -> None:
         assert on_device(programs(model)[0].arena, model) <= memory
 
 
-def test_a_size_that_comes_in_a_course_keeps_nothing_for_a_plan_of_its_own() -> None:
+def test_a_size_that_comes_in_a_cycle_keeps_nothing_for_a_plan_of_its_own() -> None:
     arena, models = Arena(), [Stack(4).eval(), Stack(4).eval()]
     twins = copy.deepcopy(models)
     memory = sum(p.nbytes for p in models[0].parameters()) * 9 // 10
@@ -203,11 +205,11 @@ def test_a_size_that_comes_in_a_course_keeps_nothing_for_a_plan_of_its_own() -> 
             x = torch.randn(rows, 8)
             assert torch.equal(model(x), twin(x))
             assert on_device(arena, *models) == arena.held <= 2 * memory
-            arena.courses.settle()
-    assert arena.courses.current is not None
+            arena.cycles.settle()
+    assert arena.cycles.current is not None
 
 
-def test_a_course_that_is_forgotten_when_it_was_planned_again() -> None:
+def test_a_cycle_that_is_forgotten_when_it_was_planned_again() -> None:
     """One of its models gets a placement that the user has chosen; the other goes on."""
     arena, models = Arena(), [Stack(2).eval(), Stack(2).eval()]
     twins = copy.deepcopy(models)
@@ -219,7 +221,7 @@ def test_a_course_that_is_forgotten_when_it_was_planned_again() -> None:
     def step(i: int) -> None:
         x = torch.randn(4, 8)
         assert torch.equal(models[i](x), twins[i](x))
-        arena.courses.settle()
+        arena.cycles.settle()
 
     for i in (0, 1) * 6:
         step(i)
@@ -227,11 +229,11 @@ def test_a_course_that_is_forgotten_when_it_was_planned_again() -> None:
     replan(models[0], policy="layerwise")
     for i in (0, 1) * 3:
         step(i)
-    assert all(len(route.keys) == 2 for route in courses(models[1])), "of the other alone"
-    assert courses(models[1])
+    assert all(len(route.keys) == 2 for route in cycles(models[1])), "of the other alone"
+    assert cycles(models[1])
 
 
-def test_a_size_that_comes_after_a_replan_runs_in_the_same_course(no_grad: None) -> None:
+def test_a_size_that_comes_after_a_replan_runs_in_the_same_cycle(no_grad: None) -> None:
     model = Stack(4).eval()
     options = {k: v for k, v in OPTIONS.items() if k != "slowdown"}
     compiled = chunkflow_compile.compile(model, lowering="eager", memory=10**9, **options)
@@ -248,8 +250,8 @@ def test_a_size_that_comes_after_a_replan_runs_in_the_same_course(no_grad: None)
     replan(model, memory=budget)
     for _ in range(4):
         step(4)
-    (route,) = courses(model)
+    (route,) = cycles(model)
     for rows in (6, 6, 9, 9, 12):
         step(rows)
-        assert courses(model) == (route,) and route.course.plan.device_bytes <= budget
+        assert cycles(model) == (route,) and route.cycle.plan.device_bytes <= budget
         assert programs(model)[0].arena.nbytes <= budget

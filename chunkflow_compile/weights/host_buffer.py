@@ -39,7 +39,7 @@ class Arriving(Protocol):
     def land(self) -> None:
         """Give the weights what was written."""
 
-    def follow_to(self, home: Home, before: torch.Tensor, now: torch.Tensor) -> None:
+    def follow_to(self, buffer: HostBuffer, before: torch.Tensor, now: torch.Tensor) -> None:
         """The weight with the memory ``before`` is the ordinary tensor ``now``: it gets what arrives."""
 
 
@@ -51,7 +51,7 @@ class Store(Protocol):
     turn: tuple[int, int] | None
     ring: SharedRing | None
     arriving: list[Arriving]
-    lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[Home]]]
+    lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
 
     def quiet(self) -> AbstractContextManager[object]: ...
 
@@ -62,18 +62,18 @@ class Store(Protocol):
 
     def room(self, budget: int | None) -> Room: ...
 
-    def pageable(self, home: Home, error: OSError) -> None: ...
+    def pageable(self, buffer: HostBuffer, error: OSError) -> None: ...
 
-    def came_from_the_drive(self, home: Home) -> None: ...
+    def came_from_the_drive(self, buffer: HostBuffer) -> None: ...
 
-    def replaced(self, home: Home) -> None: ...
+    def replaced(self, buffer: HostBuffer) -> None: ...
 
     def count(self, name: str, nbytes: int) -> None: ...
 
-    def lend(self, tensor: torch.Tensor, home: Home) -> None: ...
+    def lend(self, tensor: torch.Tensor, buffer: HostBuffer) -> None: ...
 
 
-class Home:
+class HostBuffer:
     """The host memory of one weight.
 
     ``host``: its values, on the CPU.  ``backing``: where they lie, None for memory of this process alone.  ``written``:
@@ -94,7 +94,7 @@ class Home:
         self._store: Store | None = None
         self._weight: Callable[[], torch.Tensor | None] = _no_weight
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
-        self._unpin: weakref.finalize[[list[HostReader], Callable[[], None]], Home] | None = None
+        self._unpin: weakref.finalize[[list[HostReader], Callable[[], None]], HostBuffer] | None = None
         self._copied_by: list[HostReader] = []
 
     def join(
@@ -112,7 +112,7 @@ class Home:
 
     @property
     def store(self) -> Store:
-        """That of the placed model.  Only a weight that :func:`home_of` finds has one."""
+        """That of the placed model.  Only a weight that :func:`buffer_of` finds has one."""
         assert self._store is not None
         return self._store
 
@@ -130,7 +130,7 @@ class Home:
     def weight(self) -> Any:
         """The weight, None if it was dropped or got other memory."""
         weight = self._weight()
-        return weight if home_of(weight) is self else None
+        return weight if buffer_of(weight) is self else None
 
     def lasts_in(self, store: object) -> bool:
         """Whether it is in this store, and its weight exists."""
@@ -302,10 +302,10 @@ def _no_weight() -> None:
     """The weight of memory that is in no store."""
 
 
-def home_of(tensor: object) -> Home | None:
+def buffer_of(tensor: object) -> HostBuffer | None:
     """The memory of an offloaded weight that is in a store, None for any other object, also for a view of one."""
-    home = getattr(tensor, "__dict__", {}).get("home")
-    return home if isinstance(home, Home) and home.is_of(tensor) else None
+    buffer = getattr(tensor, "__dict__", {}).get("buffer")
+    return buffer if isinstance(buffer, HostBuffer) and buffer.is_of(tensor) else None
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere

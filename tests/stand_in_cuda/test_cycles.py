@@ -1,4 +1,4 @@
-"""Blocks compiled one by one on a card: the course runs on real events, within the memory of its plan."""
+"""Blocks compiled one by one on a card: the cycle runs on real events, within the memory of its plan."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import random
 import torch
 from helpers import Stack
 
-from chunkflow_compile import courses, offload, programs, restore
+from chunkflow_compile import cycles, offload, programs, restore
 
 from .test_findings import MIB, OPTIONS
 
@@ -34,18 +34,18 @@ def step(model: Stack, twin: Stack, order: list[int]) -> None:
     assert torch.equal(*found), order
 
 
-def test_a_course_and_its_jumps() -> None:
+def test_a_cycle_and_its_jumps() -> None:
     model, twin = blocks()
     order = [0, 1, 2, 3]
     with torch.no_grad():
         for _ in range(3):
             step(model, twin, order)
-            programs(model)[0].arena.courses.settle()
-        (route,) = courses(model)
+            programs(model)[0].arena.cycles.settle()
+        (route,) = cycles(model)
         for _ in range(3):
             step(model, twin, order)
             newest = [p.measurements[-1] for p in programs(model)]
-            assert sum(m.moved_bytes for m in newest) == route.course.plan.moved_bytes > 0
+            assert sum(m.moved_bytes for m in newest) == route.cycle.plan.moved_bytes > 0
             assert not any(m.primed_bytes for m in newest)
         rng = random.Random(0)
         for _ in range(20):
@@ -56,7 +56,7 @@ def test_a_course_and_its_jumps() -> None:
         step(model, twin, order)
     torch.cuda.synchronize()
     arena = programs(model)[0].arena.nbytes
-    assert route.course.plan.arena_bytes <= arena <= 2 * MIB
+    assert route.cycle.plan.arena_bytes <= arena <= 2 * MIB
     before = torch.cuda.memory_allocated()
     restore(model, "cpu")
     small = sum(p.nbytes for p in twin.parameters() if p.nbytes < OPTIONS["min_bytes"])

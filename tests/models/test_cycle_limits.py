@@ -1,4 +1,4 @@
-"""Courses at their limits: calls inside calls, too little memory, decisions of one rank, a whole pipeline."""
+"""Cycles at their limits: calls inside calls, too little memory, decisions of one rank, a whole pipeline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from conftest import OPTIONS, WITHIN
 from helpers import Stack
 from torch import nn
 
-from chunkflow_compile import Arena, ChunkflowError, courses, offload, programs
+from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 
@@ -88,7 +88,7 @@ def with_biases(layers: int) -> tuple[Stack, Stack]:
     return model, twin
 
 
-def test_a_course_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cycle_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
     """Each model fits alone.  Both do not, because of what stays on the device of each."""
     arena, pairs = Arena(), [with_biases(4), with_biases(4)]
     kept = sum(p.nbytes for p in pairs[0][0].parameters() if p.nbytes < MIN_BYTES)
@@ -101,8 +101,8 @@ def test_a_course_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
             for model, twin in pairs:
                 x = torch.randn(4, 8)
                 assert torch.equal(model(x), twin(x))
-            arena.courses.settle()
-    assert courses(pairs[0][0]) == ()
+            arena.cycles.settle()
+    assert cycles(pairs[0][0]) == ()
     (said,) = [r.message for r in caplog.records if "2 calls repeat" in r.message]
     assert "each runs under its own plan" in said and "Give memory=" in said
     assert arena.nbytes + kept <= alone
@@ -131,8 +131,8 @@ def test_memory_counts_what_a_program_does_not_read() -> None:
     for _ in range(6):
         x = torch.randn(4, 8)
         assert torch.equal(model(x), twin(x))
-        programs(model)[0].arena.courses.settle()
-    (route,) = courses(model)
+        programs(model)[0].arena.cycles.settle()
+    (route,) = cycles(model)
     assert route.arena.nbytes + kept <= least
 
 
@@ -209,14 +209,14 @@ def test_a_text_encoder_a_transformer_and_a_decoder() -> None:
     model, twin = Pipeline(arena), Pipeline(None)
     for seed in range(6):
         assert torch.equal(model(seed, 1), twin(seed, 1))
-        arena.courses.settle()
-    route = courses(model.transformer)[0]
+        arena.cycles.settle()
+    route = cycles(model.transformer)[0]
     newest = [p.measurements[-1] for m in model.models for p in programs(m)]
-    assert len(route.course.calls) >= 3 and sum(m.primed_bytes for m in newest) == 0
-    assert sum(m.moved_bytes for m in newest) == route.course.plan.moved_bytes > 0
-    for seed in range(4):  # a step is now followed by another, which the course does not expect
+    assert len(route.cycle.calls) >= 3 and sum(m.primed_bytes for m in newest) == 0
+    assert sum(m.moved_bytes for m in newest) == route.cycle.plan.moved_bytes > 0
+    for seed in range(4):  # a step is now followed by another, which the cycle does not expect
         assert torch.equal(model(seed, 3), twin(seed, 3))
-        arena.courses.settle()
+        arena.cycles.settle()
 
 
 def test_a_pipeline_whose_transformer_runs_block_by_block() -> None:
@@ -225,15 +225,15 @@ def test_a_pipeline_whose_transformer_runs_block_by_block() -> None:
     model, twin = Pipeline(arena, by_blocks=True), Pipeline(None)
     for seed in range(6):
         assert torch.equal(model(seed, 4), twin(seed, 4))
-        arena.courses.settle()
-    lengths = {len(route.course.calls) for route in courses(model.transformer)}
+        arena.cycles.settle()
+    lengths = {len(route.cycle.calls) for route in cycles(model.transformer)}
     assert SIZE.layers in lengths or max(lengths) > SIZE.layers, lengths
     cold = [sum(p.measurements[-i].primed_bytes > 0 for p in programs(model.transformer)) for i in (1, 2)]
     assert cold == [0, 0], "from its second step on, the transformer runs warm"
 
 
 @pytest.mark.long
-def test_a_process_that_exits_while_a_course_is_planned(tmp_path: Path) -> None:
+def test_a_process_that_exits_while_a_cycle_is_planned(tmp_path: Path) -> None:
     """It ends at once and without an abort: planning stops at its next pause."""
     script = tmp_path / "exits.py"
     script.write_text(
@@ -250,7 +250,7 @@ for block in model.blocks:
 with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=99):
     for seed in range(2):
         model(**small_inputs("wan", size, seed))
-job = programs(model)[0].arena.courses._job
+job = programs(model)[0].arena.cycles._job
 assert job is not None and job.thread.is_alive()
 print(time.monotonic())
 """

@@ -1,4 +1,4 @@
-"""Models whose programs run in turns: what repeats runs as a course, and everything else is right at once."""
+"""Models whose programs run in turns: what repeats runs as a cycle, and everything else is right at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from conftest import OPTIONS, WITHIN
 from helpers import Broken, Stack
 from torch import nn
 
-from chunkflow_compile import Arena, courses, explain, offload, programs, restore
+from chunkflow_compile import Arena, cycles, explain, offload, programs, restore
 from chunkflow_compile.cli.main import main
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
@@ -42,8 +42,8 @@ def arena_of(*models: nn.Module) -> Arena:
 
 
 def learn(*models: nn.Module) -> None:
-    """Wait for a course that is being planned."""
-    arena_of(*models).courses.settle()
+    """Wait for a cycle that is being planned."""
+    arena_of(*models).cycles.settle()
 
 
 def primed(model: nn.Module) -> int:
@@ -52,16 +52,16 @@ def primed(model: nn.Module) -> int:
 
 
 def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
-    """Runs steps until a course runs, and checks that it runs warm."""
+    """Runs steps until a cycle runs, and checks that it runs warm."""
     for i in range(2):
         step(i)
     learn(model)
-    step(2)  # from here on, in the course
+    step(2)  # from here on, in the cycle
     for i in range(3, steps):
         step(i)
-        (route,) = courses(model)
+        (route,) = cycles(model)
         last = route.measurements[-1]
-        assert (last.moved_bytes, last.primed_bytes, route.jumps) == (route.course.plan.moved_bytes, 0, 0)
+        assert (last.moved_bytes, last.primed_bytes, route.jumps) == (route.cycle.plan.moved_bytes, 0, 0)
     return route
 
 
@@ -79,7 +79,7 @@ def test_blocks_compiled_one_by_one_run_as_one_program(family: str, placed: bool
         assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
 
     route = settled(model, step)
-    plan = route.course.plan
+    plan = route.cycle.plan
     large = sum(
         p.nbytes for b in twin.modules() if isinstance(b, nn.ModuleList) for p in b.parameters() if p.nbytes >= 4096
     )
@@ -90,7 +90,7 @@ def test_blocks_compiled_one_by_one_run_as_one_program(family: str, placed: bool
     step(9)
 
 
-def test_a_course_keeps_to_the_budget_of_its_calls(tmp_path: Path) -> None:
+def test_a_cycle_keeps_to_the_budget_of_its_calls(tmp_path: Path) -> None:
     """On a slow link, what the budget has room for stays, inside the arena."""
     slow = replace(load_profile(OPTIONS["hardware"]), h2d_bandwidth=1e6)
     (tmp_path / "slow.json").write_text(slow.to_json())
@@ -105,7 +105,7 @@ def test_a_course_keeps_to_the_budget_of_its_calls(tmp_path: Path) -> None:
         assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
         assert arena_of(model).nbytes <= 700_000
 
-    plan = settled(model, step).course.plan
+    plan = settled(model, step).cycle.plan
     kept = sum(
         plan.span(w, i, i + 1)[1] - plan.span(w, i, i + 1)[0]
         for w in plan.streamed
@@ -139,7 +139,7 @@ def taken(layers: int = 5, **options: Any) -> tuple[Taken, Taken]:
     return model, twin
 
 
-def test_models_in_one_arena_run_as_a_course() -> None:
+def test_models_in_one_arena_run_as_a_cycle() -> None:
     """A text encoder, a transformer and a decoder."""
     arena = Arena()
     made = []
@@ -152,9 +152,9 @@ def test_models_in_one_arena_run_as_a_course() -> None:
         for run, twin in zip(runs, twins, strict=True):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
-        arena.courses.settle()
-    route = courses(models[0])[0]
-    assert len(route.course.calls) == 3 and all(primed(m) == 0 for m in models)
+        arena.cycles.settle()
+    route = cycles(models[0])[0]
+    assert len(route.cycle.calls) == 3 and all(primed(m) == 0 for m in models)
     restore(models[1])
     x = torch.randn(4, 8)
     assert torch.equal(models[1](x), twins[1](x))
@@ -162,7 +162,7 @@ def test_models_in_one_arena_run_as_a_course() -> None:
         assert torch.equal(run(x), twin(x))
 
 
-def test_weights_that_change_in_the_middle_of_a_course() -> None:
+def test_weights_that_change_in_the_middle_of_a_cycle() -> None:
     model, twin = taken()
     order = list(range(5))
     for i in range(12):
@@ -174,12 +174,12 @@ def test_weights_that_change_in_the_middle_of_a_course() -> None:
         assert torch.equal(model(x, order[2:]), twin(x, order[2:]))
         if i == 2:
             learn(model)
-    assert courses(model)[0].course.calls
+    assert cycles(model)[0].cycle.calls
 
 
 @pytest.mark.parametrize("when", [0, 5])
 def test_weights_of_one_region_that_change_places(when: int) -> None:
-    """While the course is planned, and while it runs: the call reads the same weights, each for another purpose."""
+    """While the cycle is planned, and while it runs: the call reads the same weights, each for another purpose."""
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     offload(model, min_bytes=MIN_BYTES)
     model.compile_repeated_blocks(backend="chunkflow", options=EAGER)  # type: ignore[operator]
@@ -191,8 +191,8 @@ def test_weights_of_one_region_that_change_places(when: int) -> None:
                 attention: Any = m.blocks[1].attn1  # type: ignore[union-attr, index]
                 attention.to_q, attention.to_k = attention.to_k, attention.to_q
         learn(model)
-    (route,) = courses(model)
-    assert route.course.calls and route.measurements[-1].primed_bytes == 0
+    (route,) = cycles(model)
+    assert route.cycle.calls and route.measurements[-1].primed_bytes == 0
 
 
 def test_a_tied_weight_and_one_on_the_device() -> None:
@@ -213,10 +213,10 @@ def test_a_tied_weight_and_one_on_the_device() -> None:
         x = torch.randn(4, 32)
         assert torch.equal(model(x, [0, 1, 2, 3, 4]), twin(x, [0, 1, 2, 3, 4]))
         learn(model)
-    assert primed(model) == 0 and courses(model)
+    assert primed(model) == 0 and cycles(model)
 
 
-def test_a_model_that_is_dropped_in_the_middle_of_a_course() -> None:
+def test_a_model_that_is_dropped_in_the_middle_of_a_cycle() -> None:
     arena = Arena()
     models = [Stack(n).eval() for n in (2, 3)]
     twins = [Stack(n).eval() for n in (2, 3)]
@@ -227,14 +227,14 @@ def test_a_model_that_is_dropped_in_the_middle_of_a_course() -> None:
         for run, twin in zip(runs, twins, strict=True):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
-        arena.courses.settle()
-    assert courses(models[0])
+        arena.cycles.settle()
+    assert cycles(models[0])
     del runs[1], models[1], run, model
     torch._dynamo.reset()
     run = torch.compile(models[0], backend="chunkflow", fullgraph=True, options={**EAGER, "arena": arena})
     for _ in range(3):
         assert torch.equal(run(x), twins[0](x))
-    assert all(route.lasts for route in courses(models[0]))
+    assert all(route.lasts for route in cycles(models[0]))
 
 
 @pytest.mark.parametrize("call", range(3))
@@ -268,7 +268,7 @@ def test_an_error_between_two_calls_and_in_one(call: int) -> None:
 
 
 def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
-    """Blocks compiled one by one on two ranks.  One of them learns its course; jumps of transfers are its own affair."""
+    """Blocks compiled one by one on two ranks.  One of them learns its cycle; jumps of transfers are its own affair."""
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
     for m in (model, twin):
         enable_ulysses(m, 2)
@@ -281,10 +281,10 @@ def blocks_on_a_rank(rank: int, debug: tuple[str, ...]) -> None:
             learn(model)
     assert sum(m.collectives for p in programs(model) for m in p.measurements) > 0
     if rank:
-        (route,) = courses(model)
+        (route,) = cycles(model)
         last = route.measurements[-1]
-        assert (last.moved_bytes, last.primed_bytes) == (route.course.plan.moved_bytes, 0)
-        assert route.course.problem.collectives and route.jumps == 0
+        assert (last.moved_bytes, last.primed_bytes) == (route.cycle.plan.moved_bytes, 0)
+        assert route.cycle.problem.collectives and route.jumps == 0
 
 
 @pytest.mark.parametrize("debug", [pytest.param((), marks=pytest.mark.long), ("threads", "poison")])
@@ -293,7 +293,7 @@ def test_blocks_at_ulysses_2(debug: tuple[str, ...], on_ranks: Callable[..., Non
 
 
 def test_two_threads_on_one_arena() -> None:
-    """Each call that the course does not expect is a jump."""
+    """Each call that the cycle does not expect is a jump."""
     arena = Arena()
     pairs = []
     for seed in range(2):
@@ -306,7 +306,7 @@ def test_two_threads_on_one_arena() -> None:
         for _ in range(3):
             x = torch.randn(4, 32)
             assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
-            arena.courses.settle()
+            arena.cycles.settle()
         pairs.append((model, twin))
     wrong: list[str] = []
 
@@ -326,24 +326,24 @@ def test_two_threads_on_one_arena() -> None:
     assert not wrong and not any(thread.is_alive() for thread in threads)
 
 
-def test_a_course_is_explained_call_by_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cycle_is_explained_call_by_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, _ = taken(3, dump=str(tmp_path))
     for i in range(6):
         model(torch.randn(4, 32), [0, 1, 2])
         if i == 1:
             learn(model)
     explained = explain(model)
-    (route,) = courses(model)
-    plan = route.course.plan
+    (route,) = cycles(model)
+    plan = route.cycle.plan
     assert explained.plan == plan.digest and explained.jumps == 0
     assert [c.block for c in explained.calls] == ["blocks.0", "blocks.1", "blocks.2"]
-    (folder,) = tmp_path.glob("rank0_course_of_3_*")
+    (folder,) = tmp_path.glob("rank0_cycle_of_3_*")
     assert Plan.from_json((folder / "plan.json").read_text()) == plan
     assert re.findall(r"# call (\d): (.*)", (folder / "calls.txt").read_text()) == [
         (str(i), f"blocks.{i}") for i in range(3)
     ]
     assert sum(c.own_bytes + c.ahead_bytes for c in explained.calls) == plan.moved_bytes
-    assert "a course of 3 calls, 0 jumps so far" in str(explained)
+    assert "a cycle of 3 calls, 0 jumps so far" in str(explained)
     assert [len(m.windows.compute_s) for m in route.measurements] == [len(plan.regions)] * len(route.measurements)
     filed = Measured.from_json((folder / MEASURED_FILE).read_text())
     assert filed.plan == plan.digest and filed.steps + filed.cold >= 2, (
@@ -351,7 +351,7 @@ def test_a_course_is_explained_call_by_call(tmp_path: Path, capsys: pytest.Captu
     )
     own = [Measured.from_json(path.read_text()) for path in tmp_path.glob(f"rank0_[0-9]*/{MEASURED_FILE}")]
     assert {m.plan for m in own} == {p.plan.digest for p in programs(model)} != {plan.digest}
-    assert {m.steps + m.cold for m in own} == {2}, "the steps before there was a course"
+    assert {m.steps + m.cold for m in own} == {2}, "the steps before there was a cycle"
     assert main(["explain", str(tmp_path)]) == 0 and folder.name in capsys.readouterr().out
     model(torch.randn(4, 32), [0])
     model(torch.randn(4, 32), [0, 1, 2])
@@ -361,7 +361,7 @@ def test_a_course_is_explained_call_by_call(tmp_path: Path, capsys: pytest.Captu
 
 
 def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
-    """``plan --regional`` cuts the blocks out of the whole model; the course is joined from blocks."""
+    """``plan --regional`` cuts the blocks out of the whole model; the cycle is joined from blocks."""
     whole = small_model("wan", SIZE)
     torch.compile(whole, backend="chunkflow", fullgraph=True, options=EAGER)(**small_inputs("wan", SIZE, 0))
     planned = programs(whole)[0].program.problem.in_blocks
@@ -370,14 +370,14 @@ def test_the_plan_of_the_command_is_that_of_the_blocks() -> None:
     for i in range(3):
         model(**small_inputs("wan", SIZE, i))
         learn(model)
-    (route,) = courses(model)
-    found = route.course.problem
+    (route,) = cycles(model)
+    found = route.cycle.problem
     assert [r.block for r in planned.regions] == [r.block for r in found.regions]
     sizes = [{w.name: (w.nbytes, w.uses) for w in p.weights if w.keep is None} for p in (planned, found)]
     assert sizes[0] == sizes[1]
 
 
-def test_a_program_that_streams_nothing_leaves_the_arena_to_the_course() -> None:
+def test_a_program_that_streams_nothing_leaves_the_arena_to_the_cycle() -> None:
     torch.manual_seed(0)
     model, twin = Broken().eval(), Broken().eval()
     twin.load_state_dict(model.state_dict())

@@ -1,6 +1,6 @@
 """Blocks compiled one by one against the whole model, on an emulated link: five minutes on two cores.
 
-python docs/benchmarks/course.py --out docs/benchmarks/course.md
+python docs/benchmarks/cycle.py --out docs/benchmarks/cycle.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch.multiprocessing as mp
 from tabulate import tabulate
 from torch import nn
 
-from chunkflow_compile import courses, offload, programs
+from chunkflow_compile import cycles, offload, programs
 from chunkflow_compile.hardware.emulated import EXCHANGE_S, on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, load_profile
@@ -38,7 +38,7 @@ LOAD = 0.7
 SIZE = {"heads": 8, "head_dim": 64, "text": 64, "height": 32, "width": 32}
 CHUNK = 1 << 20
 WARM = 2
-# Steps in which a course must have been planned.
+# Steps in which a cycle must have been planned.
 MOST_LEARNING = 60
 
 ABOUT = """\
@@ -46,7 +46,7 @@ ABOUT = """\
 
 Two copies of one Wan model on an emulated link, each with the same byte budget: `whole` is compiled as one graph, `blocks` by
 `compile_repeated_blocks`. Until its order has repeated, every block fetches its own weights (`apart`); then the blocks run
-as a course. Rounds hold a step of each arm, in random order; steps are medians, ratios medians of the ratios within a round.
+as a cycle. Rounds hold a step of each arm, in random order; steps are medians, ratios medians of the ratios within a round.
 The bandwidth follows from the compute that is measured at the start: all weights would keep the link busy for 0.7 of the
 resident step. Real regions, real copies, an emulated link, no GPU.
 """
@@ -106,10 +106,10 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
     models["blocks"].compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
     for i in range(3):
         _timed(runs["whole"], inputs[i])
-    apart = []  # the steps while the course is planned, without the first, which compiles
+    apart = []  # the steps while the cycle is planned, without the first, which compiles
     for i in range(MOST_LEARNING):
         took = _timed(runs["blocks"], inputs[i % 8])
-        if _all(bool(courses(models["blocks"])), ranks):
+        if _all(bool(cycles(models["blocks"])), ranks):
             break
         apart += [took] if i else []
     order = random.Random(0)
@@ -122,7 +122,7 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
             times[name].append(_timed(runs[name], inputs[step % 8]))
             if name == "blocks":
                 primed += sum(p.measurements[-1].primed_bytes for p in programs(models[name]))
-    plans = {"whole": programs(models["whole"])[0].plan, "blocks": courses(models["blocks"])[0].course.plan}
+    plans = {"whole": programs(models["whole"])[0].plan, "blocks": cycles(models["blocks"])[0].cycle.plan}
     found = {
         "times": times,
         "apart": apart,
@@ -164,7 +164,7 @@ def _figures(plan: Plan) -> dict[str, Any]:
 def _section(found: list[dict[str, Any]], ranks: int, told: argparse.Namespace, took: float) -> str:
     first = found[0]
     rows = []
-    for name, label in (("whole", "whole"), ("blocks", "blocks, as a course")):
+    for name, label in (("whole", "whole"), ("blocks", "blocks, as a cycle")):
         plan = first["plans"][name]
         step = median(t for rank in found for t in rank["times"][name])
         ratio = median(
@@ -182,7 +182,7 @@ def _section(found: list[dict[str, Any]], ranks: int, told: argparse.Namespace, 
         f"{device_name(torch.device('cpu'))}, torch {torch.__version__}, {took:.0f} s. "
         f"{size(first['weights'])} of weights, budget "
         f"{told.memory:g} of them; {seconds(first['compute'])} of compute, link {first['bandwidth'] / 1e6:.0f} MB/s. "
-        f"Bytes primed in the measured steps of the course: {sum(rank['primed'] for rank in found)}."
+        f"Bytes primed in the measured steps of the cycle: {sum(rank['primed'] for rank in found)}."
     )
     return f"{head}\n\n```\n{table}\n```"
 

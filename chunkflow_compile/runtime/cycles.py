@@ -1,11 +1,11 @@
-"""Courses: the order in which the programs of an arena run, learnt while they run, and planned as one when it repeats.
+"""Cycles: the order in which the programs of an arena run, learnt while they run, and planned as one when it repeats.
 
 Every call is recorded by what it reads: a *key* stands for the weights of its regions.  When the keys repeat, another
-thread plans the calls between as one course.  From the next border on, each call runs the program of its place in the
-course.  A call other than the expected one is a *jump*: it finds its place in the course, or in another that is known, or
+thread plans the calls between as one cycle.  From the next border on, each call runs the program of its place in the
+cycle.  A call other than the expected one is a *jump*: it finds its place in the cycle, or in another that is known, or
 runs its own program.  Whatever ran before, it then fetches what it needs.
 
-A course is planned from the rates of the hardware profile, and the time between its calls is taken as none.  With
+A cycle is planned from the rates of the hardware profile, and the time between its calls is taken as none.  With
 ``replan_after``, it is planned once more from the times of its regions and of the time between its calls.
 """
 
@@ -23,10 +23,10 @@ from pathlib import Path
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pace import give_way
-from chunkflow_compile.passes.pipeline import Settings, make_course
+from chunkflow_compile.passes.pipeline import Settings, make_cycle
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals
-from chunkflow_compile.passes.program.course import Call, Course
-from chunkflow_compile.weights.home import Home
+from chunkflow_compile.passes.program.cycle import Call, Cycle
+from chunkflow_compile.weights.host_buffer import HostBuffer
 
 from .arena import Arena
 from .call_site import CallSite, Key, bare, calls_of, common, folder_of, sites_of
@@ -35,32 +35,32 @@ from .route import Homes, Route
 
 _log = logging.getLogger(__name__)
 
-# Calls and regions of the longest course: 128 blocks of two models, twice a step.  Planning time grows with them.
+# Calls and regions of the longest cycle: 128 blocks of two models, twice a step.  Planning time grows with them.
 MOST_CALLS = 512
 MOST_REGIONS = 4096
 # Earlier calls of the same weights at which a period may begin; a step cache calls a block in several patterns.
 _TRIES = 4
-# Courses that an arena remembers.  Each keeps its plan, and its programs, but no device memory.
-_MOST_COURSES = 8
+# Cycles that an arena remembers.  Each keeps its plan, and its programs, but no device memory.
+_MOST_CYCLES = 8
 
 
 @dataclass(eq=False)
 class _Job:
-    """A course that is being planned on another thread.
+    """A cycle that is being planned on another thread.
 
     ``settings``: without measured times.  ``folder``: of the dump of one of its calls, if there is one.  ``instead``: the
-    course that runs on these calls now, if it is planned again.  ``course``, ``marks``: the result.  ``error``: why there is
+    cycle that runs on these calls now, if it is planned again.  ``cycle``, ``marks``: the result.  ``error``: why there is
     none.  ``hurried``: whether another thread waits for it.
     """
 
     keys: tuple[Key, ...]
     calls: Sequence[Call]
-    homes: Homes
+    buffers: Homes
     settings: Settings
     folder: Path | None
     instead: Route | None = None
     thread: threading.Thread | None = None
-    course: Course | None = None
+    cycle: Cycle | None = None
     marks: Arrivals | None = None
     error: ChunkflowError | None = None
     hurried: bool = False
@@ -74,9 +74,9 @@ class _Job:
     def plan(self, settings: Settings) -> None:
         give_way(self._hurried)
         try:
-            course = make_course(self.calls, settings)
-            self.marks = arrivals(course)
-            self.course = course  # last: it says that all is done
+            cycle = make_cycle(self.calls, settings)
+            self.marks = arrivals(cycle)
+            self.cycle = cycle  # last: it says that all is done
         except ChunkflowError as error:
             self.error = error.with_traceback(None)
 
@@ -86,7 +86,7 @@ class _Job:
         return self.hurried
 
 
-class Courses:
+class Cycles:
     """What an arena has learnt of the order in which its programs run."""
 
     def __init__(self, arena: Arena) -> None:
@@ -102,28 +102,28 @@ class Courses:
         self.current: Route | None = None
 
     @staticmethod
-    def of(arena: Arena) -> Courses:
+    def of(arena: Arena) -> Cycles:
         """Those of an arena, which end with its last program.  The caller holds the arena's lock."""
-        if not isinstance(arena.courses, Courses):
-            arena.courses = Courses(arena)
-        return arena.courses
+        if not isinstance(arena.cycles, Cycles):
+            arena.cycles = Cycles(arena)
+        return arena.cycles
 
-    def key(self, homes: Sequence[Sequence[Home]], collectives: object, settings: Settings) -> Key:
-        """The key of the calls that read ``homes``, region by region, with these collectives between."""
-        found = tuple(tuple(sorted(id(home) for home in region)) for region in homes), collectives
+    def key(self, buffers: Sequence[Sequence[HostBuffer]], collectives: object, settings: Settings) -> Key:
+        """The key of the calls that read ``buffers``, region by region, with these collectives between."""
+        found = tuple(tuple(sorted(id(buffer) for buffer in region)) for region in buffers), collectives
         key = self._keys.get(found)
         if key is None or not key.lasts:
-            key = self._keys[found] = Key((home for region in homes for home in region), settings)
+            key = self._keys[found] = Key((buffer for region in buffers for buffer in region), settings)
         elif bare(key.settings) != bare(settings):
             self._start_anew(key, settings)  # it was planned again for another goal
         key.settings = settings
         return key
 
-    def leave(self, homes: Iterable[Home]) -> None:
-        """Forget the courses of these weights: the user has chosen another placement for them."""
-        chosen = {id(home) for home in homes}
+    def leave(self, buffers: Iterable[HostBuffer]) -> None:
+        """Forget the cycles of these weights: the user has chosen another placement for them."""
+        chosen = {id(buffer) for buffer in buffers}
         for route in list(self.known):
-            if any(id(ref()) in chosen for ref in route.homes.values()):
+            if any(id(ref()) in chosen for ref in route.buffers.values()):
                 self._forget(route)
 
     def executor(self, site: CallSite) -> Executor | None:
@@ -143,17 +143,17 @@ class Courses:
         return self._unforeseen(key, previous, site)
 
     def settle(self) -> None:
-        """Wait for a course that is being planned; the next call runs in it."""
+        """Wait for a cycle that is being planned; the next call runs in it."""
         if self._job is not None and self._job.thread is not None:
             self._job.hurried = True
             self._job.thread.join()
 
     def replan(self, route: Route) -> None:
-        """Plan a course again from its times so far; the next pass runs it.  Raises ChunkflowError if there are none."""
+        """Plan a cycle again from its times so far; the next pass runs it.  Raises ChunkflowError if there are none."""
         self.settle()
         route.replan_after = 0
         if not self._replan(route, 1):
-            raise ChunkflowError("No pass over the calls of this course was measured yet: call the model again.")
+            raise ChunkflowError("No pass over the calls of this cycle was measured yet: call the model again.")
         self.settle()
         if self._job is not None and self._job.error is not None:
             raise self._job.error
@@ -163,7 +163,7 @@ class Courses:
             route.unbind()
 
     def prune(self) -> None:
-        """Forget the courses whose weights no longer exist."""
+        """Forget the cycles whose weights no longer exist."""
         for route in [r for r in self.known if not r.lasts]:
             self._forget(route)
 
@@ -173,7 +173,7 @@ class Courses:
         self.current = self._job = self._fresh = None
 
     def _unforeseen(self, key: Key, previous: Key | None, site: CallSite) -> Executor | None:
-        """A call that the current course does not expect, or that no course runs."""
+        """A call that the current cycle does not expect, or that no cycle runs."""
         self.prune()
         self._unexpected += 1
         made, self._fresh = self._finished() or self._fresh, None
@@ -204,7 +204,7 @@ class Courses:
         try:
             return route.executor(site, call)
         except ChunkflowError as error:  # the program alone still runs
-            _log.warning("%s calls do not run as a course: %s", len(route.keys), error)
+            _log.warning("%s calls do not run as a cycle: %s", len(route.keys), error)
             self._refuse(route.keys)
             self._forget(route)
             return None
@@ -218,7 +218,7 @@ class Courses:
             self._job = None
 
     def _start_anew(self, key: Key, settings: Settings) -> None:
-        """Forget what is known of the courses of a call, but for those that are as good for its new settings."""
+        """Forget what is known of the cycles of a call, but for those that are as good for its new settings."""
         routes = [r for r in self.known if key in r.keys]
         gone = [r for r in routes if not r.serves(settings)]
         for route in gone:
@@ -240,10 +240,10 @@ class Courses:
         self._history.append(key)
 
     def _learn(self, key: Key) -> None:
-        """Plan the calls since an earlier one of the same weights: at once if no course runs, else when they have repeated
-        and are more than those of the course that runs."""
+        """Plan the calls since an earlier one of the same weights: at once if no cycle runs, else when they have repeated
+        and are more than those of the cycle that runs."""
         current = self.current
-        if self._job is not None or (current is not None and len(self.known) >= _MOST_COURSES):
+        if self._job is not None or (current is not None and len(self.known) >= _MOST_CYCLES):
             return
         for keys, repeated in self._periods(key):
             known = itertools.chain(self._refused, (route.keys for route in self.known))
@@ -265,44 +265,44 @@ class Courses:
             yield once, repeated or len(once) < length
 
     def _plan(self, keys: tuple[Key, ...]) -> bool:
-        """Plan a course on another thread.  Returns whether it can be one."""
+        """Plan a cycle on another thread.  Returns whether it can be one."""
         sites = sites_of(keys)
         if sites is None:
             return False
         settings = common(sites)
         regions = sum(len(s.code.program.problem.regions) for s in sites)
         again = any(a is b and not s.part for a, b, s in zip(keys, (*keys[1:], keys[0]), sites, strict=True))
-        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a course already
+        if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a cycle already
             self._refuse(keys)
             return False
-        calls, homes = calls_of(sites)
-        refs = {name: weakref.ref(home) for name, home in homes.items()}
+        calls, buffers = calls_of(sites)
+        refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
         self._job = _Job(keys, calls, refs, settings, folder_of(sites))
         self._job.start()
         return True
 
     def _replan(self, route: Route, passes: int) -> bool:
-        """Plan a course again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
+        """Plan a cycle again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
         sites, timings = sites_of(route.keys), route.timings(passes)
         settings = None if sites is None else common(sites)
         if sites is None or settings is None or timings is None:
             return False
-        self._job = _Job(route.keys, route.calls, route.homes, settings, folder_of(sites), instead=route)
+        self._job = _Job(route.keys, route.calls, route.buffers, settings, folder_of(sites), instead=route)
         self._job.start(timings)
         return True
 
     def _refuse(self, keys: tuple[Key, ...]) -> None:
-        if len(self._refused) >= 4 * _MOST_COURSES:
+        if len(self._refused) >= 4 * _MOST_CYCLES:
             self._refused.clear()
         self._refused.add(keys)
 
     def _finished(self) -> Route | None:
-        """The course that has been planned since the last call."""
+        """The cycle that has been planned since the last call."""
         job, arena = self._job, self._arena()
         if job is None or arena is None or (job.thread is not None and job.thread.is_alive()):
             return None
         self._job = None
-        if job.course is None:
+        if job.cycle is None:
             if job.instead is not None:
                 job.instead.replan_after = 0
                 _log.warning("the current plan of %s calls is kept: %s", len(job.keys), job.error)
@@ -316,37 +316,37 @@ class Courses:
                 )
             return None
         assert job.marks is not None
-        route = Route(arena, job.keys, job.calls, job.homes, job.settings, job.course, job.marks)
+        route = Route(arena, job.keys, job.calls, job.buffers, job.settings, job.cycle, job.marks)
         if not route.lasts:
             return None
         if job.instead is not None:
-            if job.instead.replan_after and job.instead.course.plan.placement == job.course.plan.placement:
+            if job.instead.replan_after and job.instead.cycle.plan.placement == job.cycle.plan.placement:
                 job.instead.replan_after = 0
                 return None
             route.jumps = job.instead.jumps
             self._forget(job.instead)
         else:
             route.replan_after = max((s.code.replan_after for s in sites_of(job.keys) or ()), default=0)
-        for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_COURSES)]:
+        for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_CYCLES)]:
             self._forget(old)
         self.known.append(route)
         if job.folder is not None:
             with contextlib.suppress(OSError):  # a full disk is no error
                 _write(route, job.folder)
         _log.info(
-            "%s calls repeat and run as a course: %s bytes on the device", len(job.keys), job.course.plan.device_bytes
+            "%s calls repeat and run as a cycle: %s bytes on the device", len(job.keys), job.cycle.plan.device_bytes
         )
         return route
 
 
 def _write(route: Route, dump: Path) -> None:
-    """Write the plan and the calls of a course into a folder of its own, beside ``dump``, that of one of its calls."""
-    plan, rank = route.course.plan, dump.name.partition("_")[0]
-    folder = dump.parent / f"{rank}_course_of_{len(route.keys)}_{plan.digest}"
+    """Write the plan and the calls of a cycle into a folder of its own, beside ``dump``, that of one of its calls."""
+    plan, rank = route.cycle.plan, dump.name.partition("_")[0]
+    folder = dump.parent / f"{rank}_cycle_of_{len(route.keys)}_{plan.digest}"
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(plan.to_json())
     calls = (
-        f"# call {number}: {plan.regions[call.start].block}\n{call}" for number, call in enumerate(route.course.calls)
+        f"# call {number}: {plan.regions[call.start].block}\n{call}" for number, call in enumerate(route.cycle.calls)
     )
     (folder / "calls.txt").write_text("\n\n".join(calls))
     route.folder = folder

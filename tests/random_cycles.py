@@ -1,4 +1,4 @@
-"""Random courses: models that run in turns under one random legal plan, in their order or with jumps."""
+"""Random cycles: models that run in turns under one random legal plan, in their order or with jumps."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from random_programs import Bench, Choices, Layer, Spec, Tenant, choices, random
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
-from chunkflow_compile.passes.program.course import Call, Course, join, write
+from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime.arena import Arena, Binding, Occupancy
 from chunkflow_compile.runtime.executor import Executor
@@ -23,7 +23,7 @@ from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 
 Turn = tuple[Program, torch.Tensor]
 _RNG = random.Random(0)
-# Few, because tracing one takes longer than running a course of several.
+# Few, because tracing one takes longer than running a cycle of several.
 POOL = [
     Spec(
         _RNG.choice([8, 16, 24]),
@@ -37,9 +37,9 @@ POOL = [
     for seed in range(20)
 ]
 
-# The models of a course, the order of the calls, whether calls of one model share its weights, and the plan's choices.
+# The models of a cycle, the order of the calls, whether calls of one model share its weights, and the plan's choices.
 Drawn = tuple[list[Spec], list[int], bool, Choices]
-courses: st.SearchStrategy[Drawn] = st.tuples(
+cycles: st.SearchStrategy[Drawn] = st.tuples(
     st.lists(st.sampled_from(POOL), min_size=1, max_size=3),
     st.lists(st.integers(0, 2), min_size=2, max_size=4),
     st.booleans(),
@@ -47,8 +47,8 @@ courses: st.SearchStrategy[Drawn] = st.tuples(
 )
 
 
-class CourseBench:
-    """A course of random models, with its weights."""
+class CycleBench:
+    """A cycle of random models, with its weights."""
 
     def __init__(self, drawn: Drawn) -> None:
         found, order, shared, self.chosen = drawn
@@ -63,13 +63,13 @@ class CourseBench:
             self.weights |= {names[n]: bench.weights[n] for n in names}
             calls.append(Call(bench.cut, names, {}))
         self.calls = calls
-        self.course = write(calls, random_plan(join(calls), self.chosen, inside=True))
+        self.cycle = write(calls, random_plan(join(calls), self.chosen, inside=True))
         self.occupancies = weakref.WeakKeyDictionary[Arena, Occupancy]()
 
-    def running(self, course: Course) -> CourseBench:
-        """The bench for another course of the same calls, such as a mutated one."""
+    def running(self, cycle: Cycle) -> CycleBench:
+        """The bench for another cycle of the same calls, such as a mutated one."""
         other = copy.copy(self)
-        other.course, other.occupancies = course, weakref.WeakKeyDictionary()
+        other.cycle, other.occupancies = cycle, weakref.WeakKeyDictionary()
         return other
 
     def turns(self, jumps: float, count: int) -> list[Turn]:
@@ -79,13 +79,13 @@ class CourseBench:
         for _ in range(count):
             if rng.random() < jumps:
                 call = rng.randrange(len(self.of))
-            found.append((self.course.calls[call], torch.randn_like(self.of[call].x)))
+            found.append((self.cycle.calls[call], torch.randn_like(self.of[call].x)))
             call = (call + 1) % len(self.of)
         return found
 
     def expected(self, turns: Sequence[Turn]) -> list[torch.Tensor]:
         """The outputs of the models themselves."""
-        number = {id(call): i for i, call in enumerate(self.course.calls)}
+        number = {id(call): i for i, call in enumerate(self.cycle.calls)}
         return [self.of[number[id(program)]].model(x) for program, x in turns]
 
     def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
@@ -95,20 +95,20 @@ class CourseBench:
 
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor of a call that poisons evicted weights.  The slots are full of NaN before the first call."""
-        course = self.course
-        memory = self.join(arena, course.plan)
+        cycle = self.cycle
+        memory = self.join(arena, cycle.plan)
         if arena.holder is None:
             memory.fill_(255)
-        streamed = {w.name: w for w in course.plan.streamed}
+        streamed = {w.name: w for w in cycle.plan.streamed}
         slots = {n: slot_bytes(memory, w.offset or 0, w.nbytes) for n, w in streamed.items()}
         values = {
             n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in program.weight_inputs
         }
-        marks = arrivals(course)
+        marks = arrivals(cycle)
         occupancy = self.occupancies.setdefault(arena, Occupancy(arena.streams, len(marks.marked)))
         hosts = {n: flat_bytes(self.weights[n]) for n in slots}
         binding = Binding(arena, values, slots, hosts, occupancy, marks)
-        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, course=course)
+        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=cycle)
 
     def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}

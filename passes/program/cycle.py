@@ -1,7 +1,7 @@
-"""Course: programs that run one after the other, again and again, under one plan.
+"""Cycle: programs that run one after the other, again and again, under one plan.
 
-A whole model is a course of one call.  Blocks that are compiled one by one, the frames around a graph break, and models
-that run in turns are courses of several.  The calls of a course are one Problem: its windows lie on one circle, so the
+A whole model is a cycle of one call.  Blocks that are compiled one by one, the frames around a graph break, and models
+that run in turns are cycles of several.  The calls of a cycle are one Problem: its windows lie on one circle, so the
 last windows of a call fetch for the next calls, and those of the last call for the first.
 
     join      the Problem of the calls, in their order
@@ -25,7 +25,7 @@ from chunkflow_compile.passes.placement.schedule import Transfers, transfers_of
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Collective, Problem, Region, Weight
 
-from .rewrite import CoursePlace, Program, rewrite
+from .rewrite import CyclePlace, Program, rewrite
 
 # The name of an element of an outermost ModuleList, at the start of the name of a weight inside.
 _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
@@ -33,10 +33,10 @@ _BLOCK_PREFIX = re.compile(r"[^\d(]*?\.\d+(?=\.)")
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a course: the regions of a graph, on weights that another call may read too.
+    """A call of a cycle: the regions of a graph, on weights that another call may read too.
 
-    ``names``: name of a weight in the graph -> its name in the course.  ``keep``: name in the course -> why it must stay
-    on the device, for those that the graph could stream.  ``drive``: names in the course of those on the drive.
+    ``names``: name of a weight in the graph -> its name in the cycle.  ``keep``: name in the cycle -> why it must stay
+    on the device, for those that the graph could stream.  ``drive``: names in the cycle of those on the drive.
     """
 
     cut: Cut
@@ -45,7 +45,7 @@ class Call:
     drive: frozenset[str] = frozenset()
 
     def problem(self) -> Problem:
-        """The problem of the graph, with the names of the course."""
+        """The problem of the graph, with the names of the cycle."""
         found = self.cut.problem
         regions = tuple(self._region(r) for r in found.regions)
         return replace(found, regions=regions, weights=tuple(self._weight(w) for w in found.weights))
@@ -66,8 +66,8 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Course:
-    """The programs of a course, in order, with the problem and the plan of the whole.  ``starts``: first window of each."""
+class Cycle:
+    """The programs of a cycle, in order, with the problem and the plan of the whole.  ``starts``: first window of each."""
 
     problem: Problem
     plan: Plan
@@ -75,11 +75,11 @@ class Course:
     starts: tuple[int, ...]
 
     @staticmethod
-    def of(program: Program | Course) -> Course:
-        """A program alone, as a course of one call."""
-        if isinstance(program, Course):
+    def of(program: Program | Cycle) -> Cycle:
+        """A program alone, as a cycle of one call."""
+        if isinstance(program, Cycle):
             return program
-        return Course(program.problem, program.plan, (program,), (0,))
+        return Cycle(program.problem, program.plan, (program,), (0,))
 
     @cached_property
     def prefetches(self) -> tuple[tuple[int, Node, Prefetch], ...]:
@@ -91,8 +91,8 @@ class Course:
         """The transfer ops of all calls."""
         return transfers_of(self.problem, self.plan)
 
-    def at(self, call: int, program: Program) -> Course:
-        """The course with another program in the place of a call."""
+    def at(self, call: int, program: Program) -> Cycle:
+        """The cycle with another program in the place of a call."""
         return replace(self, calls=(*self.calls[:call], program, *self.calls[call + 1 :]))
 
 
@@ -136,7 +136,7 @@ def join(calls: Sequence[Call]) -> Problem:
     return Problem(regions=tuple(regions), collectives=tuple(collectives), weights=tuple(weights.values()))
 
 
-def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Course:
+def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Cycle:
     """The programs of ``calls`` under a plan of their joined problem."""
     problem = join(calls)
     plan.check_problem(problem)
@@ -152,24 +152,24 @@ def write(calls: Sequence[Call], plan: Plan, *, share: bool = True) -> Course:
         starts.append(start)
         programs.append(_rewritten_call(call, plan, ops, number, start, flow, share))
         start += len(call.cut.regions)
-    return Course(problem, plan, tuple(programs), tuple(starts))
+    return Cycle(problem, plan, tuple(programs), tuple(starts))
 
 
-def rewritten(course: Course, number: int, call: Call, *, share: bool = True) -> Program:
+def rewritten(cycle: Cycle, number: int, call: Call, *, share: bool = True) -> Program:
     """The program of a call of another graph, with the same regions on the same weights, in the place of a call."""
     flow = call.cut.data_flow()
-    return _rewritten_call(call, course.plan, course.transfers, number, course.starts[number], flow, share)
+    return _rewritten_call(call, cycle.plan, cycle.transfers, number, cycle.starts[number], flow, share)
 
 
 def _rewritten_call(
     call: Call, plan: Plan, ops: Transfers, number: int, start: int, flow: Mapping[str, str], share: bool
 ) -> Program:
-    place = CoursePlace(call.problem(), call.names, ops, start, lambda name: collective_name(number, name), flow)
+    place = CyclePlace(call.problem(), call.names, ops, start, lambda name: collective_name(number, name), flow)
     return rewrite(call.cut, plan, share=share, place=place)
 
 
 def collective_name(call: int, name: str) -> str:
-    """The name of a collective of a call in the problem of its course."""
+    """The name of a collective of a call in the problem of its cycle."""
     return f"call_{call}.{name}"
 
 
@@ -180,19 +180,19 @@ def prefetches(program: Program) -> Iterator[tuple[Node, Prefetch]]:
             yield node, op
 
 
-def border(course: Course, call: int) -> Border:
+def border(cycle: Cycle, call: int) -> Border:
     """What a jump to a call fetches first.
 
     At the border before the call, a chunk is on its way or in use if it was issued, and if a reader of it is still to
     come: those that the last pass has issued for this one, and those that the calls before it have issued in this pass.
     """
-    begin, last = course.starts[call], {w.name: w.last_use for w in course.plan.streamed}
+    begin, last = cycle.starts[call], {w.name: w.last_use for w in cycle.plan.streamed}
     before, later = list[Node](), list[Node]()
-    for number, node, op in course.prefetches:
+    for number, node, op in cycle.prefetches:
         needed = last.get(op.weight, -1) >= begin
         if number >= call and op.next_step and needed:
             later.append(node)
         elif number < call and (op.next_step or needed):
             before.append(node)
-    waits = any(w.first_use < begin <= w.last_use for w in course.plan.streamed)
+    waits = any(w.first_use < begin <= w.last_use for w in cycle.plan.streamed)
     return Border((*later, *before), waits)

@@ -1,4 +1,4 @@
-"""Filling: how the weights of one move get into host memory, from where, in which dtype, and into which pages."""
+"""Loading: how the weights of one move get into host memory, from where, in which dtype, and into which pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
 from .mapping import whole_pages
 from .node import Node
-from .sharing import Role, SharedPages, Wanted
+from .sharing import LoadRequest, Role, SharedPages
 from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
@@ -29,7 +29,7 @@ DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
 
 @dataclass(frozen=True)
-class Placed:
+class LoadedWeight:
     """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
 
     ``backing``: what lies behind it, None for memory of this process alone.  ``before``: where a weight lay that was in its
@@ -41,7 +41,7 @@ class Placed:
     before: Mapped | None = None
 
 
-class Filling:
+class WeightLoader:
     """Makes the host tensors of the weights of one move, in their order.
 
     Each gets pages of its own, which can be pinned for a GPU and shared; on the CPU it may keep its memory instead.
@@ -98,7 +98,7 @@ class Filling:
             return 0
         return weight.nbytes
 
-    def place(self, name: str, tensor: torch.Tensor) -> Placed:
+    def place(self, name: str, tensor: torch.Tensor) -> LoadedWeight:
         """Where the values of a weight are from now on.
 
         Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
@@ -106,8 +106,10 @@ class Filling:
         weight, values = self._weights[name], tensor.detach()
         if weight.stays:
             if weight.drive and weight.part is not None:
-                return Placed(values, FileSlice(values, self._drive.part(weight.part), self._owned, scratch=False))
-            return Placed(ordinary(values))
+                return LoadedWeight(
+                    values, FileSlice(values, self._drive.part(weight.part), self._owned, scratch=False)
+                )
+            return LoadedWeight(ordinary(values))
         self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:
             share = self._share_file if weight.drive else self._share_pages
@@ -117,11 +119,13 @@ class Filling:
                 check_room(self._todo + weight.takes)  # another copy than was thought
         made, before = self._filled(weight, values), weight.lay_in(values)
         if not weight.drive:
-            return Placed(made, before=before)
+            return LoadedWeight(made, before=before)
         host, kept = self._drive.keep(made)
-        return Placed(host, FileSlice(host, kept, self._owned, scratch=True), before)
+        return LoadedWeight(host, FileSlice(host, kept, self._owned, scratch=True), before)
 
-    def _share_pages(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
+    def _share_pages(
+        self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
+    ) -> LoadedWeight | None:
         """The values in memory that other ranks map too; None if those there are others."""
         name, found = weight.name, shared.pages(weight.name)
         if role == "fill":
@@ -130,16 +134,18 @@ class Filling:
         elif role == "compare" and not shared.same(name, found.host, values):
             return None
         self._kept.add(name)
-        return Placed(found.host, found, weight.lay_in(values, unread=role == "leave"))
+        return LoadedWeight(found.host, found, weight.lay_in(values, unread=role == "leave"))
 
-    def _share_file(self, shared: SharedPages, role: Role, weight: Wanted, values: torch.Tensor) -> Placed | None:
+    def _share_file(
+        self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
+    ) -> LoadedWeight | None:
         """The values in the scratch file of all ranks; None if those there are others."""
         if role == "fill":
             shared.keep(weight.name, self._filled(weight, values))
         host, kept = shared.kept(weight.name)
         if role == "compare" and not shared.same(weight.name, host, values):
             return None
-        return Placed(host, FileSlice(host, kept, self._owned, scratch=True), weight.lay_in(values))
+        return LoadedWeight(host, FileSlice(host, kept, self._owned, scratch=True), weight.lay_in(values))
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""
@@ -155,7 +161,7 @@ class Filling:
         if self._shared is not None:
             self._shared.leave(self._kept)
 
-    def _wanted(self, name: str, tensor: torch.Tensor) -> Wanted:
+    def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
         values, dtype = tensor.detach(), self._dtype_of(name, tensor)
         drive, same = name in self._on_drive, dtype == values.dtype
         stays = same and not self._pages and values.device.type == "cpu"
@@ -163,22 +169,22 @@ class Filling:
         stays = stays or (same and drive and part is not None and not values.is_inference())
         frees = values.nbytes if values.device.type == "cpu" and part is None else 0
         shard = self._shards.get(name)
-        return Wanted(
+        return LoadRequest(
             name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard
         )
 
-    def _fills(self, weight: Wanted) -> bool:
+    def _fills(self, weight: LoadRequest) -> bool:
         """Whether this rank writes a weight to the memory of all, beside the memory that it has."""
         return self._shared is not None and not weight.drive and self._shared.role(weight.name) == "fill"
 
-    def _takes(self, weight: Wanted) -> int:
+    def _takes(self, weight: LoadRequest) -> int:
         """Bytes of host memory that a weight takes from this rank.  One that is there already gives its own back."""
         if weight.drive or weight.stays:
             return 0
         role = None if self._shared is None else self._shared.role(weight.name)
         return weight.takes if role in ("fill", None) else 0
 
-    def _take(self, weight: Wanted) -> None:
+    def _take(self, weight: LoadRequest) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
         self._unchecked += weight.nbytes if self._fills(weight) else self._taken[weight.name]
         if self._unchecked >= _CHECKED:
@@ -186,12 +192,12 @@ class Filling:
             check_room(self._todo + self._twice)
         self._todo -= self._taken[weight.name]
 
-    def _filled(self, weight: Wanted, values: torch.Tensor) -> torch.Tensor:
+    def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
         made = empty_pages(values, weight.dtype)
         self._fill(made, weight, values)
         return made
 
-    def _fill(self, made: torch.Tensor, weight: Wanted, values: torch.Tensor) -> None:
+    def _fill(self, made: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
         if weight.part is not None:
             self._reader.read(weight.part, made, weight.read_as)
         elif made.numel():
@@ -218,7 +224,7 @@ class Filling:
         return CheckpointReader(direct=host_memory().free < 2 * self._nbytes, cpus=self._cpus)
 
 
-def as_they_are(name: str, tensor: torch.Tensor) -> torch.dtype:
+def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:
     """Each weight keeps its dtype."""
     return tensor.dtype
 
