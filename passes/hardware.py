@@ -11,7 +11,7 @@ from typing import Any
 
 from .errors import ChunkflowError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,12 +45,20 @@ class Hardware:
     """The machine of one rank.  All rates are per rank.  ``sources``: field -> where its figure comes from."""
 
     name: str
-    peak_flops: Mapping[str, float]
-    """FLOP/s by dtype ("bfloat16", "float16", "float32"), dense."""
-    eta_comp: float
-    """Share of the peak that GEMMs and attention reach, above 0 and at most 1."""
+    gemm_flops: Mapping[str, float]
+    """FLOP/s of large square GEMMs by dtype ("bfloat16", "float16", "float32"), as measured on such a card."""
+    eta_gemm: float
+    """Share of gemm_flops that the GEMMs and convolutions of a model reach, above 0 and at most 1."""
+    attention_flops: Mapping[str, float]
+    """FLOP/s of attention in 16 bits by kernel ("cudnn", "fa3", "fa2", "efficient"; "cpu")."""
+    attention: str
+    """The kernel that attention takes: at first the one that torch takes on this machine."""
     memory_bandwidth: float
     """Bytes/s between the device and its own memory."""
+    eta_memory: float
+    """Share of memory_bandwidth that kernels reach, above 0 and at most 1."""
+    kernel_s: float
+    """Seconds from the end of a kernel to the start of the next one."""
     h2d_bandwidth: float
     """Bytes/s of the link from the host to this device, before eta_pref."""
     eta_pref: float
@@ -81,10 +89,15 @@ class Hardware:
     def __post_init__(self) -> None:
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
-        if not isinstance(self.peak_flops, Mapping) or not self.peak_flops:
-            raise ChunkflowError("Hardware field peak_flops must map dtypes to FLOP/s, like {'bfloat16': 756e12}.")
-        for dtype, rate in self.peak_flops.items():
-            _check_number(f"peak_flops[{dtype!r}]", rate, 1e8, 1e17)
+        for name, kind, example in (("gemm_flops", "dtypes", "bfloat16"), ("attention_flops", "kernels", "fa2")):
+            rates = getattr(self, name)
+            if not isinstance(rates, Mapping) or not rates:
+                raise ChunkflowError(f"Hardware field {name} must map {kind} to FLOP/s, like {{{example!r}: 600e12}}.")
+            for key, rate in rates.items():
+                _check_number(f"{name}[{key!r}]", rate, 1e8, 1e17)
+        if self.attention not in self.attention_flops:
+            known = ", ".join(self.attention_flops)
+            raise ChunkflowError(f"{self.name} has no rate of attention by {self.attention}: it has {known}.")
         if not isinstance(self.shared_link, bool):
             raise ChunkflowError(f"Hardware field shared_link must be true or false, not {self.shared_link!r}.")
         if not self.shared_link and (self.copy_slowdown != 1 or self.collective_slowdown != 1):
@@ -93,8 +106,21 @@ class Hardware:
             )
 
     def flops(self, dtype: str) -> float:
-        """FLOP/s that compute of ``dtype`` reaches; a dtype that is not listed runs at the slowest rate listed."""
-        return self.eta_comp * self.peak_flops.get(dtype, min(self.peak_flops.values()))
+        """FLOP/s that GEMMs of a model reach; a dtype that is not listed runs at the slowest rate listed."""
+        return self.eta_gemm * self._gemm(dtype)
+
+    def attention_rate(self, dtype: str) -> float:
+        """FLOP/s of attention; slower by as much as GEMMs are in a dtype that is slower than those of 16 bits."""
+        slower = min(1.0, self._gemm(dtype) / max(self.gemm_flops.values()))
+        return slower * self.attention_flops[self.attention]
+
+    def _gemm(self, dtype: str) -> float:
+        return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
+
+    @property
+    def memory_rate(self) -> float:
+        """Bytes/s at which kernels read and write the device's memory."""
+        return self.eta_memory * self.memory_bandwidth
 
     @property
     def copy_rate(self) -> float:
@@ -133,7 +159,9 @@ class Hardware:
 
 # Field -> the range of real machines.  A value outside it has the wrong unit (GB for bytes, ms for seconds).
 _RANGES: Mapping[str, tuple[float, float]] = {
-    "eta_comp": (0.001, 1),
+    "eta_gemm": (0.001, 1),
+    "eta_memory": (0.01, 1),
+    "kernel_s": (0, 0.01),
     "memory_bandwidth": (1e8, 1e14),
     "h2d_bandwidth": (1e6, 1e13),
     "eta_pref": (0.01, 1),

@@ -53,7 +53,9 @@ class Weight:
 
 @dataclass(frozen=True, kw_only=True)
 class RegionCost:
-    """The work of a region.  ``flops``: of GEMMs, convolutions and attention.  ``nbytes``: device memory traffic.
+    """The work of a region.  ``flops``: of its products, which are GEMMs, convolutions and attention; ``attention``: those of
+    attention among them.  ``operands``: bytes that products read and write.  ``nbytes``: bytes that the other kernels do.
+    ``kernels``: how many kernels there are, products among them.
 
     ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
     """
@@ -62,11 +64,15 @@ class RegionCost:
     nbytes: int
     dtype: str
     op: str = ""
+    attention: int = 0
+    operands: int = 0
+    kernels: int = 0
 
     def seconds(self, hardware: Hardware) -> float:
-        """Roofline: the longer of compute at eta_comp of the peak and memory traffic, plus one launch."""
-        compute = self.flops / hardware.flops(self.dtype)
-        return max(compute, self.nbytes / hardware.memory_bandwidth) + hardware.launch_s
+        """Products take the longer of their FLOPs and of their operands; the other kernels run after them, one by one."""
+        compute = (self.flops - self.attention) / hardware.flops(self.dtype) + self.attention / hardware.attention_rate(self.dtype)
+        products = max(compute, self.operands / hardware.memory_rate)
+        return products + self.nbytes / hardware.memory_rate + self.kernels * hardware.kernel_s + hardware.launch_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Count: the cost of a region, FLOPs by torch.utils.flop_counter's formulas, bytes by the graph's metadata.
 
-Bytes are those that cross the device's memory however well Inductor fuses: a region's inputs and outputs, and the
-operands and results of each GEMM, convolution and attention inside it.
+Products, which are GEMMs, convolutions and attention, take FLOPs and read and write operands.  What runs beside them moves bytes, in
+kernels of its own.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from chunkflow_compile.passes.problem import RegionCost
+
+from .kernels import Values, nbytes, other_kernels, tensors
 
 # Products of an input and a weight that the flop counter does not know, most of them with a quantised weight.
 _PRODUCTS = frozenset(
@@ -34,21 +36,26 @@ _PRODUCTS = frozenset(
 )
 
 
-Values = Mapping[Node, Any]
+def region_cost(values: Values, fused: bool = True) -> RegionCost:
+    """The cost of one region.  ``values``: of each of its nodes, tensors without data, of sizes that are known.
 
-
-def region_cost(values: Values) -> RegionCost:
-    """The cost of one region.  ``values``: of each of its nodes, tensors without data, of sizes that are known."""
-    total, traffic, by_dtype, by_op = 0, 0, Counter[str](), Counter[str]()
-    for node in values:
-        if node.op in ("placeholder", "output"):
-            traffic += _nbytes(node if node.op == "placeholder" else node.args, values)
-        elif (flops := node_flops(node, values)) > 0:
-            total += flops
-            traffic += _nbytes(node, values) + _nbytes(node.args, values)
-            by_dtype[_dtype(values[node])] += flops
-            by_op[_kind(node)] += flops
-    return RegionCost(flops=total, nbytes=traffic, dtype=_most(by_dtype, "float32"), op=_most(by_op, ""))
+    ``fused``: whether Inductor fuses what lies between products.
+    """
+    flops = {n: f for n in values if n.op not in ("placeholder", "output") and (f := node_flops(n, values)) > 0}
+    by_dtype, by_op = Counter[str](), Counter[str]()
+    for node, count in flops.items():
+        by_dtype[_dtype(values[node])] += count
+        by_op[_kind(node)] += count
+    others = other_kernels(values, flops.keys(), fused)
+    return RegionCost(
+        flops=sum(flops.values()),
+        attention=by_op["attention"],
+        operands=sum(nbytes(values[n]) + _read(n, values) for n in flops),
+        nbytes=others.nbytes,
+        kernels=len(flops) + others.count,
+        dtype=_most(by_dtype, "float32"),
+        op=_most(by_op, ""),
+    )
 
 
 def node_flops(node: Node, values: Values) -> int:
@@ -63,7 +70,7 @@ def node_flops(node: Node, values: Values) -> int:
         # The only attention op without a formula in torch; attention on fake CPU tensors traces to it.
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
     if node.target._schema.name in _PRODUCTS:  # [..., k] by a weight into [..., n]
-        return 2 * int(args[0].numel()) * int(_tensors(values[node])[0].shape[-1])
+        return 2 * int(args[0].numel()) * int(tensors(values[node])[0].shape[-1])
     formula = flop_registry.get(node.target.overloadpacket)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=values[node]))
 
@@ -79,19 +86,10 @@ def _kind(node: Node) -> str:
     )
 
 
-def _nbytes(value: Any, values: Values) -> int:
-    """Bytes of the tensors of a node, or of all distinct nodes in nested arguments."""
-    seen: dict[Node, None] = {}
-    map_arg(value, lambda n: seen.setdefault(n))
-    tensors = [t for n in seen for t in _tensors(values[n])]
-    return sum(t.numel() * t.element_size() for t in tensors)
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for v in value for t in _tensors(v)] if isinstance(value, (list, tuple)) else []
+def _read(node: Node, values: Values) -> int:
+    """Bytes of the tensors that a node reads."""
+    return sum(nbytes(values[n]) for n in node.all_input_nodes)
 
 
 def _dtype(value: Any) -> str:
-    return str(_tensors(value)[0].dtype).removeprefix("torch.")
+    return str(tensors(value)[0].dtype).removeprefix("torch.")

@@ -333,7 +333,7 @@ def _build(
 
 
 def _cost(module: GraphModule, traced: Traced) -> RegionCost:
-    return region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes})
+    return region_cost({n: concrete(n.meta.get("val"), traced.sizes) for n in module.graph.nodes}, traced.fused)
 
 
 def _first_non_placeholder(graph: Graph) -> Node:

@@ -17,7 +17,7 @@ class Traced:
     ``blocks``: module key in ``nn_module_stack`` -> name of the block, for modules that are blocks.  ``ranks``: name of
     a process group that the graph's collectives use -> its size.  ``sizes``: of the symbols in its metadata (sizes.py);
     ``unknown``: the bounds of those among them that no call gives.  ``large``: names and bytes of the weights that are
-    offloaded, in the order of the model, used or not; empty if the model is not known.
+    offloaded, in the order of the model, used or not; empty if the model is not known.  ``fused``: whether Inductor will fuse its ops.
     """
 
     graph: GraphModule
@@ -27,3 +27,4 @@ class Traced:
     sizes: Mapping[str, int] = field(default_factory=dict)
     unknown: Mapping[str, int | None] = field(default_factory=dict)
     large: tuple[tuple[str, int], ...] = ()
+    fused: bool = True

@@ -1,0 +1,97 @@
+"""Kernels: what runs beside products (GEMMs, convolutions, attention), in kernels of its own.
+
+On entry: the nodes of a region, with values without data, and which of them are products.
+On exit: bytes that the other kernels read and write, and how many there are.
+
+Inductor fuses pointwise ops and reductions that follow each other without a product between them.  Such a group reads what comes
+from outside it once, and writes what is used outside it.  An eager op is a kernel by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from networkx.utils import UnionFind
+from torch.fx import Node
+
+Values = Mapping[Node, Any]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """``nbytes``: read and written.  ``count``: how many kernels."""
+
+    nbytes: int
+    count: int
+
+
+def other_kernels(values: Values, products: Collection[Node], fused: bool) -> Kernels:
+    """The kernels beside ``products``.  ``fused``: as Inductor groups them; else each op is one."""
+    bases, depths = _bases(values), _depths(values, products)
+    ops = [n for n in values if n not in products and _computes(n, values)]
+    groups = UnionFind(ops)
+    if fused:
+        members = set(ops)
+        for op in ops:
+            groups.union(op, *(b for n in op.all_input_nodes if (b := bases[n]) in members and depths[b] == depths[op]))
+    found = [set(group) for group in groups.to_sets()] if ops else []
+    return Kernels(sum(_moved(group, values, bases) for group in found), len(found))
+
+
+def _computes(node: Node, values: Values) -> bool:
+    return node.op == "call_function" and not is_view(node) and bool(tensors(values[node]))
+
+
+def is_view(node: Node) -> bool:
+    """Whether a node moves nothing: its result is memory that is there already."""
+    if isinstance(node.target, torch._ops.OpOverload):
+        return node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
+    return node.op == "call_function"  # a part of a tuple, or a number
+
+
+def _bases(values: Values) -> dict[Node, Node]:
+    """Node -> the node that made its memory."""
+    found: dict[Node, Node] = {}
+    for node in values:
+        inputs = node.all_input_nodes
+        found[node] = found.get(inputs[0], inputs[0]) if inputs and node.op != "output" and is_view(node) else node
+    return found
+
+
+def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
+    """Node -> the most products in a row before it."""
+    found: dict[Node, int] = {}
+    for node in values:
+        found[node] = max((found.get(n, 0) for n in node.all_input_nodes), default=0) + (node in products)
+    return found
+
+
+def _moved(group: set[Node], values: Values, bases: Mapping[Node, Node]) -> int:
+    """Bytes that a kernel reads and writes: no more of a tensor than there are, however many views of it are read."""
+    read: dict[Node, int] = {}
+    for node in dict.fromkeys(n for member in group for n in member.all_input_nodes):
+        if (base := bases[node]) not in group:
+            read[base] = read.get(base, 0) + nbytes(values[node])
+    written = sum(nbytes(values[n]) for n in group if _leaves(n, group, bases))
+    return written + sum(min(moved, nbytes(values[base])) for base, moved in read.items())
+
+
+def _leaves(node: Node, group: set[Node], bases: Mapping[Node, Node]) -> bool:
+    """Whether a result is used outside its group, perhaps as a view."""
+    return any(
+        _leaves(user, group, bases) if bases.get(user, user) is not user else user not in group for user in node.users
+    )
+
+
+def tensors(value: Any) -> list[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        return [value]
+    return [t for v in value for t in tensors(v)] if isinstance(value, (list, tuple)) else []
+
+
+def nbytes(value: Any) -> int:
+    """Bytes of the tensors of a value."""
+    return sum(t.numel() * t.element_size() for t in tensors(value))
