@@ -80,6 +80,12 @@ class Hardware:
     compute_slowdown: float = 1.0
     """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
     memory bandwidth and, on a CPU, core time."""
+    node_ranks: int = 0
+    """Ranks of a node, 0 if all ranks are on one.  Those of several nodes also exchange over the links between nodes."""
+    node_bandwidth: float = 25e9
+    """Bytes/s that a collective moves into one rank from other nodes; 25 GB/s is a rank's share of 200 Gbit/s InfiniBand."""
+    node_latency_s: float = 1e-5
+    """Seconds that a collective between nodes takes beside collective_latency_s."""
     drive_bandwidth: float = 2e9
     """Bytes/s that this rank reads from the drive, for weights beyond host_memory; 2 GB/s is a common NVMe drive."""
     sources: Mapping[str, str] = field(default_factory=dict)
@@ -122,6 +128,20 @@ class Hardware:
         """Bytes/s at which kernels read and write the device's memory."""
         return self.eta_memory * self.memory_bandwidth
 
+    def crossing_seconds(self, nbytes: int, ranks: int) -> float:
+        """Seconds for which ``nbytes`` of a collective of so many ranks cross the links, without latency.
+
+        All others send this rank equal parts, over the links of the node and over those between nodes at the same time.
+        """
+        if not self.node_ranks or ranks <= self.node_ranks:
+            return nbytes / self.collective_bandwidth
+        outside = nbytes * (ranks - self.node_ranks) / (ranks - 1)
+        return max((nbytes - outside) / self.collective_bandwidth, outside / self.node_bandwidth)
+
+    def latency_s(self, ranks: int) -> float:
+        """Seconds of overhead of a collective of so many ranks."""
+        return self.collective_latency_s + (self.node_latency_s if 0 < self.node_ranks < ranks else 0.0)
+
     @property
     def copy_rate(self) -> float:
         """Bytes/s of a long copy alone on the link."""
@@ -145,8 +165,9 @@ class Hardware:
             if name not in fields:
                 close = difflib.get_close_matches(name, list(fields), n=1, cutoff=0.0)[0]
                 raise ChunkflowError(f"Unknown hardware field {name!r}; did you mean {close!r}?")
-        optional = ("compute_slowdown", "drive_bandwidth", "sources", "link_emulation")
-        missing = [n for n in fields if n not in body and n not in optional]
+        missing = [
+            n for n, f in fields.items() if n not in body and f.default is f.default_factory is dataclasses.MISSING
+        ]
         if missing:
             raise ChunkflowError(f"The hardware profile lacks {', '.join(missing)}.")
         if body.get("link_emulation") is not None:
@@ -173,6 +194,9 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "collective_slowdown": (1, 100),
     "compute_slowdown": (1, 100),
     "drive_bandwidth": (1e5, 1e12),
+    "node_ranks": (0, 1024),
+    "node_bandwidth": (1e5, 1e13),
+    "node_latency_s": (0, 1),
 }
 
 

@@ -70,7 +70,9 @@ class RegionCost:
 
     def seconds(self, hardware: Hardware) -> float:
         """Products take the longer of their FLOPs and of their operands; the other kernels run after them, one by one."""
-        compute = (self.flops - self.attention) / hardware.flops(self.dtype) + self.attention / hardware.attention_rate(self.dtype)
+        compute = (self.flops - self.attention) / hardware.flops(self.dtype) + self.attention / hardware.attention_rate(
+            self.dtype
+        )
         products = max(compute, self.operands / hardware.memory_rate)
         return products + self.nbytes / hardware.memory_rate + self.kernels * hardware.kernel_s + hardware.launch_s
 
@@ -94,7 +96,7 @@ class Region:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective.  ``nbytes``: bytes that cross the link into this rank.
+    """A collective.  ``nbytes``: bytes that cross the link into this rank.  ``ranks``: of its process group.
 
     ``before``: index of the first region after its start.  ``until``: index of the region before which its completion
     is awaited.  Either is the number of regions if it lies after the last region.
@@ -105,6 +107,7 @@ class Collective:
     nbytes: int
     before: int
     until: int
+    ranks: int = 2
 
 
 @dataclass(frozen=True, kw_only=True)

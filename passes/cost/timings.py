@@ -62,7 +62,7 @@ class Timings:
             said = chunk_bytes / (chunk_bytes / hardware.copy_rate + hardware.chunk_s)
             off = rate / said if hardware.shared_link else 1.0
             seen |= {"h2d_bandwidth": rate, "eta_pref": 1.0, "chunk_s": 0.0}
-            seen["collective_bandwidth"] = off * hardware.collective_bandwidth
+            seen |= {n: off * getattr(hardware, n) for n in ("collective_bandwidth", "node_bandwidth")}
         return replace(hardware, **seen)
 
     def regions(self, problem: Problem, hardware: Hardware) -> list[float]:

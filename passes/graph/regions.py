@@ -385,6 +385,7 @@ def _problem(
             nbytes=crossing_bytes(node, traced.ranks[group_name(node)], traced.sizes),
             before=at,
             until=awaited.get(node, at),  # DTensor's all-to-all waits for its own completion
+            ranks=traced.ranks[group_name(node)],
         )
         for node, at in started
     ]

@@ -68,8 +68,10 @@ class Simulator:
         self.chunk_bytes = chunk_bytes
         self.strain = 1.0
         self.compute_s = [r.cost.seconds(hardware) for r in problem.regions]
-        crossing = [c.nbytes / self.hardware.collective_bandwidth for c in problem.collectives]
-        self.collective_s = [hardware.collective_latency_s + s for s in crossing]
+        crossing = [self.hardware.crossing_seconds(c.nbytes, c.ranks) for c in problem.collectives]
+        self.collective_s = [
+            hardware.latency_s(c.ranks) + s for c, s in zip(problem.collectives, crossing, strict=True)
+        ]
         if timings is not None:
             timings.check(problem)
             self.compute_s = timings.regions(problem, self.hardware)
