@@ -57,6 +57,10 @@ class Hardware:
     """Bytes/s between the device and its own memory."""
     eta_memory: float
     """Share of memory_bandwidth that kernels reach, above 0 and at most 1."""
+    cache_bytes: int
+    """Bytes of the device's last cache, 0 if there is none to speak of."""
+    cache_bandwidth: float
+    """Bytes/s between the device and that cache."""
     kernel_s: float
     """Seconds from the end of a kernel to the start of the next one."""
     h2d_bandwidth: float
@@ -123,6 +127,13 @@ class Hardware:
     def _gemm(self, dtype: str) -> float:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
 
+    def rate_of(self, nbytes: int) -> float:
+        """Bytes/s at which kernels read and write a tensor of ``nbytes`` that the kernel before them has written.
+
+        One that takes half of the cache is still there: what else a kernel reads and writes takes the other half.
+        """
+        return max(self.memory_rate, self.cache_bandwidth) if 2 * nbytes <= self.cache_bytes else self.memory_rate
+
     @property
     def memory_rate(self) -> float:
         """Bytes/s at which kernels read and write the device's memory."""
@@ -183,6 +194,8 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_gemm": (0.001, 1),
     "eta_memory": (0.01, 1),
     "kernel_s": (0, 0.01),
+    "cache_bytes": (0, 1e10),
+    "cache_bandwidth": (1e8, 1e15),
     "memory_bandwidth": (1e8, 1e14),
     "h2d_bandwidth": (1e6, 1e13),
     "eta_pref": (0.01, 1),

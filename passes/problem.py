@@ -54,27 +54,27 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class RegionCost:
     """The work of a region.  ``flops``: of its products, which are GEMMs, convolutions and attention; ``attention``: those of
-    attention among them.  ``operands``: bytes that products read and write.  ``nbytes``: bytes that the other kernels do.
-    ``kernels``: how many kernels there are, products among them.
+    attention among them.  ``operands``: bytes that products read and write.  ``traffic``: of the other kernels, by the size of
+    a tensor, the bytes that they read and write of tensors of that size.  ``kernels``: how many there are, with products.
 
     ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
     """
 
     flops: int
-    nbytes: int
     dtype: str
     op: str = ""
     attention: int = 0
     operands: int = 0
+    traffic: tuple[tuple[int, int], ...] = ()
     kernels: int = 0
 
     def seconds(self, hardware: Hardware) -> float:
         """Products take the longer of their FLOPs and of their operands; the other kernels run after them, one by one."""
-        compute = (self.flops - self.attention) / hardware.flops(self.dtype) + self.attention / hardware.attention_rate(
-            self.dtype
-        )
-        products = max(compute, self.operands / hardware.memory_rate)
-        return products + self.nbytes / hardware.memory_rate + self.kernels * hardware.kernel_s + hardware.launch_s
+        gemms = (self.flops - self.attention) / hardware.flops(self.dtype)
+        attention = self.attention / hardware.attention_rate(self.dtype)
+        products = max(gemms + attention, self.operands / hardware.memory_rate)
+        others = sum(moved / hardware.rate_of(size) for size, moved in self.traffic)
+        return products + others + self.kernels * hardware.kernel_s + hardware.launch_s
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,7 @@
 """Count: the cost of a region, FLOPs by torch.utils.flop_counter's formulas, bytes by the graph's metadata.
 
-Products, which are GEMMs, convolutions and attention, take FLOPs and read and write operands.  What runs beside them moves bytes, in
-kernels of its own.
+Products, which are GEMMs, convolutions and attention, take FLOPs and read and write operands.  What runs beside them moves
+bytes, in kernels of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
         flops=sum(flops.values()),
         attention=by_op["attention"],
         operands=sum(nbytes(values[n]) + _read(n, values) for n in flops),
-        nbytes=others.nbytes,
+        traffic=tuple(sorted(others.traffic.items())),
         kernels=len(flops) + others.count,
         dtype=_most(by_dtype, "float32"),
         op=_most(by_op, ""),

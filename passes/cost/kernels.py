@@ -1,15 +1,16 @@
 """Kernels: what runs beside products (GEMMs, convolutions, attention), in kernels of its own.
 
 On entry: the nodes of a region, with values without data, and which of them are products.
-On exit: bytes that the other kernels read and write, and how many there are.
+On exit: how many other kernels there are, and what they read and write.
 
-Inductor fuses pointwise ops and reductions that follow each other without a product between them.  Such a group reads what comes
-from outside it once, and writes what is used outside it.  An eager op is a kernel by itself.
+Inductor fuses pointwise ops and reductions that follow each other without a product between them.  Such a group reads once what
+comes from outside it, and writes what is used outside it.  An eager op is a kernel by itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,10 +23,10 @@ Values = Mapping[Node, Any]
 
 @dataclass(frozen=True)
 class Kernels:
-    """``nbytes``: read and written.  ``count``: how many kernels."""
+    """``count``: how many.  ``traffic``: bytes of a tensor -> bytes read and written of tensors of that size."""
 
-    nbytes: int
     count: int
+    traffic: Mapping[int, int]
 
 
 def other_kernels(values: Values, products: Collection[Node], fused: bool) -> Kernels:
@@ -38,7 +39,11 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> Ke
         for op in ops:
             groups.union(op, *(b for n in op.all_input_nodes if (b := bases[n]) in members and depths[b] == depths[op]))
     found = [set(group) for group in groups.to_sets()] if ops else []
-    return Kernels(sum(_moved(group, values, bases) for group in found), len(found))
+    traffic = Counter[int]()
+    for group in found:
+        for tensor, moved in _moved(group, values, bases):
+            traffic[tensor] += moved
+    return Kernels(len(found), traffic)
 
 
 def _computes(node: Node, values: Values) -> bool:
@@ -69,14 +74,18 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
     return found
 
 
-def _moved(group: set[Node], values: Values, bases: Mapping[Node, Node]) -> int:
-    """Bytes that a kernel reads and writes: no more of a tensor than there are, however many views of it are read."""
+def _moved(group: set[Node], values: Values, bases: Mapping[Node, Node]) -> Iterator[tuple[int, int]]:
+    """Bytes of each tensor that a kernel reads or writes, and how many of them it moves: each at most once, however many views of
+    the tensor it reads."""
     read: dict[Node, int] = {}
     for node in dict.fromkeys(n for member in group for n in member.all_input_nodes):
         if (base := bases[node]) not in group:
             read[base] = read.get(base, 0) + nbytes(values[node])
-    written = sum(nbytes(values[n]) for n in group if _leaves(n, group, bases))
-    return written + sum(min(moved, nbytes(values[base])) for base, moved in read.items())
+    for base, moved in read.items():
+        yield nbytes(values[base]), min(moved, nbytes(values[base]))
+    for node in group:
+        if _leaves(node, group, bases):
+            yield nbytes(values[node]), nbytes(values[node])
 
 
 def _leaves(node: Node, group: set[Node], bases: Mapping[Node, Node]) -> bool:

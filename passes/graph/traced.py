@@ -17,7 +17,8 @@ class Traced:
     ``blocks``: module key in ``nn_module_stack`` -> name of the block, for modules that are blocks.  ``ranks``: name of
     a process group that the graph's collectives use -> its size.  ``sizes``: of the symbols in its metadata (sizes.py);
     ``unknown``: the bounds of those among them that no call gives.  ``large``: names and bytes of the weights that are
-    offloaded, in the order of the model, used or not; empty if the model is not known.  ``fused``: whether Inductor will fuse its ops.
+    offloaded, in the order of the model, used or not; empty if the model is not known.  ``fused``: whether Inductor will
+    fuse its ops.
     """
 
     graph: GraphModule
