@@ -142,9 +142,9 @@ class _HostDevice:
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         since = self.copy.since
         if isinstance(source, Reading):
-            values, came = source.take()
+            values, came = source.acquire()
             copy_host_bytes(target, values)
-            source.free()
+            source.release()
             since = max(since, came)
         else:
             take(target, source)

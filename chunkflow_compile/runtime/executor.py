@@ -41,10 +41,9 @@ from chunkflow_compile.weights.shared_ring import Number
 from chunkflow_compile.weights.source import Source
 
 from .arena import Binding, Occupancy
-from .drive_runs import Order
 from .instructions import Cost, Issue, Issuer, Step
 from .measurement import StepMeasurement, no_seconds
-from .read_ahead import Start
+from .read_thread import Order
 
 # An hour of steps of one second; older measurements are dropped.
 KEPT_MEASUREMENTS = 3600
@@ -136,7 +135,7 @@ class Executor:
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
         if ready and self._ring is not None and self._issuer.on_drive:
-            self.device.copy.run(partial(self.binding.arena.reader.goes_on, self._number()))
+            self.device.copy.run(partial(self.binding.arena.reader.on_call, self._number()))
         self.occupancy.next = None
         for issue in self._instructions:
             issue(step)
@@ -238,8 +237,7 @@ class Executor:
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.reads.repeated:
-            start = Start(self._number(), self._ring, self.cycle.plan.placement)
-            copy.run(partial(self._read, cold.reads, start))
+            copy.run(partial(self._read, cold.reads, self._number()))
         for weight, target, source in () if jumps else cold.kept:
             self._issuer.copy(target, source, f"keep {weight}")
             self._issuer.mark(weight)
@@ -262,13 +260,12 @@ class Executor:
         reads = reads_from(self.cycle, self.call, found, self._issuer.on_drive)
         return _Cold(list(self._kept()), [self._issuer.prefetch(p, n) for p, n in ops], found.waits, reads)
 
-    def _read(self, reads: Reads, start: Start) -> None:
+    def _read(self, reads: Reads, call: Number) -> None:
         """Let the drive be read in the order of the copies from this call on."""
-        first, repeated = (
-            [(r.key, r.source) for r in map(self._issuer.reading, ops)] for ops in (reads.first, reads.repeated)
-        )
-        order = Order(first, repeated, reads.begin)
-        self.binding.arena.reader.restart(order, self.cycle.plan.drive_rate, start)
+        first, repeated = ([self._issuer.reading(op).source for op in ops] for ops in (reads.first, reads.repeated))
+        plan = "" if self._ring is None else repr(self.cycle.plan.placement)
+        order = Order(first, repeated, reads.begin, plan)
+        self.binding.arena.reader.reset(order, self.cycle.plan.drive_rate, call, self._ring)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""

@@ -226,8 +226,7 @@ class Issuer:
         """The bytes of a prefetch as the reader of the drive brings them."""
         source, size = self.binding.hosts[op.weight], self._program.plan.chunk_bytes
         assert isinstance(source, DriveBytes)
-        part = source[op.first * size : op.end * size]
-        return Reading(self.binding.arena.reader, (op.weight, op.first, op.end), part)
+        return Reading(self.binding.arena.reader, source[op.first * size : op.end * size])
 
     def _open(self, issue: Issue, step: Step) -> None:
         self._device.compute.record(self._opening)

@@ -68,11 +68,11 @@ class StagedCopies:
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         """Called by the thread, as work of the stream."""
         if isinstance(source, Reading):
-            values, _ = source.take()
+            values, _ = source.acquire()
             self._device.cuda.copy(target, values)
             copied = self._device.cuda.event(False)
             self._inner.record(copied)
-            source.free(copied)
+            source.release(copied)
             return
         if source.is_pinned() or not self._staging.pinned:
             self._device.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)

@@ -34,8 +34,8 @@ from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
-from chunkflow_compile.runtime.drive_runs import Order
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
+from chunkflow_compile.runtime.read_thread import Order
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
 from chunkflow_compile.weights.host_memory import own_pages, parse_cpus
 from chunkflow_compile.weights.mapping import Descriptor
@@ -398,15 +398,15 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(content.tolist()))
     file = WeightFile(Descriptor(os.open(tmp_path / "file", os.O_RDONLY)), "the file")
     device = CudaDevice(FakeCuda(copy_s=0.05))
-    cycle = [((str(i), 0, 1), DriveBytes(file, 64 * i, 64)) for i in range(16)]
+    cycle = [DriveBytes(file, 64 * i, 64) for i in range(16)]
     device.stage()
     device.start(True, True)
     reader, slots = ReadAhead(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
 
     def restart_and_copy(begin: int, count: int) -> None:
-        device.copy.run(lambda: reader.restart(Order([], cycle, begin)))
+        device.copy.run(lambda: reader.reset(Order([], cycle, begin)))
         for i in range(begin, begin + count):
-            device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, *cycle[i])), None, "copy")
+            device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, cycle[i])), None, "copy")
 
     restart_and_copy(0, 4)
     restart_and_copy(8, 4)

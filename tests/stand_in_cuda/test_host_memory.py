@@ -15,7 +15,6 @@ from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import executor
 from chunkflow_compile.runtime.cuda import TorchCuda, register
-from chunkflow_compile.runtime.drive_runs import BroughtRun
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
@@ -131,9 +130,9 @@ def read_together(rank: int, folder: str) -> None:
             inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
             assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
             reader = programs(model)[-1].arena.reader
-            seen.append(isinstance(reader._live.run, BroughtRun))
+            seen.append(reader.joined)
             if seen[-1]:
-                assert reader._live.run._memory.bytes.is_pinned(), "each rank pins the ring"
+                assert reader._thread._theirs.bytes.is_pinned(), "each rank pins the ring"
     read = sum(file.read_bytes for file in {buffer.drive.file for buffer in buffers if buffer.drive is not None})
     assert seen[-1] == (rank == 1) and read > 0
     dist.barrier()

@@ -74,15 +74,15 @@ def planned_reads(plan: Plan, drive: list[HostBuffer]) -> int:
 @contextlib.contextmanager
 def counted_reads() -> Iterator[list[int]]:
     """The bytes that copies take from the drive are added to the last number of the list."""
-    plain, taken = Reading.take, list[int]()
+    plain, taken = Reading.acquire, list[int]()
 
-    def take(self: Reading) -> tuple[torch.Tensor, float]:
+    def acquire(self: Reading) -> tuple[torch.Tensor, float]:
         values, at = plain(self)
         taken[-1] += values.numel()
         return values, at
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reading, "take", take)
+        patch.setattr(Reading, "acquire", acquire)
         yield taken
 
 
