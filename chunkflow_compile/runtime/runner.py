@@ -18,8 +18,6 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
 from .codes import Choice, Codes, Sizes
@@ -113,9 +111,6 @@ class Runner:
                         return session.run(inputs)
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
-            for weight in parameters.values():
-                if isinstance(weight, HostWeight):
-                    arrive(weight.buffer.arriving)
             with self._lock():
                 if (
                     self._sessions.get(key) is session and sizes in self.codes

@@ -26,7 +26,6 @@ from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
-from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
 from .call_site import CallSite, Key
@@ -126,8 +125,6 @@ class Session:
     def notice(self) -> None:
         """Notice what was written unseen since the last call.  No lock of the arena is held."""
         for store in self._stores:
-            if store.arriving:
-                arrive(store.arriving)
             if store.lent:
                 store.reclaim()
 

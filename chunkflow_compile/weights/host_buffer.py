@@ -30,19 +30,6 @@ from .staging import GpuStagings
 _AGAIN_S = 0.2
 
 
-class Arriving(Protocol):
-    """What a collective may still write to weights.  ``over``: whether nothing more is to come."""
-
-    @property
-    def over(self) -> bool: ...
-
-    def land(self) -> None:
-        """Give the weights what was written."""
-
-    def follow_to(self, buffer: HostBuffer, before: torch.Tensor, now: torch.Tensor) -> None:
-        """The weight with the memory ``before`` is the ordinary tensor ``now``: it gets what arrives."""
-
-
 class Store(Protocol):
     """A placed model, as its weights know it.  The store knows more (host_store.py)."""
 
@@ -50,7 +37,6 @@ class Store(Protocol):
     pins: bool
     turn: tuple[int, int] | None
     ring: SharedRing | None
-    arriving: list[Arriving]
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
 
     def quiet(self) -> AbstractContextManager[object]: ...
@@ -79,7 +65,7 @@ class HostBuffer:
     ``host``: its values, on the CPU.  ``backing``: where they lie, None for memory of this process alone.  ``written``:
     counts the writes through weights; those to the memory itself are in its tensor's ``_version``.  ``names``: all its names
     in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``before``: where it lay,
-    while it moves.  ``arriving``: what collectives may still write to it and to the others of its store, oldest first.
+    while it moves.
     """
 
     def __init__(self, host: torch.Tensor, backing: Backing | None = None, before: Mapped | None = None) -> None:
@@ -90,7 +76,6 @@ class HostBuffer:
         self.names: tuple[str, ...] = ("a weight",)
         self.origin = host.device
         self.grad: torch.Tensor | None = None
-        self.arriving: list[Arriving] = []
         self._store: Store | None = None
         self._weight: Callable[[], torch.Tensor | None] = _no_weight
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
@@ -103,8 +88,6 @@ class HostBuffer:
         """Be in a store from now on, as the memory of ``weight``, whose values are in ``host``."""
         self.host, self.names, self.origin = host, names, origin
         self._store, self._weight = store, weakref.ref(weight)
-        store.arriving += self.arriving
-        self.arriving = store.arriving
 
     @property
     def name(self) -> str:

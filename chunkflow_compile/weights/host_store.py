@@ -16,7 +16,7 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .host_buffer import Arriving, HostBuffer, buffer_of
+from .host_buffer import HostBuffer, buffer_of
 from .host_weight import HostWeight, become, like
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
 from .loader import WeightLoader
@@ -34,8 +34,7 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.
-    ``arriving``: what collectives may still write to the weights.  ``lent``: tensors of state_dicts that have the memory of
-    weights.
+    ``lent``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.  ``ring``: into which the first of these reads the drive for all.
     """
@@ -49,7 +48,6 @@ class HostStore:
     turn: tuple[int, int] | None = None
     ring: SharedRing | None = None
     agreed: int | None = None
-    arriving: list[Arriving] = field(default_factory=list)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
     _buffers: list[weakref.ref[HostBuffer]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
@@ -288,10 +286,8 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, u
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=buffer.scratch)
-        host, grad = weight.host, buffer.grad if buffer.is_of(weight) else None
+        grad = buffer.grad if buffer.is_of(weight) else None
         become(weight, weight.plain(plain))
-        for arrival in buffer.arriving:
-            arrival.follow_to(buffer, host, weight.detach())
         if grad is not None:
             weight.grad = grad.to(device)
 
