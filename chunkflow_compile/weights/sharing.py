@@ -143,10 +143,9 @@ class SharedPages:
         """The leader makes the scratch file, and the others get it."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
-        folder = scratch_folder()
-        made = Scratch.made(folder, places[-1]) if self._node.leads else None
+        made = Scratch.made(scratch_folder(), places[-1]) if self._node.leads else None
         # each rank has an opening of its own: the kernel reads ahead for each, and they read at different places
-        file = self._node.share(None if made is None else made.file.descriptor, folder)
+        file = self._node.share(None if made is None else made.file.descriptor)
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if made is None else made.where)
 
     @staticmethod
