@@ -156,7 +156,8 @@ class Placement:
                 torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
             if todo:
                 give_free_memory_back()
-                self.store.came(todo[-1][0][0])
+                how = "came after the model was placed, and such weights do not go to the drive"
+                self.store.entered(todo[-1][0][0], how)
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them.

@@ -50,9 +50,7 @@ class Store(Protocol):
 
     def pageable(self, buffer: HostBuffer, error: OSError) -> None: ...
 
-    def came_from_the_drive(self, buffer: HostBuffer) -> None: ...
-
-    def replaced(self, buffer: HostBuffer) -> None: ...
+    def entered(self, name: str, how: str, more: int = 0) -> None: ...
 
     def count(self, name: str, nbytes: int) -> None: ...
 
@@ -201,9 +199,14 @@ class HostBuffer:
         """As :meth:`write`, for a weight that gets other memory: what it had stays as it is."""
         with self._quiet():
             self.settle()
-            if self._store is not None:
-                self._store.replaced(self)
+            self.replaced()
             yield
+
+    def replaced(self) -> None:
+        """The weight gets other memory, which is not on the drive."""
+        if self._store is not None and self.drive is not None:
+            how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
+            self._store.entered(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
     def make_private(self) -> None:
         """Give the weight memory of its own, if other ranks share it or it is on the drive.  No copy reads it now."""
@@ -216,7 +219,7 @@ class HostBuffer:
         self.backing.make_private(self.name)
         came, self.backing = isinstance(self.backing, FileSlice), None
         if came and self._store is not None:
-            self._store.came_from_the_drive(self)
+            self._store.entered(self.name, "is written, and goes from the drive into host memory for that")
 
     def copied(self, nbytes: int) -> None:
         """The values are about to be copied into so many bytes of host memory.

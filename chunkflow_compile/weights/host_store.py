@@ -53,7 +53,7 @@ class HostStore:
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
-    _replaced: bool = False
+    _told_of_bound: bool = False
     _told_of_lent: bool = False
 
     @property
@@ -185,43 +185,21 @@ class HostStore:
         """Those of weights in host memory."""
         return sum(h.nbytes for h in self.buffers if h.drive is None)
 
-    def came_from_the_drive(self, buffer: HostBuffer) -> None:
-        """A weight has gone from the drive into host memory, because it is written.  Warns once if all of them then take more
+    def entered(self, name: str, how: str, more: int = 0) -> None:
+        """A weight is in host memory now, or is going to take ``more`` bytes of it.  Warns once if all of them then take more
         than the bound."""
-        if self.bound is not None and (held := self.held_bytes) > self.bound:
-            bound, self.bound = self.bound, None
+        held = self.held_bytes + more
+        if self.bound is not None and held > self.bound and not self._told_of_bound:
+            self._told_of_bound = True
             warnings.warn(
-                f"{buffer.name} is written, and goes from the drive into host memory for that: the weights take {held} "
-                f"bytes there now, more than host_memory, which is {bound}, and more with each one that is written. Save the "
-                "model with its new values (save_pretrained) and load it again to have them on the drive.",
-                stacklevel=2,
+                f"{name} {how}: the weights take {held} bytes of host memory now, more than host_memory, which is "
+                f"{self.bound}. Save the model with its new values (save_pretrained) and load it again to have them on the drive.",
+                stacklevel=3,
             )
 
     def lend(self, tensor: torch.Tensor, buffer: HostBuffer) -> None:
         """A tensor of a state_dict has the memory of a weight."""
         self.lent.append((weakref.ref(tensor), weakref.ref(buffer)))
-
-    def replaced(self, buffer: HostBuffer) -> None:
-        """A weight gets other memory, so it leaves the drive.  Warns once that ``bound`` is not for that."""
-        if self.bound is not None and buffer.drive is not None:
-            self._warn_beyond(
-                f"{buffer.name} got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True), and is no "
-                f"longer on the drive: such weights are in host memory, beyond host_memory ({self.bound} bytes) if need be."
-            )
-
-    def came(self, name: str) -> None:
-        """A weight has come, perhaps after the others.  Warns once if all of them take more host memory than ``bound``."""
-        if self.bound is not None and (held := self.held_bytes) > self.bound:
-            self._warn_beyond(
-                f"{name} came after the model was placed, and such weights do not go to the drive: the weights take {held} "
-                f"bytes of host memory now, more than host_memory, which is {self.bound}."
-            )
-
-    def _warn_beyond(self, what: str) -> None:
-        if not self._replaced:
-            self._replaced = True
-            fix = "Save the model with its new values (save_pretrained) and load it again to have them on the drive."
-            warnings.warn(f"{what} {fix}", stacklevel=3)
 
     def room(self, budget: int | None) -> Room:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""

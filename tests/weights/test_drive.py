@@ -313,7 +313,7 @@ def test_copies_of_weights_on_the_drive(saved: Path, monkeypatch: pytest.MonkeyP
             ):
                 made(model)
     assert all(buffer.drive is not None for buffer in buffers(model).values())
-    with pytest.warns(UserWarning, match="is no longer on the drive: such weights are in host memory") as told:
+    with pytest.warns(UserWarning, match="is no longer on the drive: the weights take") as told:
         model.to(torch.bfloat16)
     assert len([w for w in told if "no longer on the drive" in str(w.message)]) == 1
 
