@@ -193,7 +193,8 @@ class HostStore:
             self._told_of_bound = True
             warnings.warn(
                 f"{name} {how}: the weights take {held} bytes of host memory now, more than host_memory, which is "
-                f"{self.bound}. Save the model with its new values (save_pretrained) and load it again to have them on the drive.",
+                f"{self.bound}. Save the model with its new values (save_pretrained) and load it again to have them on the "
+                "drive.",
                 stacklevel=3,
             )
 
