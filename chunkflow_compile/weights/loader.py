@@ -78,9 +78,9 @@ class WeightLoader:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
             if node is not None:
                 self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
-            self._taken = {name: self._takes(weight) for name, weight in self._weights.items()}
-            self._todo = sum(self._taken.values())
-            self._twice = max((min(w.nbytes, w.frees) for w in self._weights.values() if self._fills(w)), default=0)
+            made = [w for w in self._weights.values() if self._makes(w)]
+            self._todo = sum(w.takes for w in made)
+            self._twice = max((min(w.nbytes, w.frees) for w in made), default=0)  # for a moment, one after the other
             check_room(self._todo + self._twice)
         except BaseException as error:
             self.close(error)
@@ -173,24 +173,19 @@ class WeightLoader:
             name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard
         )
 
-    def _fills(self, weight: LoadRequest) -> bool:
-        """Whether this rank writes a weight to the memory of all, beside the memory that it has."""
-        return self._shared is not None and not weight.drive and self._shared.role(weight.name) == "fill"
-
-    def _takes(self, weight: LoadRequest) -> int:
-        """Bytes of host memory that a weight takes from this rank.  One that is there already gives its own back."""
-        if weight.drive or weight.stays:
-            return 0
+    def _makes(self, weight: LoadRequest) -> bool:
+        """Whether this rank makes a copy of a weight in host memory, of its own or for all."""
         role = None if self._shared is None else self._shared.role(weight.name)
-        return weight.takes if role in ("fill", None) else 0
+        return not weight.drive and not weight.stays and role in ("fill", None)
 
     def _take(self, weight: LoadRequest) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
-        self._unchecked += weight.nbytes if self._fills(weight) else self._taken[weight.name]
-        if self._unchecked >= _CHECKED:
-            self._unchecked = 0
-            check_room(self._todo + self._twice)
-        self._todo -= self._taken[weight.name]
+        if self._makes(weight):
+            self._unchecked += weight.nbytes
+            if self._unchecked >= _CHECKED:
+                self._unchecked = 0
+                check_room(self._todo + self._twice)
+            self._todo -= weight.takes
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
         made = empty_pages(values, weight.dtype)
