@@ -81,9 +81,8 @@ class HostStore:
             if isinstance(tensor, HostWeight):
                 return self._adopt(names, tensor, self.device)
             grad, origin = tensor.grad, tensor.device
-            placed = loader.place(names[0], tensor)
-            buffer = HostBuffer(placed.host, placed.backing, placed.before)
-            made = like(tensor, HostWeight(placed.host, self.device, buffer))
+            buffer = loader.place(names[0], tensor)
+            made = like(tensor, HostWeight(buffer.host, self.device, buffer))
             self._adopt(names, made, origin, tensor)
             buffer.grad = grad
             become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows

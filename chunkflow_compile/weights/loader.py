@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from .backing import Backing, FileSlice
+from .backing import FileSlice
 from .bytes import ordinary
-from .checkpoint import CheckpointReader, Mapped, Mappings
+from .checkpoint import CheckpointReader, Mappings
 from .drive import Drive
+from .host_buffer import HostBuffer
 from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
 from .mapping import whole_pages
@@ -26,19 +26,6 @@ _CHECKED = 256 << 20
 _WHOLE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 # The dtype that a weight of this name gets.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
-
-
-@dataclass(frozen=True)
-class LoadedWeight:
-    """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
-
-    ``backing``: what lies behind it, None for memory of this process alone.  ``before``: where a weight lay that was in its
-    checkpoint, which took no memory.
-    """
-
-    host: torch.Tensor
-    backing: Backing | None = None
-    before: Mapped | None = None
 
 
 class WeightLoader:
@@ -98,18 +85,16 @@ class WeightLoader:
             return 0
         return weight.nbytes
 
-    def place(self, name: str, tensor: torch.Tensor) -> LoadedWeight:
-        """Where the values of a weight are from now on.
+    def place(self, name: str, tensor: torch.Tensor) -> HostBuffer:
+        """The host memory of a weight from now on: pages, a mapping of a file, or where its values were.
 
         Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
         """
         weight, values = self._weights[name], tensor.detach()
         if weight.stays:
             if weight.drive and weight.part is not None:
-                return LoadedWeight(
-                    values, FileSlice(values, self._drive.part(weight.part), self._owned, scratch=False)
-                )
-            return LoadedWeight(ordinary(values))
+                return HostBuffer(values, FileSlice(values, self._drive.part(weight.part), self._owned, scratch=False))
+            return HostBuffer(ordinary(values))
         self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:
             share = self._share_file if weight.drive else self._share_pages
@@ -119,13 +104,13 @@ class WeightLoader:
                 check_room(self._todo + weight.takes)  # another copy than was thought
         made, before = self._filled(weight, values), weight.lay_in(values)
         if not weight.drive:
-            return LoadedWeight(made, before=before)
+            return HostBuffer(made, before=before)
         host, kept = self._drive.keep(made)
-        return LoadedWeight(host, FileSlice(host, kept, self._owned, scratch=True), before)
+        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True), before)
 
     def _share_pages(
         self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
-    ) -> LoadedWeight | None:
+    ) -> HostBuffer | None:
         """The values in memory that other ranks map too; None if those there are others."""
         name, found = weight.name, shared.pages(weight.name)
         if role == "fill":
@@ -134,18 +119,18 @@ class WeightLoader:
         elif role == "compare" and not shared.same(name, found.host, values):
             return None
         self._kept.add(name)
-        return LoadedWeight(found.host, found, weight.lay_in(values, unread=role == "leave"))
+        return HostBuffer(found.host, found, weight.lay_in(values, unread=role == "leave"))
 
     def _share_file(
         self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
-    ) -> LoadedWeight | None:
+    ) -> HostBuffer | None:
         """The values in the scratch file of all ranks; None if those there are others."""
         if role == "fill":
             shared.keep(weight.name, self._filled(weight, values))
         host, kept = shared.kept(weight.name)
         if role == "compare" and not shared.same(weight.name, host, values):
             return None
-        return LoadedWeight(host, FileSlice(host, kept, self._owned, scratch=True), weight.lay_in(values))
+        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True), weight.lay_in(values))
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""
