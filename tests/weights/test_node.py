@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import signal
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ import torch.distributed as dist
 from conftest import WITHIN
 from test_killed_ranks import run_all
 
-from chunkflow_compile import ChunkflowError, offload, restore
+from chunkflow_compile import ChunkflowError, offload
 from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import groups, node
 from chunkflow_compile.weights.groups import Group
@@ -216,40 +215,6 @@ def test_another_file_is_not_opened(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(OSError, match="another file"):
         node.reopened(str(tmp_path / "pipe"), (0, 0))
-
-
-def killed(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    found = node_of(True, torch.device("cpu"))
-    assert found is not None and found.gather(rank) == [0, 1]
-    if rank:
-        os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
-    with pytest.raises(ChunkflowError, match="Rank 1 has ended while the weights were placed"):
-        found.gather(rank)
-    assert time.monotonic() - began < 30, "not the half hour of the process group"
-    os._exit(0)
-
-
-def test_a_rank_that_is_killed_is_missed_at_once(tmp_path: Path) -> None:
-    assert run_all(killed, str(tmp_path)) == [0, -signal.SIGKILL]
-
-
-def in_two_containers(rank: int) -> None:
-    node._reach = lambda: str(rank)
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    offload(model, min_bytes=LEAST, share=True)
-    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
-    assert buffers and not any(buffer.shared for buffer in buffers)
-    with torch.no_grad():
-        for m in (model, twin):
-            next(m.parameters()).mul_(2)
-    restore(model)
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-def test_weights_are_private_where_no_rank_is_reached(on_ranks: Callable[..., None]) -> None:
-    on_ranks(in_two_containers)
 
 
 def one_fails_early(rank: int) -> None:

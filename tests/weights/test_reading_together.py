@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
 from test_drive import buffers, planned_reads, read_so_far
+from test_shared_weights import everywhere
 from torch import nn
 
 import chunkflow_compile
@@ -69,12 +70,6 @@ def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0, w
         if all(found) if wanted else not any(found):
             return
     raise AssertionError(found)
-
-
-def everywhere(value: Any) -> list[Any]:
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
 
 
 def counted(model: nn.Module, run: Any, twin: nn.Module, seed: int, turns: int = 6) -> tuple[list[int], int, int]:
