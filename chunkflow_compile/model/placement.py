@@ -138,9 +138,9 @@ class Placement:
                         self.store.add(names, tensor, loader)
                         moved(loader.work(names[0]))
                     loader.finish()
+                    self.store.moved()
                     if node is not None:
                         self.store.agree(node)
-                self.store.moved()
                 align(self.root)
                 self.guards.add()
             except BaseException as error:

@@ -19,7 +19,6 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import Backing, FileSlice, SharedMemory
 from .bytes import flat_bytes
-from .checkpoint import Mapped
 from .limits import Room, no_room
 from .reader import HostReader
 from .shared_ring import SharedRing
@@ -62,14 +61,12 @@ class HostBuffer:
 
     ``host``: its values, on the CPU.  ``backing``: where they lie, None for memory of this process alone.  ``written``:
     counts the writes through weights; those to the memory itself are in its tensor's ``_version``.  ``names``: all its names
-    in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``before``: where it lay,
-    while it moves.
+    in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.
     """
 
-    def __init__(self, host: torch.Tensor, backing: Backing | None = None, before: Mapped | None = None) -> None:
+    def __init__(self, host: torch.Tensor, backing: Backing | None = None) -> None:
         self.host = host
         self.backing = backing
-        self.before = before
         self.written = 0
         self.names: tuple[str, ...] = ("a weight",)
         self.origin = host.device

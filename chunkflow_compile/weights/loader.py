@@ -60,6 +60,7 @@ class WeightLoader:
         self._kept: set[str] = set()
         self._owned: set[int] = set()  # pages of weights that have left their checkpoint
         self._unchecked = 0
+        self._finished = False
         self._shared: SharedPages | None = None
         try:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
@@ -102,11 +103,18 @@ class WeightLoader:
                 return placed
             if not weight.drive:
                 check_room(self._todo + weight.takes)  # another copy than was thought
-        made, before = self._filled(weight, values), weight.lay_in(values)
+        made = self._filled(weight, values)
         if not weight.drive:
-            return HostBuffer(made, before=before)
+            return HostBuffer(made)
         host, kept = self._drive.keep(made)
-        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True), before)
+        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
+
+    def in_file(self, name: str) -> bool:
+        """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed.
+
+        Another rank may be reading it.
+        """
+        return self._weights[name].part is not None
 
     def _share_pages(
         self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
@@ -119,7 +127,7 @@ class WeightLoader:
         elif role == "compare" and not shared.same(name, found.host, values):
             return None
         self._kept.add(name)
-        return HostBuffer(found.host, found, weight.lay_in(values, unread=role == "leave"))
+        return HostBuffer(found.host, found)
 
     def _share_file(
         self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
@@ -130,12 +138,13 @@ class WeightLoader:
         host, kept = shared.kept(weight.name)
         if role == "compare" and not shared.same(weight.name, host, values):
             return None
-        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True), weight.lay_in(values))
+        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""
         if self._shared is not None:
             self._shared.finish()
+        self._finished = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
@@ -144,7 +153,7 @@ class WeightLoader:
         if "_reader" in self.__dict__:
             self._reader.close()
         if self._shared is not None:
-            self._shared.leave(self._kept)
+            self._shared.leave({name for name in self._kept if self._finished or not self.in_file(name)})
 
     def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
         values, dtype = tensor.detach(), self._dtype_of(name, tensor)

@@ -20,7 +20,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
-from .checkpoint import FilePart, Mapped
+from .checkpoint import FilePart
 from .drive import Scratch, scratch_folder
 from .limits import check_room
 from .mapping import (
@@ -74,10 +74,6 @@ class LoadRequest:
         for size in self.shape:
             count *= size
         return count * self.dtype.itemsize
-
-    def lay_in(self, values: torch.Tensor, unread: bool = False) -> Mapped | None:
-        """Its ``values`` in the file that it is a part of; None if it is none.  ``unread``: see :class:`Mapped`."""
-        return None if self.part is None else Mapped(values, self.part, unread)
 
     def manifest(self) -> dict[str, Any]:
         """As JSON holds it."""
