@@ -136,7 +136,7 @@ class CheckpointReader:
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
         todo: list[Future[None]] = []
         try:
-            file = self._file(part)
+            file = self.file(part)
             todo += [self._threads.submit(self._block, file, part.offset, flat, dtype, span) for span in spans]
             for block in todo:
                 block.result()
@@ -149,7 +149,8 @@ class CheckpointReader:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._files.clear()
 
-    def _file(self, part: FilePart) -> WeightFile:
+    def file(self, part: FilePart) -> WeightFile:
+        """That of a part.  Raises ChunkflowError if it is gone, or has changed."""
         if part.path not in self._files:
             self._files[part.path] = WeightFile.checkpoint(part.path, part.inode, part.modified)
         return self._files[part.path]

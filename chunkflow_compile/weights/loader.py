@@ -12,13 +12,14 @@ from torch import nn
 from .backing import FileSlice
 from .bytes import ordinary
 from .checkpoint import CheckpointReader, Mappings
-from .drive import Drive
+from .drive import Scratch, scratch_folder
 from .host_buffer import HostBuffer
 from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
 from .mapping import whole_pages
 from .node import Node
 from .sharing import LoadRequest, Role, SharedPages
+from .source import DriveBytes
 from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
@@ -82,9 +83,7 @@ class WeightLoader:
     def work(self, name: str) -> int:
         """Bytes of a weight that this rank moves or compares; none if it stays, or if another rank reads it."""
         weight = self._weights.get(name)
-        if weight is None or weight.stays or (self._shared is not None and self._shared.role(name) == "leave"):
-            return 0
-        return weight.nbytes
+        return 0 if weight is None or weight.stays or self._role(weight) == "leave" else weight.nbytes
 
     def place(self, name: str, tensor: torch.Tensor) -> HostBuffer:
         """The host memory of a weight from now on: pages, a mapping of a file, or where its values were.
@@ -93,8 +92,9 @@ class WeightLoader:
         """
         weight, values = self._weights[name], tensor.detach()
         if weight.stays:
-            if weight.drive and weight.part is not None:
-                return HostBuffer(values, FileSlice(values, self._drive.part(weight.part), self._owned, scratch=False))
+            if weight.drive and (part := weight.part) is not None:
+                found = DriveBytes(self._reader.file(part), part.offset, part.nbytes)
+                return HostBuffer(values, FileSlice(values, found, self._owned, scratch=False))
             return HostBuffer(ordinary(values))
         self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:
@@ -106,7 +106,7 @@ class WeightLoader:
         made = self._filled(weight, values)
         if not weight.drive:
             return HostBuffer(made)
-        host, kept = self._drive.keep(made)
+        host, kept = self._scratch.keep(made)
         return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
 
     def in_file(self, name: str) -> bool:
@@ -169,8 +169,11 @@ class WeightLoader:
 
     def _makes(self, weight: LoadRequest) -> bool:
         """Whether this rank makes a copy of a weight in host memory, of its own or for all."""
-        role = None if self._shared is None else self._shared.role(weight.name)
-        return not weight.drive and not weight.stays and role in ("fill", None)
+        return not weight.drive and not weight.stays and self._role(weight) in ("fill", None)
+
+    def _role(self, weight: LoadRequest) -> Role | None:
+        """What this rank does with a weight that ranks share."""
+        return None if self._shared is None else self._shared.role(weight.name)
 
     def _take(self, weight: LoadRequest) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
@@ -198,10 +201,10 @@ class WeightLoader:
         return near_cpus(self._device)
 
     @cached_property
-    def _drive(self) -> Drive:
-        shared = self._shared
-        own = [w for w in self._weights.values() if w.drive and not w.stays and not (shared and shared.role(w.name))]
-        return Drive(sum(whole_pages(w.nbytes) for w in own))
+    def _scratch(self) -> Scratch:
+        """For this rank alone."""
+        own = [w for w in self._weights.values() if w.drive and not w.stays and self._role(w) is None]
+        return Scratch.made(scratch_folder(), sum(whole_pages(w.nbytes) for w in own))
 
     @cached_property
     def _mappings(self) -> Mappings:

@@ -31,7 +31,7 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading
 from chunkflow_compile.weights import drive, limits
-from chunkflow_compile.weights.drive import Drive, for_the_drive
+from chunkflow_compile.weights.drive import Scratch, for_the_drive
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.limits import HostMemory
 
@@ -323,7 +323,7 @@ def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         ChunkflowError, match=r"no room for a scratch file in /dev/shm: it is in memory itself \(tmpfs\)"
     ):
-        Drive(folder=Path("/dev/shm")).keep(torch.ones(8))
+        Scratch.made(Path("/dev/shm"), 8)
     monkeypatch.setattr("chunkflow_compile.weights.drive.shutil.disk_usage", lambda _: type("", (), {"free": 3}))
     with pytest.raises(
         ChunkflowError, match=r"3 bytes are free\. Set TMPDIR to a folder on a drive, or raise host_memory"
