@@ -28,7 +28,8 @@ from chunkflow_compile.weights.staging import GpuStagings
 
 from .call_site import Key, Shared, Tenant
 from .codes import Code
-from .device import Device, DeviceKind, check_device, make_device
+from .device import DeviceKind, check_device, make_device
+from .device_base import Device
 from .locks import ProcessLock
 from .read_ahead import ReadAhead
 
@@ -195,7 +196,7 @@ class Arena:
                         f"{advice()}Free memory on the device, or lower the option memory."
                     ) from error
                 placed(buffer.nbytes)
-        self.streams.hold(kept[buffer] for buffer in missing)
+        self.streams.record_stream(kept[buffer] for buffer in missing)
         self._residents[owner] = weakref.WeakKeyDictionary(kept)
         return kept
 

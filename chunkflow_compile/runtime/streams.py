@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .device_base import Waited, Watch
 from .host_clock import MONOTONIC, HostClock
 
 # How long an exiting process waits for work that hangs, such as a collective whose peer is gone.
@@ -28,24 +29,6 @@ EXIT_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
-# Called with the seconds that a stream stalled.
-Waited = Callable[[float], None]
-
-
-class Watch(Protocol):
-    """Called with the times when a piece of work begins and ends, seconds of the device's clock.
-
-    ``cuda`` calls it only after the step.
-    """
-
-    def begins(self, at: float) -> None: ...
-
-    def ends(self, at: float) -> None: ...
-
-
-# Called with the times when a step began and ended, seconds of the device's clock, and whether the previous step was
-# measured too.  If it was not, its copies that ran beside the collectives of this step are unknown.
-Over = Callable[[float, float, bool], None]
 # Chooses the stream to run next: gets the names of those that can run, returns one of them.
 Choose = Callable[[Sequence[str]], str]
 
@@ -384,6 +367,6 @@ def _told(name: str, error: BaseException) -> BaseException:
     return failure
 
 
-def end_with(owner: Any, engine: Engine) -> None:
+def end_with(owner: object, engine: Engine) -> None:
     """End an engine's threads when ``owner`` is garbage-collected."""
     weakref.finalize(owner, engine.end)

@@ -222,10 +222,10 @@ def test_the_clock_never_waits() -> None:
     told: list[tuple[float, float, bool]] = []
     engine.pause()
     for number in range(FRAMES):
-        found = clock.frame(caller, known=number != 2)
+        found = clock.begin(caller, True, known=number != 2)
         assert found is not None
-        clock.close(found, caller, copy, lambda *times: told.append(times))
-    assert clock.frame(caller, True) is None, "all frames are in use: the call is not measured"
+        clock.end(found, caller, copy, lambda *times: told.append(times))
+    assert clock.begin(caller, True, True) is None, "all frames are in use: the call is not measured"
     clock.collect()
     assert not told
     engine.resume()
@@ -267,9 +267,9 @@ def test_each_call_is_measured_however_late_the_device_is() -> None:
     told: list[int] = []
     engine.pause()
     for call in range(calls):
-        frame = clock.frame(caller, True)
+        frame = clock.begin(caller, True, True)
         assert frame is not None
-        clock.close(frame, caller, copy, lambda *_, call=call: told.append(call))
+        clock.end(frame, caller, copy, lambda *_, call=call: told.append(call))
         clock.collect()
     assert not told
     engine.resume()

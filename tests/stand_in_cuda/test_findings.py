@@ -20,7 +20,8 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.runtime.cuda import CudaDevice, TorchCuda
+from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.torch_cuda import TorchCuda
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
