@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Protocol
 
 from chunkflow_compile.passes.pipeline import Settings
-from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.cycle import Call, block_of
 from chunkflow_compile.weights.host_buffer import HostBuffer
 
@@ -21,7 +20,7 @@ from .measurement import StepMeasurement
 _NOT_OFFLOADED = "on the device: not offloaded"
 
 
-class Key:
+class CallKey:
     """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key.
 
     ``settings``: of the newest program with this key.  ``site``: what it tells, None if it has ended.
@@ -42,11 +41,12 @@ class Key:
 class CallSite:
     """What a program tells the cycles of its arena.  It ends with the program's session.
 
-    ``buffers``: of its offloaded weights, with their ``versions`` in this order.  ``in_place``: its other weights, which have
-    ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes the measurement of each step.
+    ``key``: None if it is never a call of a cycle.  ``buffers``: of its offloaded weights, with their ``versions`` in this
+    order.  ``in_place``: its other weights, which have ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes
+    the measurement of each step.
     """
 
-    key: Key
+    key: CallKey | None
     code: Code
     buffers: Mapping[str, HostBuffer]
     versions: tuple[int, ...]
@@ -56,7 +56,8 @@ class CallSite:
     file: Callable[[StepMeasurement], None]
 
     def __post_init__(self) -> None:
-        self.key.site = weakref.ref(self)
+        if self.key is not None:
+            self.key.site = weakref.ref(self)
 
     @property
     def settings(self) -> Settings:
@@ -83,38 +84,39 @@ class CallSite:
         return found
 
 
-class Tenant(Protocol):
-    """A program that is bound to an arena.  The memory holds the chunks of one tenant at a time, the arena's holder."""
+class Bound(Protocol):
+    """What is bound to the memory: a cycle, of several calls or of a program alone."""
 
-    @property
-    def plan(self) -> Plan: ...
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
+
+
+class Tenant(Protocol):
+    """A program that runs in an arena.  The memory holds the chunks of one tenant at a time, or of one cycle of them."""
 
     code: Code
     """The compiled program, compared by identity: it outlives the tenant, and a proof about it stays valid."""
 
-    key: Key | None
+    key: CallKey | None
     """What its calls read, if it may run in a cycle."""
 
     @property
     def outlived(self) -> bool:
         """Whether a weight of the tenant is gone, so that it can never run again."""
 
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        """The model, and most bytes of its offloaded weights on the device; None for any."""
+
+    def release(self) -> None:
+        """Unbind the program outside cycles, and let go of the weights that it keeps on the device."""
+
     def close(self) -> None:
         """Leave the arena.  The next call of the program creates a new tenant."""
-
-    def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
-
-    @property
-    def budget(self) -> tuple[object, int | None]:
-        """The model, and most bytes of its offloaded weights on the device; None for any."""
 
 
 class Shared(Protocol):
     """What several tenants have in the memory together."""
-
-    def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
 
     def prune(self) -> None:
         """Drop what belongs to weights that no longer exist."""
@@ -123,7 +125,7 @@ class Shared(Protocol):
         """Unbind for good."""
 
 
-def sites_of(keys: Iterable[Key]) -> list[CallSite] | None:
+def sites_of(keys: Iterable[CallKey]) -> list[CallSite] | None:
     """The newest site of each key, None if one has ended."""
     found = [key.site() for key in keys]
     sites = [site for site in found if site is not None]

@@ -29,9 +29,9 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle
 from chunkflow_compile.weights.host_buffer import HostBuffer
 
 from .arena import Arena
-from .call_site import CallSite, Key, bare, calls_of, common, folder_of, sites_of
+from .bound_cycle import BoundCycle, BufferRefs
+from .call_site import CallKey, CallSite, bare, calls_of, common, folder_of, sites_of
 from .executor import Executor
-from .route import Homes, Route
 
 _log = logging.getLogger(__name__)
 
@@ -53,12 +53,12 @@ class _Job:
     none.  ``hurried``: whether another thread waits for it.
     """
 
-    keys: tuple[Key, ...]
+    keys: tuple[CallKey, ...]
     calls: Sequence[Call]
-    buffers: Homes
+    buffers: BufferRefs
     settings: Settings
     folder: Path | None
-    instead: Route | None = None
+    instead: BoundCycle | None = None
     thread: threading.Thread | None = None
     cycle: Cycle | None = None
     marks: Arrivals | None = None
@@ -91,15 +91,15 @@ class Cycles:
 
     def __init__(self, arena: Arena) -> None:
         self._arena = weakref.ref(arena)
-        self._keys: weakref.WeakValueDictionary[object, Key] = weakref.WeakValueDictionary()
-        self._history: list[Key] = []
-        self._where: dict[Key, list[int]] = {}
+        self._keys: weakref.WeakValueDictionary[object, CallKey] = weakref.WeakValueDictionary()
+        self._history: list[CallKey] = []
+        self._where: dict[CallKey, list[int]] = {}
         self._job: _Job | None = None
-        self._refused: set[tuple[Key, ...]] = set()
+        self._refused: set[tuple[CallKey, ...]] = set()
         self._unexpected = 0
-        self._fresh: Route | None = None  # planned, and not yet asked whether it has the call that comes
-        self.known: list[Route] = []
-        self.current: Route | None = None
+        self._fresh: BoundCycle | None = None  # planned, and not yet asked whether it has the call that comes
+        self.known: list[BoundCycle] = []
+        self.current: BoundCycle | None = None
 
     @staticmethod
     def of(arena: Arena) -> Cycles:
@@ -108,18 +108,18 @@ class Cycles:
             arena.cycles = Cycles(arena)
         return arena.cycles
 
-    def key(self, buffers: Sequence[Sequence[HostBuffer]], collectives: object, settings: Settings) -> Key:
+    def key(self, buffers: Sequence[Sequence[HostBuffer]], collectives: object, settings: Settings) -> CallKey:
         """The key of the calls that read ``buffers``, region by region, with these collectives between."""
         found = tuple(tuple(sorted(id(buffer) for buffer in region)) for region in buffers), collectives
         key = self._keys.get(found)
         if key is None or not key.lasts:
-            key = self._keys[found] = Key((buffer for region in buffers for buffer in region), settings)
+            key = self._keys[found] = CallKey((buffer for region in buffers for buffer in region), settings)
         elif bare(key.settings) != bare(settings):
             self._start_anew(key, settings)  # it was planned again for another goal
         key.settings = settings
         return key
 
-    def leave(self, buffers: Iterable[HostBuffer]) -> None:
+    def forget(self, buffers: Iterable[HostBuffer]) -> None:
         """Forget the cycles of these weights: the user has chosen another placement for them."""
         chosen = {id(buffer) for buffer in buffers}
         for route in list(self.known):
@@ -129,6 +129,7 @@ class Cycles:
     def executor(self, site: CallSite) -> Executor | None:
         """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock."""
         key = site.key
+        assert key is not None
         previous = self._history[-1] if self._history else None
         self._record(key)
         route = self.current
@@ -148,7 +149,7 @@ class Cycles:
             self._job.hurried = True
             self._job.thread.join()
 
-    def replan(self, route: Route) -> None:
+    def replan(self, route: BoundCycle) -> None:
         """Plan a cycle again from its times so far; the next pass runs it.  Raises ChunkflowError if there are none."""
         self.settle()
         route.replan_after = 0
@@ -158,9 +159,10 @@ class Cycles:
         if self._job is not None and self._job.error is not None:
             raise self._job.error
 
-    def unbind(self) -> None:
+    def release(self) -> None:
+        """Release all cycles."""
         for route in self.known:
-            route.unbind()
+            route.release()
 
     def prune(self) -> None:
         """Forget the cycles whose weights no longer exist."""
@@ -168,11 +170,11 @@ class Cycles:
             self._forget(route)
 
     def close(self) -> None:
-        self.unbind()
+        self.release()
         self.known.clear()
         self.current = self._job = self._fresh = None
 
-    def _unforeseen(self, key: Key, previous: Key | None, site: CallSite) -> Executor | None:
+    def _unforeseen(self, key: CallKey, previous: CallKey | None, site: CallSite) -> Executor | None:
         """A call that the current cycle does not expect, or that no cycle runs."""
         self.prune()
         self._unexpected += 1
@@ -191,7 +193,7 @@ class Cycles:
             return self._run(route, site, call)
         return None
 
-    def _run(self, route: Route, site: CallSite, call: int) -> Executor | None:
+    def _run(self, route: BoundCycle, site: CallSite, call: int) -> Executor | None:
         if call == 0 and self._job is not None:
             again = self._job.instead is route
             made = self._finished()
@@ -202,22 +204,22 @@ class Cycles:
         if call == 0 and route.replan_after and self._job is None:
             self._replan(route, route.replan_after)
         try:
-            return route.executor(site, call)
+            return route.begin(site, call)
         except ChunkflowError as error:  # the program alone still runs
             _log.warning("%s calls do not run as a cycle: %s", len(route.keys), error)
             self._refuse(route.keys)
             self._forget(route)
             return None
 
-    def _forget(self, route: Route) -> None:
-        route.unbind()
+    def _forget(self, route: BoundCycle) -> None:
+        route.release()
         self.known.remove(route)
         if self.current is route:
             self.current = None
         if self._job is not None and self._job.instead is route:
             self._job = None
 
-    def _start_anew(self, key: Key, settings: Settings) -> None:
+    def _start_anew(self, key: CallKey, settings: Settings) -> None:
         """Forget what is known of the cycles of a call, but for those that are as good for its new settings."""
         routes = [r for r in self.known if key in r.keys]
         gone = [r for r in routes if not r.serves(settings)]
@@ -230,7 +232,7 @@ class Cycles:
         self._history.clear()
         self._where.clear()
 
-    def _record(self, key: Key) -> None:
+    def _record(self, key: CallKey) -> None:
         if len(self._history) >= 4 * MOST_CALLS:
             del self._history[: 2 * MOST_CALLS]
             self._where.clear()
@@ -239,7 +241,7 @@ class Cycles:
         self._where.setdefault(key, []).append(len(self._history))
         self._history.append(key)
 
-    def _learn(self, key: Key) -> None:
+    def _learn(self, key: CallKey) -> None:
         """Plan the calls since an earlier one of the same weights: at once if no cycle runs, else when they have repeated
         and are more than those of the cycle that runs."""
         current = self.current
@@ -252,7 +254,7 @@ class Cycles:
             if (current is None or (repeated and len(keys) > len(current.keys))) and self._plan(keys):
                 return
 
-    def _periods(self, key: Key) -> Iterator[tuple[tuple[Key, ...], bool]]:
+    def _periods(self, key: CallKey) -> Iterator[tuple[tuple[CallKey, ...], bool]]:
         """The calls since each of the newest earlier calls of ``key``, and whether the same calls came before them."""
         end = len(self._history) - 1
         for begin in reversed(self._where[key][-1 - _TRIES : -1]):
@@ -264,7 +266,7 @@ class Cycles:
             once = _once(tuple(keys))
             yield once, repeated or len(once) < length
 
-    def _plan(self, keys: tuple[Key, ...]) -> bool:
+    def _plan(self, keys: tuple[CallKey, ...]) -> bool:
         """Plan a cycle on another thread.  Returns whether it can be one."""
         sites = sites_of(keys)
         if sites is None:
@@ -281,7 +283,7 @@ class Cycles:
         self._job.start()
         return True
 
-    def _replan(self, route: Route, passes: int) -> bool:
+    def _replan(self, route: BoundCycle, passes: int) -> bool:
         """Plan a cycle again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
         sites, timings = sites_of(route.keys), route.timings(passes)
         settings = None if sites is None else common(sites)
@@ -291,12 +293,12 @@ class Cycles:
         self._job.start(timings)
         return True
 
-    def _refuse(self, keys: tuple[Key, ...]) -> None:
+    def _refuse(self, keys: tuple[CallKey, ...]) -> None:
         if len(self._refused) >= 4 * _MOST_CYCLES:
             self._refused.clear()
         self._refused.add(keys)
 
-    def _finished(self) -> Route | None:
+    def _finished(self) -> BoundCycle | None:
         """The cycle that has been planned since the last call."""
         job, arena = self._job, self._arena()
         if job is None or arena is None or (job.thread is not None and job.thread.is_alive()):
@@ -316,7 +318,7 @@ class Cycles:
                 )
             return None
         assert job.marks is not None
-        route = Route(arena, job.keys, job.calls, job.buffers, job.settings, job.cycle, job.marks)
+        route = BoundCycle(arena, job.calls, job.buffers, job.settings, job.cycle, job.marks, keys=job.keys)
         if not route.lasts:
             return None
         if job.instead is not None:
@@ -339,7 +341,7 @@ class Cycles:
         return route
 
 
-def _write(route: Route, dump: Path) -> None:
+def _write(route: BoundCycle, dump: Path) -> None:
     """Write the plan and the calls of a cycle into a folder of its own, beside ``dump``, that of one of its calls."""
     plan, rank = route.cycle.plan, dump.name.partition("_")[0]
     folder = dump.parent / f"{rank}_cycle_of_{len(route.keys)}_{plan.digest}"
@@ -352,13 +354,13 @@ def _write(route: Route, dump: Path) -> None:
     route.folder = folder
 
 
-def _once(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+def _once(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
     """The shortest cycle that these calls are repetitions of."""
     length = len(keys)
     return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
 
-def _turned(keys: tuple[Key, ...], others: tuple[Key, ...]) -> bool:
+def _turned(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
     """Whether two cycles are the same, wherever they begin."""
     if len(keys) != len(others):
         return False

@@ -22,7 +22,7 @@ from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.source import DriveBytes, Source
 
-from .arena import Binding, Occupancy
+from .arena import Binding, SlotState
 from .first_call import owning, reading, undeclared
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
@@ -98,7 +98,9 @@ class HostFlag:
         if collective_kind(node) is not None:
             yield lambda step: self.set()
         if node.target is WAIT and issue is not _nothing:
-            yield lambda step: self.drop()  # no deadlock: compute beside a collective would wait for a copy that is held
+            yield (
+                lambda step: self.drop()
+            )  # no deadlock: compute beside a collective would wait for a copy that is held
         yield issue
         if ends:
             yield lambda step: self.clear()
@@ -117,11 +119,11 @@ class Issuer:
         regions: Mapping[str, Callable[..., Sequence[Any]]],
         binding: Binding,
         *,
-        occupancy: Occupancy,
+        state: SlotState,
         arrivals: Arrivals,
         poison: bool,
     ) -> None:
-        """``binding``, ``occupancy``: the memory of the program, and what lies in it.  ``arrivals``: of its cycle.
+        """``binding``, ``state``: the memory of the program, and what lies in it.  ``arrivals``: of its cycle.
 
         ``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
         """
@@ -135,7 +137,7 @@ class Issuer:
         self._program = program
         self._regions = regions
         self._device = device = binding.arena.streams
-        self._occupancy = occupancy
+        self._state = state
         self._arrivals = arrivals
         self._poison = poison
         self._opening, self._started, self._ended = device.event(), device.event(), device.event()
@@ -175,7 +177,7 @@ class Issuer:
             return self.prefetch(prefetch, node)
         if node.target is WAIT:
             awaited = self._arrivals.awaited.get(node)
-            return _nothing if awaited is None else partial(self._wait, self._occupancy.arrived[awaited], window)
+            return _nothing if awaited is None else partial(self._wait, self._state.arrived[awaited], window)
         if node.target is EVICT:
             return self._evict(str(node.args[0]))
         if node.op == "get_attr":
@@ -200,7 +202,7 @@ class Issuer:
     def mark(self, copied: Node | str) -> None:
         """Record the arrival after a copy, if a region waits for it."""
         if (number := self._arrivals.marked.get(copied)) is not None:
-            self._device.copy.record(self._occupancy.arrived[number])
+            self._device.copy.record(self._state.arrived[number])
 
     def prefetch(self, prefetch: Prefetch, node: Node) -> Issue:
         """A function that issues the copies of a prefetch, and marks their arrival."""
@@ -213,7 +215,7 @@ class Issuer:
         parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
         reading = weight in self.on_drive
         copies = [(slot[part], self.reading(prefetch) if reading else host[part]) for part in parts]
-        writes = self._occupancy.writes
+        writes = self._state.writes
         name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"
 
         def issue(step: Step) -> None:

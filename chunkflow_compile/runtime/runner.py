@@ -149,7 +149,7 @@ class Runner:
             _log.warning("the current plan is kept: %s", error)
             return
         if stale is not None and stale.plan == fresh.plan:
-            fresh.adopt(stale.measurements)
+            fresh.adopt(stale)
         self._sessions[key] = fresh
 
     def _choice(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> Choice:

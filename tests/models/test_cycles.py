@@ -21,8 +21,8 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
-from chunkflow_compile.runtime.route import Route
 
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
@@ -51,7 +51,7 @@ def primed(model: nn.Module) -> int:
     return sum(p.measurements[-1].primed_bytes for p in programs(model))
 
 
-def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
+def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
     """Runs steps until a cycle runs, and checks that it runs warm."""
     for i in range(2):
         step(i)

@@ -141,7 +141,7 @@ def without_openings(executor: Executor) -> None:
 
 def without_arrivals(executor: Executor) -> None:
     kept = executor.device.compute.wait
-    arrivals = set(map(id, executor.occupancy.arrived))
+    arrivals = set(map(id, executor.state.arrived))
     executor.device.compute.wait = lambda event, *rest: None if id(event) in arrivals else kept(event, *rest)
 
 
