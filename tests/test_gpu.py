@@ -58,7 +58,7 @@ def resident(model: nn.Module, **options: Any) -> Any:
 
 def check_moved(model: nn.Module, steps: int) -> None:
     session = programs(model)[0]
-    session.executor.intact_slots()
+    session.executor.device.copy.synchronize()
     primed = sum(m.primed_bytes for m in session.measurements)
     assert session.plan.moved_bytes > 0 and len(session.measurements) == steps
     assert session.executor.traffic.copied_bytes == session.plan.moved_bytes * steps + primed

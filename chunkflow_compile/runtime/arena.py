@@ -14,7 +14,6 @@ import torch
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.plan import ALIGNMENT
 from chunkflow_compile.passes.program.arrivals import Arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
@@ -41,7 +40,7 @@ class SlotState:
     """What lies in the memory for one placement of weights.  Programs with the same placement share it, and the programs
     of a cycle.
 
-    ``arrived``: an event for each mark of the copies.  ``writes``: the prefetches, in the order of their newest issue.
+    ``arrived``: an event for each mark of the copies.
     ``next``: the call of the cycle for which the chunks are in order, None while a call runs.  ``marked``: whether the
     calls of the pass that runs are measured.  ``turns``: the calls so far.  ``ended``: the number of the newest measured
     one, and the time of its end.
@@ -49,7 +48,6 @@ class SlotState:
 
     def __init__(self, device: Device, marks: int) -> None:
         self.arrived = [device.event() for _ in range(marks)]
-        self.writes: dict[Prefetch, None] = {}
         self.next: int | None = None
         self.marked = True
         self.turns = 0

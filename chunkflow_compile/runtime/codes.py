@@ -51,7 +51,6 @@ class Code:
     ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
     ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
     ``verified``: whether the program was verified, and is to be verified together with others in its arena.
-    ``options``: those that it was compiled with.
     ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
     ``notes``: for the user, on what was compiled.  ``advice``: returns a sentence on what would fit if the arena does not.
     """
@@ -67,7 +66,6 @@ class Code:
     poison: bool = False
     verified: bool = True
     pin_bytes: int | None = None
-    options: object = None
     notes: tuple[str, ...] = ()
     advice: Callable[..., str] = str
 

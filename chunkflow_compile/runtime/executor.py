@@ -179,7 +179,6 @@ class Executor:
         holds = self.binding.arena.holder is self.state
         if holds:
             self.binding.arena.holder = None
-        self.state.writes.clear()
         if self._issuer.flag is not None:
             self._issuer.flag.drop()  # an error in a collective left it set
         if self._issuer.on_drive and holds:
@@ -199,30 +198,6 @@ class Executor:
         self._instructions, self._values, self._cold = [], [], None
         self.binding = self._issuer.binding = Binding(self.binding.arena, {}, {}, {})
 
-    def intact_slots(self) -> dict[str, torch.Tensor]:
-        """Streamed weights that are complete in their slots now: weight -> slot, uint8.
-
-        Waits for copies in flight.  A weight is complete until a newer prefetch over any of its bytes is issued.
-        """
-        try:
-            self.device.copy.synchronize()
-        except ChunkflowError:
-            self.binding.arena.alone()
-            self.forget()
-            raise
-        if self.binding.arena.holder is not self.state:
-            return {}
-        plan = self.program.plan
-        plans = {w.name: w for w in plan.streamed}
-        broken = {op.weight for _, _, op in self.cycle.prefetches if op not in self.state.writes}
-        newer: list[tuple[str, int, int]] = []
-        for op in reversed(self.state.writes):
-            begin, end = ((plans[op.weight].offset or 0) + b for b in plan.span(plans[op.weight], op.first, op.end))
-            if any(name != op.weight and a < end and begin < b for name, a, b in newer):
-                broken.add(op.weight)
-            newer.append((op.weight, begin, end))
-        return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
-
     def _prime(self) -> int:
         """Take over the arena, or jump to this call of the cycle: copy the chunks that stay, and those that are on their way
         or in use here in a pass without jumps.
@@ -234,7 +209,6 @@ class Executor:
         arena.holder = None  # if this is interrupted, the chunks of no program are complete
         cold = self._cold = self._cold or self._make_cold()
         step = self._step([])
-        self.state.writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.reads.repeated:

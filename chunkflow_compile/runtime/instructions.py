@@ -215,7 +215,6 @@ class Issuer:
         parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
         reading = weight in self.on_drive
         copies = [(slot[part], self.reading(prefetch) if reading else host[part]) for part in parts]
-        writes = self._state.writes
         name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"
 
         def issue(step: Step) -> None:
@@ -223,8 +222,6 @@ class Issuer:
                 self.copy(target, source, name)
             self.mark(node)
             step.cost.moved += nbytes
-            writes.pop(prefetch, None)
-            writes[prefetch] = None
 
         return issue
 

@@ -80,7 +80,8 @@ class Runner:
         self._changed = changed
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[_Key, Session] = weakref.WeakValueDictionary()
-        self._choices: list[tuple[weakref.ref[nn.Parameter], Sizes, Choice]] = []  # by the model's first parameter
+        # by the id of the model's first weight, which is with it: once it is gone, the id may be another's
+        self._choices: dict[tuple[int, Sizes], tuple[weakref.ref[nn.Parameter], Choice]] = {}
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
         program = codes.first.program
@@ -127,7 +128,7 @@ class Runner:
         with self._lock():
             if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
                 self.codes.plan(inputs, self.codes.goal(self._changed(parameters)))
-                self._choices = [choice for choice in self._choices if choice[1] in self.codes]
+                self._choices = {key: found for key, found in self._choices.items() if key[1] in self.codes}
                 for key, session in [*self._sessions.items()]:
                     if key[2] not in self.codes:
                         session.close()
@@ -158,13 +159,12 @@ class Runner:
         Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
         """
         first = next(iter(parameters.values()))
-        self._choices = [(ref, at, choice) for ref, at, choice in self._choices if ref() is not None]
-        for ref, at, choice in self._choices:
-            if ref() is first and at == sizes:
-                return choice
-        made = Choice(self.codes.code(sizes, self.codes.goal(self._changed(parameters))))
-        self._choices.append((weakref.ref(first), sizes, made))
-        return made
+        self._choices = {key: found for key, found in self._choices.items() if found[0]() is not None}
+        key = id(first), sizes
+        if key not in self._choices:
+            code = self.codes.code(sizes, self.codes.goal(self._changed(parameters)))
+            self._choices[key] = weakref.ref(first), Choice(code)
+        return self._choices[key][1]
 
     def _start(self, choice: Choice, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
         return Session(choice, self._arena or arena, parameters)

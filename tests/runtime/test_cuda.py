@@ -74,7 +74,7 @@ def test_steps_are_right_and_bytes_are_those_of_the_plan(make: Any, options: dic
         x = torch.randn(16, width)
         assert torch.equal(run(x), twin(x))
     session = programs(model)[0]
-    session.executor.intact_slots()
+    session.executor.device.copy.synchronize()
     steps = session.measurements
     assert session.plan.moved_bytes > 0 and len(steps) == 5
     assert session.executor.traffic.copied_bytes == session.plan.moved_bytes * 5 + steps[0].primed_bytes
