@@ -185,7 +185,7 @@ def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
     Programs that run in turns become a cycle when their order has repeated and its plan is ready.
     """
     known = dict.fromkeys(session.cycles for session in programs(model))
-    found = [route for c in known for route in sorted(c.known, key=lambda route: route is not c.current)]
+    found = [bound for c in known for bound in sorted(c.known, key=lambda bound: bound is not c.current)]
     return tuple(found)
 
 

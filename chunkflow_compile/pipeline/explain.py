@@ -33,12 +33,12 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     found = [p for p in programs(compiled) if p.measurements]
     if not found:
         raise ChunkflowError("No program of this model has run yet: compile it with ChunkFlow and call it first.")
-    route = next((r for r in cycles(compiled) if r.measurements), None)
-    if route is not None:
-        plan = route.cycle.plan
-        explanation = explain_plan(plan, measured(plan, route.measurements))
+    bound = next((r for r in cycles(compiled) if r.measurements), None)
+    if bound is not None:
+        plan = bound.cycle.plan
+        explanation = explain_plan(plan, measured(plan, bound.measurements))
         notes = dict.fromkeys(note for session in found for note in session.code.notes)
-        return replace(explanation, calls=tuple(call_figures(route.cycle)), jumps=route.jumps, notes=tuple(notes))
+        return replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps, notes=tuple(notes))
     alone = [p for p in found if p.alone.measurements]
     if not alone:
         raise ChunkflowError(

@@ -95,7 +95,7 @@ class Code:
 
 
 @dataclass(eq=False)
-class Choice:
+class CurrentCode:
     """The code that runs on the weights of one model.  It outlives the model's sessions.
 
     ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.

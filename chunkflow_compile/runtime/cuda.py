@@ -68,7 +68,7 @@ class CudaDevice(Device):
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         self.copy.copy_bytes(target, source)
 
-    def settle(self) -> None:
+    def sync_copies(self) -> None:
         self.copy.synchronize()
 
     def measure(self, passes: int | None) -> None:

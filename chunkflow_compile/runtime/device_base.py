@@ -102,7 +102,7 @@ class Device:
         The contents of the tensors among them may still be in flight, as on a GPU.
         """
 
-    def settle(self) -> None:
+    def sync_copies(self) -> None:
         """Wait for the copies that delivered steps read: after that the host may write to their source."""
 
     def measure(self, passes: int | None) -> None:

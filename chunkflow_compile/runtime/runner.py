@@ -22,7 +22,7 @@ from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
-from .codes import Choice, Codes, Sizes
+from .codes import Codes, CurrentCode, Sizes
 from .instructions import tuple_getter
 from .locks import ProcessLock
 from .session import Session, aside
@@ -81,7 +81,7 @@ class Runner:
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[_Key, Session] = weakref.WeakValueDictionary()
         # by the id of the model's first weight, which is with it: once it is gone, the id may be another's
-        self._choices: dict[tuple[int, Sizes], tuple[weakref.ref[nn.Parameter], Choice]] = {}
+        self._current: dict[tuple[int, Sizes], tuple[weakref.ref[nn.Parameter], CurrentCode]] = {}
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
         program = codes.first.program
@@ -128,24 +128,24 @@ class Runner:
         with self._lock():
             if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
                 self.codes.plan(inputs, self.codes.goal(self._changed(parameters)))
-                self._choices = {key: found for key, found in self._choices.items() if key[1] in self.codes}
+                self._current = {key: found for key, found in self._current.items() if key[1] in self.codes}
                 for key, session in [*self._sessions.items()]:
                     if key[2] not in self.codes:
                         session.close()
                         del self._sessions[key]
 
     def _renew(self, key: _Key, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        choice = self._choice(parameters, key[2])
+        current = self._current_code(parameters, key[2])
         if stale is not None:
             stale.close()
-        wanted = choice.code.program.offloaded
+        wanted = current.code.program.offloaded
         try:
-            fresh = self._place(parameters, wanted, partial(self._start, choice, parameters))
+            fresh = self._place(parameters, wanted, partial(self._start, current, parameters))
         except BaseException as error:
-            if stale is None or choice.code is stale.code:
+            if stale is None or current.code is stale.code:
                 raise
-            choice.code = replace(stale.code, replan_after=0)  # the next call runs the previous code
-            if not choice.by_itself or not isinstance(error, ChunkflowError):
+            current.code = replace(stale.code, replan_after=0)  # the next call runs the previous code
+            if not current.by_itself or not isinstance(error, ChunkflowError):
                 raise
             _log.warning("the current plan is kept: %s", error)
             return
@@ -153,21 +153,21 @@ class Runner:
             fresh.adopt(stale)
         self._sessions[key] = fresh
 
-    def _choice(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> Choice:
-        """The choice of a model at sizes, created if there is none.
+    def _current_code(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
+        """The current code of a model at sizes, created if there is none.
 
         Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
         """
         first = next(iter(parameters.values()))
-        self._choices = {key: found for key, found in self._choices.items() if found[0]() is not None}
+        self._current = {key: found for key, found in self._current.items() if found[0]() is not None}
         key = id(first), sizes
-        if key not in self._choices:
+        if key not in self._current:
             code = self.codes.code(sizes, self.codes.goal(self._changed(parameters)))
-            self._choices[key] = weakref.ref(first), Choice(code)
-        return self._choices[key][1]
+            self._current[key] = weakref.ref(first), CurrentCode(code)
+        return self._current[key][1]
 
-    def _start(self, choice: Choice, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
-        return Session(choice, self._arena or arena, parameters)
+    def _start(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
+        return Session(current, self._arena or arena, parameters)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -30,7 +30,7 @@ from chunkflow_compile.weights.undeclared import arrive
 from .arena import Arena
 from .bound_cycle import BoundCycle
 from .call_site import CallKey, CallSite
-from .codes import Choice
+from .codes import CurrentCode
 from .cycles import Cycles
 from .device import check_kind, refuse_capture
 from .executor import KEPT_MEASUREMENTS, Executor
@@ -43,10 +43,10 @@ _log = logging.getLogger(__name__)
 class Session:
     """A program bound to memory: its place in an arena, and its resident copies."""
 
-    def __init__(self, choice: Choice, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, current: CurrentCode, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it."""
-        self.choice = choice
-        self.code = code = choice.code
+        self.current = current
+        self.code = code = current.code
         self._replan_after = code.replan_after
         self.program = code.program
         self.arena = arena
@@ -131,7 +131,7 @@ class Session:
 
         ``weights``: in the order of the parameters.  Every call comes here, so what loops over them is in C.
         """
-        if self.closed or self.choice.code is not self.code:
+        if self.closed or self.current.code is not self.code:
             return False
         try:
             # another buffer: it was restored, replaced, or given other memory; other numbers: it was written, so copies of it
@@ -190,7 +190,7 @@ class Session:
             _log.warning("the current plan is kept: %s", error)
             return
         if code.program.plan.placement != self.plan.placement:
-            self.choice.code, self.choice.by_itself = code, True
+            self.current.code, self.current.by_itself = code, True
 
     def release(self) -> None:
         """Unbind the program outside cycles, and let go of the weights that it keeps on the device."""
@@ -218,7 +218,7 @@ class Session:
         """
         if not self.buffers:
             return self.model, 0
-        settings = self.choice.code.settings
+        settings = self.current.code.settings
         if settings.memory is None:
             return self.model, None
         return self.model, max(0, settings.memory - settings.outside - self.in_place)

@@ -43,7 +43,7 @@ def arena_of(*models: nn.Module) -> Arena:
 
 def learn(*models: nn.Module) -> None:
     """Wait for a cycle that is being planned."""
-    arena_of(*models).cycles.settle()
+    arena_of(*models).cycles.wait_planned()
 
 
 def primed(model: nn.Module) -> int:
@@ -152,7 +152,7 @@ def test_models_in_one_arena_run_as_a_cycle() -> None:
         for run, twin in zip(runs, twins, strict=True):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
     route = cycles(models[0])[0]
     assert len(route.cycle.calls) == 3 and all(primed(m) == 0 for m in models)
     restore(models[1])
@@ -227,7 +227,7 @@ def test_a_model_that_is_dropped_in_the_middle_of_a_cycle() -> None:
         for run, twin in zip(runs, twins, strict=True):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
     assert cycles(models[0])
     del runs[1], models[1], run, model
     torch._dynamo.reset()
@@ -306,7 +306,7 @@ def test_two_threads_on_one_arena() -> None:
         for _ in range(3):
             x = torch.randn(4, 32)
             assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
-            arena.cycles.settle()
+            arena.cycles.wait_planned()
         pairs.append((model, twin))
     wrong: list[str] = []
 

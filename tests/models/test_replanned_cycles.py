@@ -57,7 +57,7 @@ def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundC
 
 
 def settle(model: nn.Module) -> None:
-    programs(model)[0].arena.cycles.settle()
+    programs(model)[0].arena.cycles.wait_planned()
 
 
 def test_a_cycle_is_planned_from_its_times_and_those_between_its_calls() -> None:
@@ -151,7 +151,7 @@ def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> 
         assert torch.equal(models[i](x), twins[i](x))
         kinds.add(arena.cycles.current is not None)
         held.append(arena.held)
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
     assert kinds == {True, False}
     assert max(held) <= 2 * memory
 
@@ -205,7 +205,7 @@ def test_a_size_that_comes_in_a_cycle_keeps_nothing_for_a_plan_of_its_own() -> N
             x = torch.randn(rows, 8)
             assert torch.equal(model(x), twin(x))
             assert on_device(arena, *models) == arena.held <= 2 * memory
-            arena.cycles.settle()
+            arena.cycles.wait_planned()
     assert arena.cycles.current is not None
 
 
@@ -221,7 +221,7 @@ def test_a_cycle_that_is_forgotten_when_it_was_planned_again() -> None:
     def step(i: int) -> None:
         x = torch.randn(4, 8)
         assert torch.equal(models[i](x), twins[i](x))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
 
     for i in (0, 1) * 6:
         step(i)

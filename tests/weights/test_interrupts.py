@@ -144,7 +144,7 @@ def test_an_interrupt_during_a_cycle(debug: tuple[str, ...], no_grad: None, ctrl
         block.compile(backend="chunkflow", options={**EAGER, "debug": list(debug)})
     for _ in range(3):
         model(torch.randn(4, 8))
-        programs(model)[0].arena.cycles.settle()
+        programs(model)[0].arena.cycles.wait_planned()
     (route,) = cycles(model)
     device = programs(model)[0].executor.device
     plain = device.copy_bytes
