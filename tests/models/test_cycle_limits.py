@@ -26,10 +26,7 @@ MIN_BYTES = OPTIONS["min_bytes"]
 EAGER = {**OPTIONS, "lowering": "eager"}
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def pair(layers: int, seed: int = 0) -> tuple[Stack, Stack]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,10 +30,7 @@ EAGER = {**OPTIONS, "lowering": "eager"}
 LONG = [pytest.param(*case, marks=pytest.mark.long) for case in (("wan", False), ("flux", True))]
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def arena_of(*models: nn.Module) -> Arena:
