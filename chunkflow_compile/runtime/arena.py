@@ -17,6 +17,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.plan import ALIGNMENT
 from chunkflow_compile.passes.program.arrivals import Arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.host_store import ring_of
@@ -26,8 +28,7 @@ from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
-from .call_site import Bound, CallKey, Shared, Tenant
-from .codes import Code
+from .call_site import Bound, CallKey, Learnt, Tenant
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .locks import ProcessLock
@@ -108,7 +109,7 @@ class Arena:
             weakref.WeakKeyDictionary()
         )
         self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
-        self.cycles: Shared | None = None  # what the tenants run as cycles (cycles.py)
+        self.cycles: Learnt | None = None  # what the tenants run as cycles (cycles.py)
         self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     def called(self, groups: Collection[tuple[int, ...]]) -> None:
@@ -249,13 +250,16 @@ class Arena:
         """The programs that are bound to the memory, oldest first."""
         return [t for ref in self._tenants if (t := ref()) is not None]
 
-    def prove(self, code: Code, together: Callable[[Code], None]) -> None:
-        """Call ``together`` with the code of each other tenant, once for each pair of modules with their transfers."""
-        mine = code.program.module
-        for other in [t.code for t in self.tenants]:
-            theirs = other.program.module
+    def prove(self, program: Program) -> None:
+        """Verify a program together with each that runs here, once for each pair of modules with their transfers.
+
+        Raises FindingError if they are not safe in one arena.
+        """
+        mine = program.module
+        for other in [t.program for t in self.tenants]:
+            theirs = other.module
             if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
-                together(other)
+                verify_together(other, program)
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
@@ -325,8 +329,6 @@ class Arena:
         for tenant in self.tenants:
             if tenant.outlived:
                 tenant.close()
-        if self.cycles is not None:
-            self.cycles.prune()
 
     def sweep(self) -> None:
         """Remove tenants that were garbage-collected without being closed."""

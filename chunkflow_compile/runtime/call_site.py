@@ -11,6 +11,7 @@ from typing import Protocol
 
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.cycle import Call, block_of
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.host_buffer import HostBuffer
 
 from .codes import Code
@@ -94,8 +95,7 @@ class Bound(Protocol):
 class Tenant(Protocol):
     """A program that runs in an arena.  The memory holds the chunks of one tenant at a time, or of one cycle of them."""
 
-    code: Code
-    """The compiled program, compared by identity: it outlives the tenant, and a proof about it stays valid."""
+    program: Program
 
     key: CallKey | None
     """What its calls read, if it may run in a cycle."""
@@ -115,11 +115,8 @@ class Tenant(Protocol):
         """Leave the arena.  The next call of the program creates a new tenant."""
 
 
-class Shared(Protocol):
-    """What several tenants have in the memory together."""
-
-    def prune(self) -> None:
-        """Drop what belongs to weights that no longer exist."""
+class Learnt(Protocol):
+    """The cycles that the tenants run in."""
 
     def close(self) -> None:
         """Unbind for good."""

@@ -133,15 +133,12 @@ class Codes:
             self._used[known] = next(self._clock)
         return known
 
-    def goal(self, changed: Mapping[str, Any]) -> Goal:
-        """The goal of a model.  ``changed``: what replan has set there."""
-        return replace(self._goal, **changed)
-
-    def plan(self, inputs: Sequence[Any], goal: Goal) -> None:
+    def plan(self, inputs: Sequence[Any], changed: Mapping[str, Any]) -> None:
         """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
 
-        Raises ChunkflowError if no plan meets the goal.
+        ``changed``: what replan has set for the model, as fields of Goal.  Raises ChunkflowError if no plan meets the goal.
         """
+        goal = replace(self._goal, **changed)
         sizes = tuple(inputs[position] for position in self._symbols.values())
         values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
         code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
@@ -156,9 +153,9 @@ class Codes:
             del self._codes[oldest], self._used[oldest]
             self._same = {other: known for other, known in self._same.items() if known != oldest}
 
-    def code(self, sizes: Sizes, goal: Goal) -> Code:
-        """The code for known sizes.  Raises ChunkflowError if no plan meets the goal."""
-        return _under(goal, self._codes[sizes])
+    def code(self, sizes: Sizes, changed: Mapping[str, Any]) -> Code:
+        """The code for known sizes.  ``changed``: as in :meth:`plan`.  Raises ChunkflowError if no plan meets the goal."""
+        return _under(replace(self._goal, **changed), self._codes[sizes])
 
     def __contains__(self, sizes: Sizes) -> bool:
         return sizes in self._codes

@@ -157,7 +157,8 @@ class Cycles:
             raise self._job.result
 
     def release(self) -> None:
-        """Release all cycles."""
+        """Release all cycles, and forget those whose weights no longer exist."""
+        self.prune()
         for bound in self.known:
             bound.release()
 

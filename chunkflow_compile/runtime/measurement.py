@@ -188,12 +188,6 @@ def save(folder: Path, found: Measured) -> None:
     part.replace(path)
 
 
-def under(plan: Plan, steps: Iterable[StepMeasurement]) -> list[StepMeasurement]:
-    """The steps that ran under this plan."""
-    digest = plan.digest
-    return [step for step in steps if step.plan == digest]
-
-
 def warm_timings(
     plan: Plan, passes: Iterable[Sequence[StepMeasurement]], least: int, starts: Sequence[int] = ()
 ) -> Timings | None:
@@ -227,7 +221,8 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
 
     Raises ChunkflowError if there are none.
     """
-    steps = under(plan, steps)
+    digest = plan.digest
+    steps = [step for step in steps if step.plan == digest]
     if not steps:
         raise ChunkflowError("No step was measured yet: call the compiled model first.")
     warm = [s for s in steps if not s.primed_bytes] or list(steps)

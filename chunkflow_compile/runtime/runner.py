@@ -127,7 +127,7 @@ class Runner:
         """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
         with self._lock():
             if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
-                self.codes.plan(inputs, self.codes.goal(self._changed(parameters)))
+                self.codes.plan(inputs, self._changed(parameters))
                 self._current = {key: found for key, found in self._current.items() if key[1] in self.codes}
                 for key, session in [*self._sessions.items()]:
                     if key[2] not in self.codes:
@@ -162,7 +162,7 @@ class Runner:
         self._current = {key: found for key, found in self._current.items() if found[0]() is not None}
         key = id(first), sizes
         if key not in self._current:
-            code = self.codes.code(sizes, self.codes.goal(self._changed(parameters)))
+            code = self.codes.code(sizes, self._changed(parameters))
             self._current[key] = weakref.ref(first), CurrentCode(code)
         return self._current[key][1]
 

@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.runtime import session as session_module
+from chunkflow_compile.runtime import arena as arena_module
 from chunkflow_compile.runtime.session import Session
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
@@ -150,7 +150,7 @@ def test_programs_are_verified_together_once_where_they_meet(no_grad: None, monk
         if len(seen) > 3:
             raise FindingError("not safe in one arena")
 
-    monkeypatch.setattr(session_module, "verify_together", spy)
+    monkeypatch.setattr(arena_module, "verify_together", spy)
     model, twin = stack(), stack()
     run = compiled(model)
     for shape in (*SHAPES, *SHAPES):
