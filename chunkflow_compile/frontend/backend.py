@@ -192,7 +192,6 @@ class _MakeRunner:
             folder=folder,
             kind=chosen.device_kind(),
             poison="poison" in chosen.debugging(),
-            verified="verify" not in chosen.disable,
             pin_bytes=chosen.pin_bytes(),
             advice=partial(_room_advice, program, chosen, self.settings.outside, memory=self.settings.memory),
         )

@@ -26,7 +26,7 @@ from chunkflow_compile.weights.source import DriveBytes
 
 from .arena import Arena, Binding
 from .call_site import CallKey, CallSite, bare
-from .executor import KEPT_MEASUREMENTS, Executor
+from .executor import Executor
 from .measurement import Passes, StepMeasurement, as_one, measured, save, warm_timings
 
 # The buffers of the weights of a cycle, by their names in it.
@@ -69,7 +69,7 @@ class BoundCycle:
         self._versions: dict[str, int] = {}
         self._names = [{id(buffers[n]()): n for n in call.names.values() if n in buffers} for call in calls]
         self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # as the site of a call has them
-        self._passes = Passes(len(calls), KEPT_MEASUREMENTS)
+        self._passes = Passes(len(calls))
         self._begun = 0  # passes
         self._marks = marks
         self._binding: Binding | None = None

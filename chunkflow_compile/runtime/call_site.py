@@ -61,10 +61,6 @@ class CallSite:
             self.key.site = weakref.ref(self)
 
     @property
-    def settings(self) -> Settings:
-        return self.code.settings
-
-    @property
     def part(self) -> bool:
         """Whether the program is a part of a model, and so runs in turns with others."""
         return self.code.settings.part
@@ -161,10 +157,10 @@ def bare(settings: Settings) -> Settings:
 
 def common(sites: Sequence[CallSite]) -> Settings | None:
     """The settings of a cycle, None if those of its calls do not agree.  The budget is the largest."""
-    shared = [replace(bare(s.settings), memory=None) for s in sites]
+    shared = [replace(bare(s.code.settings), memory=None) for s in sites]
     if any(s != shared[0] for s in shared):
         return None
-    memory = max((m for s in sites if (m := s.settings.memory) is not None), default=None)
+    memory = max((m for s in sites if (m := s.code.settings.memory) is not None), default=None)
     return replace(shared[0], memory=memory, outside=_outside(sites))
 
 
@@ -172,7 +168,7 @@ def _outside(sites: Sequence[CallSite]) -> int:
     """Bytes on the device of the weights of these models that none of the calls reads."""
     left: dict[int, int] = {}
     for site in {id(s.key): s for s in sites}.values():
-        left[site.model] = left.get(site.model, site.settings.outside + site.kept_bytes) - site.kept_bytes
+        left[site.model] = left.get(site.model, site.code.settings.outside + site.kept_bytes) - site.kept_bytes
     return sum(max(0, nbytes) for nbytes in left.values())
 
 

@@ -50,7 +50,6 @@ class Code:
     ``make``: runs the passes on other pieces or with other settings, passed by name; returns the last stage and folder.
     ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
     ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
-    ``verified``: whether the program was verified, and is to be verified together with others in its arena.
     ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
     ``notes``: for the user, on what was compiled.  ``advice``: returns a sentence on what would fit if the arena does not.
     """
@@ -64,10 +63,14 @@ class Code:
     folder: Path | None = None
     kind: DeviceKind
     poison: bool = False
-    verified: bool = True
     pin_bytes: int | None = None
     notes: tuple[str, ...] = ()
     advice: Callable[..., str] = str
+
+    @property
+    def verified(self) -> bool:
+        """Whether the program was verified, and is to be verified together with others in its arena."""
+        return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Code:
         """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""

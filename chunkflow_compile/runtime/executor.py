@@ -46,9 +46,6 @@ from .instructions import Cost, Issue, Issuer, Step
 from .measurement import StepMeasurement, no_seconds
 from .read_ahead import Start
 
-# An hour of steps of one second; older measurements are dropped.
-KEPT_MEASUREMENTS = 3600
-
 
 @dataclass(frozen=True)
 class _Cold:

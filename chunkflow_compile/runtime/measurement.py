@@ -18,6 +18,8 @@ from chunkflow_compile.passes.plan import Plan
 SCHEMA = 2
 # Its name in the folder of a dump, next to the plan.
 MEASURED_FILE = "measured.json"
+# An hour of steps of one second; older measurements are dropped.
+KEPT_MEASUREMENTS = 3600
 
 
 class WindowSeconds(NamedTuple):
@@ -84,11 +86,11 @@ class StepMeasurement(NamedTuple):
 
 class Passes:
     """The measured passes over the calls of a cycle.  A pass that a jump has ended, or of which a call was not measured, is
-    none.  ``most``: how many are kept.
+    none.
     """
 
-    def __init__(self, calls: int, most: int) -> None:
-        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=most)
+    def __init__(self, calls: int) -> None:
+        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
         self._calls = calls
         self._newest: list[StepMeasurement] = []
 

@@ -32,9 +32,9 @@ from .call_site import CallKey, CallSite
 from .codes import CurrentCode
 from .cycles import Cycles
 from .device import check_kind, refuse_capture
-from .executor import KEPT_MEASUREMENTS, Executor
+from .executor import Executor
 from .instructions import tuple_getter
-from .measurement import StepMeasurement
+from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 
 _log = logging.getLogger(__name__)
 

@@ -43,29 +43,29 @@ class Bell:
     def __init__(self, clock: HostClock = MONOTONIC) -> None:
         self.now = clock.now
         self.lock = threading.RLock()
-        self._waiting: dict[threading.Lock, Callable[[], object]] = {}
+        self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake the waiters whose ``worth`` is true.  To wake a thread in vain costs more than to call its ``worth``."""
+        """Wake the waiters that are ready.  To wake a thread in vain costs more than to ask."""
         with self.lock:
-            for waiter, worth in list(self._waiting.items()):
-                if worth():
+            for waiter, ready in list(self._waiting.items()):
+                if ready():
                     if waiter.locked():
                         waiter.release()
                     self._waiting.pop(waiter, None)
 
-    def wait_for(self, look: Callable[[], _T | None], worth: Callable[[], object]) -> _T:
-        """Wait until ``look`` returns something other than None, and return that.
+    def wait_for(self, ready: Callable[[], bool], take: Callable[[], _T]) -> _T:
+        """Wait until ``ready`` is true, asked at once and after every ring; return what ``take`` returns then.
 
-        ``look`` is called under the lock, at once and after every ring that finds ``worth`` true.
+        Both are called under the lock.
         """
         while True:
             with self.lock:
-                if (found := look()) is not None:
-                    return found
+                if ready():
+                    return take()
                 waiter = threading.Lock()
                 waiter.acquire()
-                self._waiting[waiter] = worth
+                self._waiting[waiter] = ready
             waiter.acquire()
 
 
@@ -91,8 +91,7 @@ class HostEvent:
 
     def block(self, mark: int) -> None:
         """Block the calling thread until ``mark`` is reached; raise if the stream failed before it."""
-        self._bell.wait_for(lambda: True if self.reached >= mark else None, lambda: self.reached >= mark)
-        self.check()
+        self._bell.wait_for(lambda: self.reached >= mark, self.check)
 
     def check(self) -> None:
         if self.error is not None:
@@ -211,8 +210,8 @@ class Engine:
             )
 
     def _drain(self, share: Sequence[str]) -> None:
-        take, worth = partial(self._take, share), partial(self._could_take, share)
-        while (taken := self.bell.wait_for(take, worth)) != _OVER:
+        ready, take = partial(self._ready, share), partial(self._take, share)
+        while (taken := self.bell.wait_for(ready, take)) is not _OVER:
             name, item = taken
             queue = self._queues[name]
             try:
@@ -231,18 +230,17 @@ class Engine:
             if not self._running:
                 atexit.unregister(self._close_at_exit)  # the registration would keep the engine alive
 
-    def _take(self, share: Sequence[str]) -> tuple[str, _Item] | None:
-        """The next item that a thread may run; None while there is none, _OVER when no more will come."""
-        if self._closed and not any(self._queues[name].items for name in share):
+    def _ready(self, share: Sequence[str]) -> bool:
+        """Whether there is an item that a thread may run, or no more will come."""
+        over = self._closed and not any(self._queues[name].items for name in share)
+        return over or bool(not self._paused and self._able(share))
+
+    def _take(self, share: Sequence[str]) -> tuple[str, _Item]:
+        """The next item that a thread may run, _OVER if no more will come."""
+        if not (able := self._able(share)):
             return _OVER
-        able = self._able(share)
-        if not able or self._paused:
-            return None
         name = self._choose(able)
         return name, self._queues[name].items.popleft()
-
-    def _could_take(self, share: Sequence[str]) -> bool:
-        return self._closed or bool(not self._paused and self._able(share))
 
     def _able(self, share: Sequence[str]) -> list[str]:
         return [n for n in share if self._queues[n].items and self._queues[n].items[0].ready()]
