@@ -17,7 +17,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.runtime.arena import Arena, Binding, Occupancy
+from chunkflow_compile.runtime.arena import Arena, Binding, SlotState
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 
@@ -64,12 +64,12 @@ class CycleBench:
             calls.append(Call(bench.cut, names, {}))
         self.calls = calls
         self.cycle = write(calls, random_plan(join(calls), self.chosen, inside=True))
-        self.occupancies = weakref.WeakKeyDictionary[Arena, Occupancy]()
+        self.states = weakref.WeakKeyDictionary[Arena, SlotState]()
 
     def running(self, cycle: Cycle) -> CycleBench:
         """The bench for another cycle of the same calls, such as a mutated one."""
         other = copy.copy(self)
-        other.cycle, other.occupancies = cycle, weakref.WeakKeyDictionary()
+        other.cycle, other.states = cycle, weakref.WeakKeyDictionary()
         return other
 
     def turns(self, jumps: float, count: int) -> list[Turn]:
@@ -105,9 +105,9 @@ class CycleBench:
             n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in program.weight_inputs
         }
         marks = arrivals(cycle)
-        occupancy = self.occupancies.setdefault(arena, Occupancy(arena.streams, len(marks.marked)))
+        state = self.states.setdefault(arena, SlotState(arena.streams, len(marks.marked)))
         hosts = {n: flat_bytes(self.weights[n]) for n in slots}
-        binding = Binding(arena, values, slots, hosts, occupancy, marks)
+        binding = Binding(arena, values, slots, hosts, state, marks)
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=cycle)
 
     def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:

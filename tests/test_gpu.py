@@ -58,7 +58,7 @@ def resident(model: nn.Module, **options: Any) -> Any:
 
 def check_moved(model: nn.Module, steps: int) -> None:
     session = programs(model)[0]
-    session.executor.intact_slots()
+    session.executor.device.copy.synchronize()
     primed = sum(m.primed_bytes for m in session.measurements)
     assert session.plan.moved_bytes > 0 and len(session.measurements) == steps
     assert session.executor.traffic.copied_bytes == session.plan.moved_bytes * steps + primed
@@ -307,7 +307,7 @@ def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: 
     got = outputs()
     check_moved(model, 5)
     session = programs(model)[0]
-    session.choice.code = session.code.remade(policy="resident", memory=None)
+    session.current.code = session.code.remade(policy="resident", memory=None)
     want = outputs()
     assert programs(model)[0].plan.moved_bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

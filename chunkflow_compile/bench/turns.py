@@ -161,13 +161,13 @@ class Turns:
         mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
         compute_s = [fmean(column) for column in zip(*self._gather(mine), strict=True)]
         if job.pace is not None:
-            self._session.choice.code = paced(self._session.code, compute_s, job.pace)
+            self._session.current.code = paced(self._session.code, compute_s, job.pace)
         return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace)
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
         """Emulate ``link`` from the next call on, with the bandwidth that ``load`` sets, and measure its accuracy."""
         self.progress.set_description("measure the link")
-        code = self._session.choice.code
+        code = self._session.current.code
         if load is not None:
             ports = self.job.ranks if link.shared else 1
             link = replace(link, bandwidth=ports * load.bandwidth(code.program.problem))
@@ -176,7 +176,7 @@ class Turns:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
             self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
         made = code.remade(hardware=self.hardware)
-        self._session.choice.code = replace(made, kind=replace(code.kind, link=link))
+        self._session.current.code = replace(made, kind=replace(code.kind, link=link))
         return link_error(link)
 
     def _make_peers(self) -> None:
@@ -261,12 +261,12 @@ class Turns:
 
     def _rehearse(self, codes: dict[str, Code]) -> None:
         """Run the steps from which an arm plans again, and the first ones of its new plan."""
-        self._session.choice.code = codes[REPLANNED]
+        self._session.current.code = codes[REPLANNED]
         for step in (-REHEARSAL, *range(-REHEARSAL, 0)):
             self.progress.set_description(f"{REPLANNED}: plan again")
             self.compiled(**self.inputs(step))
             _ = self._session.measurements  # waits for them, because the next step may plan again
-        codes[REPLANNED] = self._session.choice.code
+        codes[REPLANNED] = self._session.current.code
         self.progress.update(REHEARSAL)
 
     def _turn(self, name: str, codes: dict[str, Code], steps: Sequence[int]) -> None:
@@ -277,7 +277,7 @@ class Turns:
         """
         call, apart = self.peers.get(peer_of(name), self.compiled), self.job.marks_apart
         if name in codes:
-            self._session.choice.code = codes[name]
+            self._session.current.code = codes[name]
         self.progress.set_description(f"{name}: step {steps[0] + 1} of {self.job.steps}")
         foreign = self._foreign(name)
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
@@ -305,7 +305,7 @@ class Turns:
         if name in codes:
             session = self._session
             self.measurements[name] += session.measurements[-(1 if apart else len(steps)) :]
-            codes[name] = session.choice.code
+            codes[name] = session.current.code
 
     def _mark(self, steps: int) -> None:
         """Let the next ``steps`` have marks, and none after them."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from chunkflow_compile.runtime.cuda import register
 from chunkflow_compile.runtime.link import Port
+from chunkflow_compile.runtime.torch_cuda import register
 from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.host_memory import near_cpus, own_pages
 

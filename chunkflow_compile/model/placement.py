@@ -90,7 +90,7 @@ class Placement:
             if not other.closed and gone[other.reads]:
                 other.close()
             if not other.closed and other is not session and session.repeats(other):
-                session.adopt(other.measurements)
+                session.adopt(other)
                 other.close()
         self.sessions = [s for s in self.sessions if not s.closed and s is not session] + [session]
 

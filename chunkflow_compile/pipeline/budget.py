@@ -191,7 +191,7 @@ class Budget:
     def _vacate(self, phases: Iterable[Phase]) -> None:
         """Free the arenas of ``phases``, and give their memory back to the device."""
         for phase in phases:
-            phase.arena.vacate()
+            phase.arena.evict()
         self._allocator.trim()
 
     def _make_room(self, phase: Phase) -> None:

@@ -40,13 +40,10 @@ from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.shared_ring import Number
 from chunkflow_compile.weights.source import Source
 
-from .arena import Binding, Occupancy
+from .arena import Binding, SlotState
 from .instructions import Cost, Issue, Issuer, Step
 from .measurement import StepMeasurement, no_seconds
 from .read_thread import Order
-
-# An hour of steps of one second; older measurements are dropped.
-KEPT_MEASUREMENTS = 3600
 
 
 @dataclass(frozen=True)
@@ -90,8 +87,8 @@ class Executor:
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
         self.marks = marks = binding.marks or arrivals(self.cycle)
-        self.occupancy = binding.occupancy or Occupancy(device, len(marks.marked))
-        self._issuer = Issuer(program, regions, binding, occupancy=self.occupancy, arrivals=marks, poison=poison)
+        self.state = binding.state or SlotState(device, len(marks.marked))
+        self._issuer = Issuer(program, regions, binding, state=self.state, arrivals=marks, poison=poison)
         self.traffic = self._issuer.traffic
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         placeholders = [names.get(n.name) for n in self._issuer.number if n.op == "placeholder"]
@@ -126,30 +123,30 @@ class Executor:
         for position, value in self._values:
             env[position] = value
         step = self._step(env)
-        ready = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
-        if self.call == 0 or self.occupancy.next != self.call:  # a pass begins, or it is a jump
-            self.occupancy.marked = self.device.choose(self._steps)
-        begun = self.device.start(self.occupancy.marked, self._known)
+        ready = self.binding.arena.holder is self.state and self.state.next == self.call
+        if self.call == 0 or self.state.next != self.call:  # a pass begins, or it is a jump
+            self.state.marked = self.device.choose(self._steps)
+        begun = self.device.start(self.state.marked, self._known)
         self._known = begun is not None
         self._steps += 1
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
         if ready and self._ring is not None and self._issuer.on_drive:
             self.device.copy.run(partial(self.binding.arena.reader.on_call, self._number()))
-        self.occupancy.next = None
+        self.state.next = None
         for issue in self._instructions:
             issue(step)
-        self.occupancy.next = (self.call + 1) % len(self.cycle.calls)
+        self.state.next = (self.call + 1) % len(self.cycle.calls)
         # not the step: its values would live too long
-        self.device.finish(begun, partial(self._finish, step.cost, self.occupancy.turns))
-        self.occupancy.turns += 1
+        self.device.finish(begun, partial(self._finish, step.cost, self.state.turns))
+        self.state.turns += 1
         return step
 
     def _step(self, env: list[Any]) -> Step:
         return Step(env, Cost(no_seconds(self._windows)), self._steps)
 
     def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
-        before, self.occupancy.ended = self.occupancy.ended, (turn, end)
+        before, self.state.ended = self.state.ended, (turn, end)
         copied = self.traffic.settle(end)
         if not whole:
             return
@@ -175,10 +172,9 @@ class Executor:
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
-        holds = self.binding.arena.holder is self.occupancy
+        holds = self.binding.arena.holder is self.state
         if holds:
             self.binding.arena.holder = None
-        self.occupancy.writes.clear()
         if self._issuer.flag is not None:
             self._issuer.flag.drop()  # an error in a collective left it set
         if self._issuer.on_drive and holds:
@@ -198,30 +194,6 @@ class Executor:
         self._instructions, self._values, self._cold = [], [], None
         self.binding = self._issuer.binding = Binding(self.binding.arena, {}, {}, {})
 
-    def intact_slots(self) -> dict[str, torch.Tensor]:
-        """Streamed weights that are complete in their slots now: weight -> slot, uint8.
-
-        Waits for copies in flight.  A weight is complete until a newer prefetch over any of its bytes is issued.
-        """
-        try:
-            self.device.copy.synchronize()
-        except ChunkflowError:
-            self.binding.arena.alone()
-            self.forget()
-            raise
-        if self.binding.arena.holder is not self.occupancy:
-            return {}
-        plan = self.program.plan
-        plans = {w.name: w for w in plan.streamed}
-        broken = {op.weight for _, _, op in self.cycle.prefetches if op not in self.occupancy.writes}
-        newer: list[tuple[str, int, int]] = []
-        for op in reversed(self.occupancy.writes):
-            begin, end = ((plans[op.weight].offset or 0) + b for b in plan.span(plans[op.weight], op.first, op.end))
-            if any(name != op.weight and a < end and begin < b for name, a, b in newer):
-                broken.add(op.weight)
-            newer.append((op.weight, begin, end))
-        return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
-
     def _prime(self) -> int:
         """Take over the arena, or jump to this call of the cycle: copy the chunks that stay, and those that are on their way
         or in use here in a pass without jumps.
@@ -229,11 +201,10 @@ class Executor:
         Returns the bytes copied.
         """
         compute, copy, arena = self.device.compute, self.device.copy, self.binding.arena
-        jumps = arena.holder is self.occupancy  # then the chunks that stay are there
+        jumps = arena.holder is self.state  # then the chunks that stay are there
         arena.holder = None  # if this is interrupted, the chunks of no program are complete
         cold = self._cold = self._cold or self._make_cold()
         step = self._step([])
-        self.occupancy.writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.reads.repeated:
@@ -247,7 +218,7 @@ class Executor:
         if cold.waits:
             copy.record(self._primed)
             compute.wait(self._primed)
-        arena.holder = self.occupancy
+        arena.holder = self.state
         return step.cost.moved
 
     def _number(self) -> Number:

@@ -275,7 +275,7 @@ class HostBuffer:
     def settle(self) -> None:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
-            device.settle()
+            device.sync_copies()
 
     def _quiet(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._store is None else self._store.quiet()
@@ -297,7 +297,7 @@ def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
     try:
         for device in devices:
             with contextlib.suppress(ChunkflowError):
-                device.settle()
+                device.sync_copies()
     finally:
         try:
             undo()

@@ -60,7 +60,7 @@ def test_both_stay_on_the_device(memory: str, monkeypatch: pytest.MonkeyPatch) -
     pipe.controlnet.register_forward_pre_hook(begin)
     for seed in range(3):
         assert torch.equal(FLUX.generate(pipe, seed, **CALL), FLUX.generate(twin, seed, **CALL))
-        control.arena.cycles.settle()
+        control.arena.cycles.wait_planned()
     before = control.goal, transformer.goal
     steps.clear()
     free = budget._vacate
@@ -95,7 +95,7 @@ def test_steps_without_the_controlnet_and_other_sizes(size: int) -> None:
             given.update(height=size, width=size)
         assert torch.equal(FLUX.generate(pipe, seed, **given), FLUX.generate(twin, seed, **given))
         assert arenas(budget) <= budget.usable
-        transformer.arena.cycles.settle()
+        transformer.arena.cycles.wait_planned()
     other, plain = (
         FluxPipeline(**{name: part for name, part in p.components.items() if name != "controlnet"})
         for p in (pipe, twin)
@@ -132,7 +132,7 @@ def test_out_of_memory() -> None:
             fails.append(True)
         goals = control.goal, transformer.goal
         assert torch.equal(FLUX.generate(pipe, seed, **CALL), FLUX.generate(twin, seed, **CALL))
-        control.arena.cycles.settle()
+        control.arena.cycles.wait_planned()
         if seed == 2:
             assert max(held[1:]) <= held[0] // 2 and transformer.retries == 1 and control.retries == 0
             assert control.goal == transformer.goal < min(goals)

@@ -38,7 +38,7 @@ def check(model: nn.Module, twin: nn.Module, family: str = "wan", steps: int = 1
     for step in range(steps):
         inputs = small_inputs(family, SIZE, step)
         assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-        programs(model)[0].arena.cycles.settle()
+        programs(model)[0].arena.cycles.wait_planned()
 
 
 LONG = ("flux", "hunyuanvideo", "qwen-image")

@@ -28,7 +28,7 @@ def check(model: nn.Module, twin: nn.Module, steps: int = 2) -> None:
     for step in range(steps):
         inputs = small_inputs("wan", SIZE, step)
         assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-        programs(model)[0].arena.cycles.settle()
+        programs(model)[0].arena.cycles.wait_planned()
 
 
 def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ import chunkflow_compile
 from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import tensors_of
 
@@ -73,14 +74,20 @@ def check_transfers(runner: chunkflow_compile.runtime.session.Session) -> None:
     assert [m.moved_bytes for m in steps] == [plan.moved_bytes] * len(steps)
     assert steps[0].primed_bytes > 0, "the first weights are prefetched by the step before"
     assert [m.primed_bytes for m in steps[1:]] == [0] * (len(steps) - 1)
-    runner.executor.intact_slots()  # waits for copies in flight
+    runner.executor.device.copy.synchronize()
     assert runner.executor.traffic.copied_bytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
 
 
 def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.session.Session) -> None:
     """If a kernel had written an activation into a slot, its bytes would differ from the weight's."""
     buffers = {buffer.name: buffer for _, t in tensors_of(model) if (buffer := buffer_of(t)) is not None}
-    whole = runner.executor.intact_slots()
+    plans, broken, newer = {w.name: w for w in runner.plan.streamed}, set[str](), list[tuple[str, int, int]]()
+    for _, op in reversed([*prefetches(runner.program)]):  # what a later copy has overwritten
+        begin, end = (plans[op.weight].offset + b for b in runner.plan.span(plans[op.weight], op.first, op.end))
+        if any(name != op.weight and a < end and begin < b for name, a, b in newer):
+            broken.add(op.weight)
+        newer.append((op.weight, begin, end))
+    whole = {name: slot for name, slot in runner.executor.binding.slots.items() if name not in broken}
     assert len(whole) >= 3
     for name, slot in whole.items():
         assert bytes(slot.tolist()) == bytes(buffers[name].host.contiguous().view(torch.uint8).flatten().tolist()), name

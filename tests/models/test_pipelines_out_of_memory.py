@@ -104,7 +104,7 @@ def settle(pipe: Any, phase: Phase, allocator: Pressed, want: torch.Tensor, held
         assert torch.equal(WAN.generate(pipe), want)
         if allocator.held > held:
             return
-        phase.arena.cycles.settle()
+        phase.arena.cycles.wait_planned()
     raise AssertionError(f"{phase.name} holds {allocator.held}, with the goal {phase.goal}")
 
 
@@ -148,7 +148,7 @@ def test_a_failure_that_stays_comes_once_in_a_generation(pressed: tuple[Any, Pha
         before = phase.calls
         allocator.activations += 1000
         assert torch.equal(WAN.generate(pipe), want)
-        phase.arena.cycles.settle()
+        phase.arena.cycles.wait_planned()
         assert phase.calls > before + 1 and phase.retries <= count
     assert phase.retries > 0
 

@@ -40,7 +40,7 @@ def test_a_cycle_and_its_jumps() -> None:
     with torch.no_grad():
         for _ in range(3):
             step(model, twin, order)
-            programs(model)[0].arena.cycles.settle()
+            programs(model)[0].arena.cycles.wait_planned()
         (route,) = cycles(model)
         for _ in range(3):
             step(model, twin, order)

@@ -20,7 +20,8 @@ from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.runtime.cuda import CudaDevice, TorchCuda
+from chunkflow_compile.runtime.cuda import CudaDevice
+from chunkflow_compile.runtime.torch_cuda import TorchCuda
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
@@ -311,7 +312,7 @@ def test_residents_dropped_with_their_model_are_not_reused_under_a_step() -> Non
     run(torch.randn(4, 8, device="cuda"))
     device = programs(model)[0].executor.device
     kept: list[torch.Tensor] = []
-    device.cuda.keep = lambda memory, stream: kept.append(memory)
+    device.cuda.record_stream = lambda memory, stream: kept.append(memory)
     with torch.cuda.stream(torch.cuda.Stream()):
         run(torch.randn(4, 8, device="cuda"))
     assert len(kept) > sum(p.nbytes >= 4096 for p in model.parameters()) - 1

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import executor
-from chunkflow_compile.runtime.cuda import TorchCuda, register
+from chunkflow_compile.runtime.torch_cuda import TorchCuda, register
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control

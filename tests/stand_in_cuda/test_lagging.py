@@ -46,7 +46,7 @@ class Lagging:
             self.begun[-1].record()
             y = block(y)
         self.steps += 1
-        programs(self.model)[0].arena.cycles.settle()
+        programs(self.model)[0].arena.cycles.wait_planned()
         return self.model.head(y)
 
     def run(self, steps: int) -> None:

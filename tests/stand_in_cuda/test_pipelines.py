@@ -54,7 +54,7 @@ def test_the_memory_of_each_phase(name: str) -> None:
         assert max(found, budget.most) <= less, "activations and weights together, in each phase"
         for phase in budget.phases:
             if phase.arena.cycles is not None:
-                phase.arena.cycles.settle()  # the next generation runs in them
+                phase.arena.cycles.wait_planned()  # the next generation runs in them
     assert all(p.activations for p in budget.figures().phases)
     for phase in budget.phases:
         assert phase.activations > 0 and phase.goal is not None

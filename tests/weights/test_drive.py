@@ -160,7 +160,7 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
         run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     for _ in range(4):
         steps(run, twin)
-        programs(model)[0].arena.cycles.settle()
+        programs(model)[0].arena.cycles.wait_planned()
     assert bool(cycles(model)) == by_kind
     name = "blocks.1.up.weight"
     view = model.get_parameter(name)[1:]

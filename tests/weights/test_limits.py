@@ -128,7 +128,7 @@ class Reader:
         self.pinned.append(host.data_ptr())
         return lambda: None
 
-    def settle(self) -> None:
+    def sync_copies(self) -> None:
         """Nothing is copied."""
 
 

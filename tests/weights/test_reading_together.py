@@ -147,7 +147,7 @@ def blocks(rank: int, folder: str) -> None:
     for turn in range(4):
         step(run, twin, turn)
         if turn >= rank:
-            programs(model)[0].arena.cycles.settle()  # the cycle is planned on a thread
+            programs(model)[0].arena.cycles.wait_planned()  # the cycle is planned on a thread
     assert chunkflow_compile.cycles(model)
     until_together(model, run, twin)
     read = everywhere(read_so_far(model))
