@@ -27,6 +27,7 @@ from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
+from .arguments import sizes_given
 from .output import check_json, say, write_json
 
 # At this load, streaming takes ten times as long as the resident step, which is too slow to be of use.
@@ -105,8 +106,7 @@ def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
 
 
 def _sizes(arguments: argparse.Namespace) -> OutputSizes | None:
-    given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
-    given = {n: v for n, v in given.items() if v is not None}
+    given = sizes_given(arguments)
     if arguments.model in PRESETS:
         sizes = replace(PRESETS[arguments.model].sizes, **given)
         PRESETS[arguments.model].shape(sizes)

@@ -14,5 +14,5 @@ def run(arguments: argparse.Namespace) -> int:
     check_json(arguments)
     found = diff_plans(read_plan(arguments.before), read_plan(arguments.after))
     say(arguments, str(found))
-    write_json(arguments, found.to_json())
+    write_json(arguments, found)
     return 0 if found.equal else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
 from pathlib import Path
 
@@ -75,7 +74,7 @@ def _show(arguments: argparse.Namespace, found: target.Target, made: list[Stage]
         say(arguments, f"\nread first: {report}")
     if arguments.json:
         counts = {s.name: dict(sorted(op_counts(stage_lines(s)).items())) for s in made}
-        write_json(arguments, json.dumps({"model": found.heading, "ops": counts}, indent=1) + "\n")
+        write_json(arguments, {"model": found.heading, "ops": counts})
 
 
 def _last(arguments: argparse.Namespace) -> StageName:

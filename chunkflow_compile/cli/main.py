@@ -74,8 +74,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for add in COMMANDS.values():
-        add(commands).add_argument("--debug", action="store_true", help="show the Python traceback of an error")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.description,
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.arguments(own)
+        own.add_argument("--debug", action="store_true", help="show the Python traceback of an error")
     return parser
 
 

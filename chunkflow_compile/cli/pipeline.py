@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from chunkflow_compile.report.record import check_writable, size
 from chunkflow_compile.simulate.generation import Component, generations, least_budget
 from chunkflow_compile.units import parse_bytes
 
+from .arguments import sizes_given
 from .output import Progress, check_json, say, write_json
 
 
@@ -36,9 +36,8 @@ def run(arguments: argparse.Namespace) -> int:
     for file in filter(None, (arguments.picture, arguments.timeline)):
         check_writable(Path(file))
     found, hardware = published(arguments.pipeline), load_profile(arguments.hardware)
-    given = {n: getattr(arguments, n) for n in ("frames", "height", "width") if getattr(arguments, n) is not None}
     memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
-    sizes = replace(found.transformer.sizes, **given)
+    sizes = replace(found.transformer.sizes, **sizes_given(arguments))
     found.transformer.shape(sizes)
     steps = found.steps if arguments.steps is None else arguments.steps
     if steps < found.experts:
@@ -60,9 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         ours = ways["chunkflow"]
         Path(arguments.timeline).write_text(generation_events(ours.phases, ours.plans, title))
         say(arguments, f"\ntimeline: {arguments.timeline}")
-    phases = {way: {"phases": [asdict(p) for p in g.phases]} for way, g in ways.items()}
-    body = {"pipeline": title, "memory": memory, "least": least, "ways": phases}
-    write_json(arguments, json.dumps(body, indent=1) + "\n")
+    phases = {way: {"phases": g.phases} for way, g in ways.items()}
+    write_json(arguments, {"pipeline": title, "memory": memory, "least": least, "ways": phases})
     return 0
 
 
@@ -101,9 +99,7 @@ def _components(
 
 def _encoder(encoder: Encoder) -> Component:
     cost = eager_cost(lambda: _model_and_call(encoder.build(), encoder.inputs()), torch.bfloat16)
-    traced = trace_without_weights(
-        lambda: (encoder.build().eval(), encoder.inputs()), 1, DEFAULT_MIN_BYTES, torch.bfloat16
-    )
+    traced = trace_without_weights(lambda: (encoder.build(), encoder.inputs()), 1, DEFAULT_MIN_BYTES, torch.bfloat16)
     return Component(
         name=encoder.name,
         weights=cost.weights,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from tabulate import tabulate
@@ -63,7 +61,7 @@ def _curve(arguments: argparse.Namespace) -> int:
         for p in _few(points)
     ]
     say(arguments, tabulate(rows, headers=("weights on the device", "step", "of resident"), disable_numparse=True))
-    write_json(arguments, json.dumps({"model": found.heading, "points": [asdict(p) for p in points]}, indent=1) + "\n")
+    write_json(arguments, {"model": found.heading, "points": points})
     if picture:
         draw_curve(points, found.forwards, f"{found.title}, {found.parallel}, {found.hardware.name}", Path(picture))
         say(arguments, f"\npicture: {picture}")

@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
     say(arguments, f"{record.model}; {found.parallel}, {found.calls}\n")
     say(arguments, table(record, _policy_columns(plans, found.forwards)))
-    write_json(arguments, record.to_json())
+    write_json(arguments, record.body)
     return 0
 
 

@@ -26,7 +26,7 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
-from .arguments import add_model
+from .arguments import add_model, sizes_given
 from .output import Progress, save_traceback
 
 
@@ -120,8 +120,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     if arguments.ulysses < 1 or (arguments.forwards is not None and arguments.forwards < 1):
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
     options = options_of(arguments)
-    given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
-    given = {n: v for n, v in given.items() if v is not None}
+    given = sizes_given(arguments)
     quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
         raise ChunkflowError(

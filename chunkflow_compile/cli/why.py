@@ -27,5 +27,5 @@ def run(arguments: argparse.Namespace) -> int:
             changes.append(changed(name, what, lambda s=settings: make_plan(found.problem, s, inside=found.regional)))  # type: ignore[misc]
     story = tell(found.problem, plan, name, changes)
     say(arguments, f"{found.heading}\n\n{story}")
-    write_json(arguments, story.to_json())
+    write_json(arguments, story)
     return 0

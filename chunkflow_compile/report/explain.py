@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import fill
 
 from tabulate import tabulate
@@ -16,7 +15,7 @@ from chunkflow_compile.runtime.measurement import Measured
 
 from .calls import CallFigures, calls_table
 from .lanes import HELD, Lanes, lanes_of
-from .record import PROSE_WIDTH, fine, seconds, size
+from .record import PROSE_WIDTH, as_json, fine, seconds, size
 
 # Stalls and windows listed: as many as a person reads before acting.
 SHOWN = 5
@@ -95,7 +94,7 @@ class Explanation:
         return sum(w.exposed_s[1] for w in self.windows)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return as_json(self)
 
     def __str__(self) -> str:
         return self.report()

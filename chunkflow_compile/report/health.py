@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from tabulate import tabulate
@@ -81,10 +80,6 @@ def health_table(found: tuple[Finding, ...]) -> str:
     table = tabulate(rows, headers=("what", "found", ""), tablefmt="simple", disable_numparse=True)
     fixes = [f"{f.what}: {f.fix}" for f in found if f.fix]
     return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
-
-
-def health_json(found: tuple[Finding, ...]) -> str:
-    return json.dumps([asdict(f) for f in found], indent=1) + "\n"
 
 
 def _gib(nbytes: int) -> str:

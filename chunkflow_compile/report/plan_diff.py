@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import groupby
 
 from tabulate import tabulate
@@ -66,9 +65,6 @@ class PlanDiff:
     @property
     def equal(self) -> bool:
         return self.digests[0] == self.digests[1]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
     def __str__(self) -> str:
         if self.equal:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
@@ -71,9 +70,6 @@ class Story:
     why: str
     limit: str
     changes: tuple[Change, ...]
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
 
     def __str__(self) -> str:
         parts = [

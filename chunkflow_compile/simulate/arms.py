@@ -26,7 +26,6 @@ def arm_record(plan: Plan, problem: Problem, forwards: int) -> ArmRecord:
         weights_device_bytes=plan.device_bytes,
         weights_total_bytes=problem.total_bytes,
         moved_bytes_per_step=plan.moved_bytes * forwards,
-        equal_to_resident=None,
     )
 
 
