@@ -56,11 +56,10 @@ def run(arguments: argparse.Namespace) -> int:
         draw_generation(ways, memory, title, Path(arguments.picture))
         say(arguments, f"\npicture: {arguments.picture}")
     if arguments.timeline:
-        ours = ways["chunkflow"]
-        Path(arguments.timeline).write_text(generation_events(ours.phases, ours.plans, title))
+        Path(arguments.timeline).write_text(generation_events(ways["chunkflow"], title))
         say(arguments, f"\ntimeline: {arguments.timeline}")
-    phases = {way: {"phases": g.phases} for way, g in ways.items()}
-    write_json(arguments, {"pipeline": title, "memory": memory, "least": least, "ways": phases})
+    found_ways = {way: {"phases": [p.figures for p in phases]} for way, phases in ways.items()}
+    write_json(arguments, {"pipeline": title, "memory": memory, "least": least, "ways": found_ways})
     return 0
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from chunkflow_compile.passes.plan import Plan
-
-from .generation import PhaseMemory
+from .generation import Generation
 from .lanes import Lanes, around, lanes_of
 from .record import size
 
@@ -23,10 +21,10 @@ def trace_events(lanes: Lanes, title: str) -> str:
     return _trace_json(title, (*lanes.shown, "stall"), _events(lanes, TRACE_STEPS))
 
 
-def generation_events(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan], title: str) -> str:
+def generation_events(phases: Generation, title: str) -> str:
     """The same of a generation: its phases on a thread, with bytes on the device as a counter; on the others, the first two
-    calls of each phase that has a plan.  ``plans``: by phase, with predictions."""
-    return _trace_json(title, _THREADS, _generation(phases, plans))
+    calls of each phase that has a plan."""
+    return _trace_json(title, _THREADS, _generation(phases))
 
 
 def _trace_json(title: str, threads: Iterable[str], events: Iterable[dict[str, Any]]) -> str:
@@ -39,7 +37,7 @@ def _trace_json(title: str, threads: Iterable[str], events: Iterable[dict[str, A
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=0) + "\n"
 
 
-def _generation(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan]) -> Iterator[dict[str, Any]]:
+def _generation(phases: Generation) -> Iterator[dict[str, Any]]:
     at = 0.0
     for phase in phases:
         begin, end = at + phase.loading_s, at + phase.loading_s + phase.calls * phase.seconds
@@ -48,8 +46,8 @@ def _generation(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan]) -> Ite
             yield _event("phase", f"{phase.name} loads", at, begin, said)
         yield _event("phase", phase.name, begin, end, {**said, "calls": phase.calls})
         yield _counter("on the device", phase.bytes, at)
-        if phase.name in plans:
-            yield from _events(lanes_of(plans[phase.name]), min(TRACE_STEPS, phase.calls), begin)
+        if phase.plan is not None:
+            yield from _events(lanes_of(phase.plan), min(TRACE_STEPS, phase.calls), begin)
             yield _counter("arena", 0, end)
         at = end
     yield _counter("on the device", 0, at)

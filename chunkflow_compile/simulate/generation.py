@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
@@ -13,8 +13,6 @@ from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
-
-_Made = tuple[PhaseMemory, Plan | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,44 +37,30 @@ def generations(
     and planned within ``memory`` bytes.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.h2d_bandwidth * hardware.eta_pref
-    resident = {c.name: _placed(c, hardware, chunk_bytes, policy="resident") for c in components}
+    plain = [_phase(c, _placed(c, hardware, chunk_bytes, policy="resident"), weights=total) for c in components]
+    alone = [replace(p, weights=c.weights, loading_s=c.weights / rate) for p, c in zip(plain, components, strict=True)]
 
-    def plain(c: Component) -> _Made:
-        return _phase_and_plan(c, resident[c.name], weights=total)
+    def blocks(c: Component) -> PhaseMemory:
+        phase = _phase(c, _placed(c, hardware, chunk_bytes, policy="layerwise"))
+        return phase if phase.plan is not None else replace(phase, loading_s=c.weights / rate)
 
-    def one_model(c: Component) -> _Made:
-        return _phase_and_plan(c, resident[c.name], weights=c.weights, loading_s=c.weights / rate)
-
-    def blocks(c: Component) -> _Made:
-        plan = _placed(c, hardware, chunk_bytes, policy="layerwise")
-        return _phase_and_plan(c, plan, loading_s=c.weights / rate if plan is None else 0.0)
-
-    def planned(c: Component) -> _Made:
+    def planned(c: Component) -> PhaseMemory:
         beside = _small_beside(c, components)
         room = usable(memory) - c.activations - beside
         if c.problem is None and c.weights > room:
             raise _too_little(c, beside, hardware, chunk_bytes, memory)
         try:
-            plan = _placed(c, hardware, chunk_bytes, memory=max(0, room))
+            phase = _phase(c, _placed(c, hardware, chunk_bytes, memory=max(0, room)))
         except ChunkflowError as error:
             raise _too_little(c, beside, hardware, chunk_bytes, memory) from error
-        held = c.weights if plan is None else plan.device_bytes
-        return _phase_and_plan(
-            c, plan, weights=held + beside, loading_s=min(held, c.weights) / rate
-        )  # a phase begins cold
+        # a phase begins cold
+        return replace(phase, weights=phase.weights + beside, loading_s=min(phase.weights, c.weights) / rate)
 
-    ways: Mapping[str, Callable[[Component], _Made]] = {
-        "plain": plain,
-        "one model at a time": one_model,
-        "two blocks at a time": blocks,
-        "chunkflow": planned,
-    }
-    found = {way: [make(component) for component in components] for way, make in ways.items()}
     return {
-        way: Generation(
-            phases=tuple(phase for phase, _ in made), plans={p.name: plan for p, plan in made if plan is not None}
-        )
-        for way, made in found.items()
+        "plain": plain,
+        "one model at a time": alone,
+        "two blocks at a time": [blocks(c) for c in components],
+        "chunkflow": [planned(c) for c in components],
     }
 
 
@@ -111,20 +95,17 @@ def _placed(component: Component, hardware: Hardware, chunk_bytes: int, **goal: 
     return place(component.problem, hardware, chunk_bytes=chunk_bytes, **goal)
 
 
-def _phase_and_plan(
-    component: Component, plan: Plan | None, *, weights: int | None = None, loading_s: float = 0.0
-) -> _Made:
-    """A phase and its plan.  ``weights``: bytes on the device, if they are not those of the plan."""
+def _phase(component: Component, plan: Plan | None, *, weights: int | None = None) -> PhaseMemory:
+    """``weights``: bytes on the device, if they are not those of the plan."""
     held, seconds = component.weights, component.seconds
     if plan is not None:
         assert plan.predicted is not None
         held, seconds = plan.device_bytes, plan.predicted.step_s
-    phase = PhaseMemory(
+    return PhaseMemory(
         name=component.name,
         weights=held if weights is None else weights,
         activations=component.activations,
         calls=component.calls,
         seconds=seconds,
-        loading_s=loading_s,
+        plan=plan,
     )
-    return phase, plan
