@@ -70,7 +70,7 @@ def _show(arguments: argparse.Namespace, found: target.Target, made: list[Stage]
             for w in writer.written
         ]
         say(arguments, f"{found.heading}\n")
-        say(arguments, tabulate(rows, headers=("stage", "file", "lines", "added", "removed"), tablefmt="simple"))
+        say(arguments, tabulate(rows, headers=("stage", "file", "lines", "added", "removed")))
         say(arguments, f"\nread first: {report}")
     if arguments.json:
         counts = {s.name: dict(sorted(op_counts(stage_lines(s)).items())) for s in made}

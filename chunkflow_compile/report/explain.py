@@ -285,7 +285,7 @@ def _figure_table(figures: Sequence[Figure]) -> str:
         both = figure.predicted and figure.measured is not None
         ratio = f"{figure.measured / figure.predicted:.2f}" if both else ""  # type: ignore[operator]
         rows.append((figure.name, *cells, ratio))
-    return tabulate(rows, headers=("", "predicted", "measured", "ratio"), tablefmt="simple", disable_numparse=True)
+    return tabulate(rows, headers=("", "predicted", "measured", "ratio"), disable_numparse=True)
 
 
 def _figure_text(value: float | None, unit: str) -> str:
@@ -302,7 +302,7 @@ def _stall_table(stalls: Sequence[WorstStall]) -> str:
         for s in stalls
     ]
     headers = ("window", "region", "predicted", "measured", "waits for", "why")
-    return tabulate(rows, headers=headers, tablefmt="simple", maxcolwidths=[None, None, None, None, None, _WIDE])
+    return tabulate(rows, headers=headers, maxcolwidths=[None, None, None, None, None, _WIDE])
 
 
 def _first(names: Sequence[str]) -> str:
@@ -315,7 +315,7 @@ def _windows(windows: Sequence[Window]) -> str:
         for w in windows
     ]
     headers = ("window", "region", "compute, ms", "waited, ms", "collectives, ms")
-    return f"{tabulate(rows, headers=headers, tablefmt='simple')}\n(predicted / measured)"
+    return f"{tabulate(rows, headers=headers)}\n(predicted / measured)"
 
 
 def _window_parts(window: Window) -> tuple[tuple[float, float], ...]:

@@ -77,7 +77,7 @@ def engines(reason: str | None) -> Finding:
 def health_table(found: tuple[Finding, ...]) -> str:
     """The findings as a table, and the fixes below it."""
     rows = [(f.what, f.found, f.verdict) for f in found]
-    table = tabulate(rows, headers=("what", "found", ""), tablefmt="simple", disable_numparse=True)
+    table = tabulate(rows, headers=("what", "found", ""), disable_numparse=True)
     fixes = [f"{f.what}: {f.fix}" for f in found if f.fix]
     return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
 

@@ -40,33 +40,19 @@ class PipelineFigures:
     most: int | None = None
 
     def __str__(self) -> str:
-        rows = [
-            (
-                p.name,
-                p.model,
-                size(p.weights),
-                size(p.streamed),
-                size(p.on_device),
-                size(p.activations),
-                p.calls,
-                seconds(p.predicted_s),
-                seconds(p.measured_s),
-            )
-            for p in self.phases
-        ]
-        sums = (size(sum(getattr(p, f) for p in self.phases)) for f in ("weights", "streamed", "on_device"))
-        head = (
-            "component",
-            "model",
-            "weights",
-            "streamed",
-            "on device",
-            "activations",
-            "calls",
-            "predicted",
-            "measured",
-        )
-        lines = [tabulate([*rows, ("all", "", *sums)], headers=head, disable_numparse=True)]
+        phases = self.phases
+        columns = {
+            "component": [*(p.name for p in phases), "all"],
+            "model": [p.model for p in phases],
+            "weights": _with_sum([p.weights for p in phases]),
+            "streamed": _with_sum([p.streamed for p in phases]),
+            "on device": _with_sum([p.on_device for p in phases]),
+            "activations": [size(p.activations) for p in phases],
+            "calls": [p.calls for p in phases],
+            "predicted": [seconds(p.predicted_s) for p in phases],
+            "measured": [seconds(p.measured_s) for p in phases],
+        }
+        lines = [tabulate(columns, headers="keys", disable_numparse=True)]
         most = f"; most at once so far: {size(self.most)}" if self.most is not None else ""
         lines.append(f"budget: {size(self.total)} on the device, weights and activations together{most}")
         if not any(p.calls for p in self.phases):
@@ -79,6 +65,10 @@ class PipelineFigures:
         ]
         lines += [fill(f"{p.name}: {note}", PROSE_WIDTH) for p in self.phases for note in p.notes]
         return "\n".join(lines)
+
+
+def _with_sum(nbytes: list[int]) -> list[str]:
+    return [*map(size, nbytes), size(sum(nbytes))]
 
 
 def _times(count: int) -> str:

@@ -71,9 +71,7 @@ class PlanDiff:
             return f"the plans are the same ({self.digests[0]})"
         parts = [f"{name}: {a} -> {b}" for name, (a, b) in self.settings.items()]
         rows = [(n, *(_amount_text(n, v) for v in pair), _change(n, *pair)) for n, pair in self.figures.items()]
-        parts.append(
-            tabulate(rows, headers=("", "before", "after", "change"), tablefmt="simple", disable_numparse=True)
-        )
+        parts.append(tabulate(rows, headers=("", "before", "after", "change"), disable_numparse=True))
         for weights, which in zip(self.only, ("before", "after"), strict=True):
             if weights:
                 parts.append(f"only {which}: {', '.join(weights[:8])}{' ...' * (len(weights) > 8)}")
@@ -132,7 +130,7 @@ def _moves(title: str, moves: tuple[Move, ...], text: object) -> str:
         blocks = [block for block, _, _ in group]
         rows.append((label, said, len(blocks), ", ".join(blocks[:4]) + " ..." * (len(blocks) > 4)))
     return f"{title}: {len(moves)} weights\n\n" + tabulate(
-        rows, headers=("weight", "what", "times", "blocks"), tablefmt="simple", disable_numparse=True
+        rows, headers=("weight", "what", "times", "blocks"), disable_numparse=True
     )
 
 

@@ -79,7 +79,7 @@ def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]] | 
         if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation computes no output
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append(row)
-    return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
+    return tabulate(rows, headers="keys", disable_numparse=True)
 
 
 def size(nbytes: int | None) -> str:

@@ -122,7 +122,7 @@ def counts_table(written: Iterable[Written]) -> str:
     columns = list(written)
     names = sorted({op for w in columns for op in w.ops}, key=lambda op: (tuple(-w.ops[op] for w in columns[::-1]), op))
     rows = [(op, *(w.ops[op] or "" for w in columns)) for op in names]
-    return tabulate(rows, headers=("op", *(w.name for w in columns)), tablefmt="simple")
+    return tabulate(rows, headers=("op", *(w.name for w in columns)))
 
 
 def changed_counts(before: Counter[str], after: Counter[str]) -> list[str]:

@@ -87,7 +87,7 @@ class Story:
                 for c in self.copies
             ]
             headers = ("chunks", "bytes", "window", "opens at", "copied from", "to")
-            parts.append(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
+            parts.append(tabulate(rows, headers=headers, disable_numparse=True))
             if any(c.opens_s < 0 for c in self.copies):
                 parts[-1] += "\n(negative: in the call before)"
         if self.changes:
@@ -118,7 +118,7 @@ class Story:
             slack = "" if change.slack_s is None else _slack(change.slack_s)
             rows.append((change.what, kept, slack, seconds(change.step_s), size(change.device_bytes)))
         headers = ("with", "streamed", "slack", "a call", "weights on the device")
-        return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
+        return tabulate(rows, headers=headers, disable_numparse=True)
 
 
 def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()) -> Story:
