@@ -23,7 +23,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.model is not None:
         with quiet_imports():
             read_time = ReadTime.here(weight_bytes(arguments.model))
-        found += (room_for(arguments.model, read_time, arguments.ranks, machine),)
+        found += (room_for(arguments.model, read_time, arguments.ranks, machine.memory),)
     say(arguments, health_table(found))
     write_json(arguments, found)
     return 1 if any(f.verdict == "missing" for f in found) else 0

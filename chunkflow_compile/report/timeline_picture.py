@@ -236,7 +236,7 @@ def _label(
             if scale > best + 0.1 * upright:  # upright text must be clearly larger
                 best, turned, text = scale, upright, "\n".join(shown)
     if least or best >= _LEGIBLE:
-        style = {"ha": "center", "va": "center", "rotation": 90 if turned else 0, "color": colour, "clip_on": True}
+        style: dict[str, Any] = {"ha": "center", "va": "center", "color": colour, "clip_on": True}
         if colour != "black":  # a white background for text on hatching
             style["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 1}
-        axes.text(*middle, text, fontsize=max(_SMALLEST, _SIZE * best), **style)
+        axes.text(*middle, text, fontsize=max(_SMALLEST, _SIZE * best), rotation=90 if turned else 0, **style)
