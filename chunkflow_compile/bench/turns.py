@@ -24,6 +24,7 @@ from chunkflow_compile.hardware.contention import compute_slowdown
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
+from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -40,7 +41,6 @@ from .link_error import LinkError, link_error
 from .link_load import LinkLoad
 from .pace import paced
 from .peers import OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
-from .stopwatch import Stopwatch
 from .subject import build, build_on_host, first
 
 T = TypeVar("T")

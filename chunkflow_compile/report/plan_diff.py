@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import groupby
 
 from tabulate import tabulate
 
@@ -120,15 +119,17 @@ def _weight_move(before: Plan, after: Plan, old: WeightPlan, new: WeightPlan) ->
     )
 
 
-def _moves(title: str, moves: tuple[Move, ...], text: object) -> str:
+def _moves(title: str, moves: tuple[Move, ...], text: Callable[[Move], str]) -> str:
     """A table with one row for all weights of the same label and the same change, such as one weight in many blocks."""
     if not moves:
         return f"{title}: none"
-    cells: list[tuple[str, str, str]] = [(m.block, m.label, text(m)) for m in moves]  # type: ignore[operator]
-    rows = []
-    for (label, said), group in groupby(sorted(cells, key=lambda c: (c[1], c[2])), key=lambda c: (c[1], c[2])):
-        blocks = [block for block, _, _ in group]
-        rows.append((label, said, len(blocks), ", ".join(blocks[:4]) + " ..." * (len(blocks) > 4)))
+    found: dict[tuple[str, str], list[str]] = {}
+    for move in moves:
+        found.setdefault((move.label, text(move)), []).append(move.block)
+    rows = [
+        (*key, len(blocks), ", ".join(blocks[:4]) + " ..." * (len(blocks) > 4))
+        for key, blocks in sorted(found.items(), key=lambda item: item[0])
+    ]
     return f"{title}: {len(moves)} weights\n\n" + tabulate(
         rows, headers=("weight", "what", "times", "blocks"), disable_numparse=True
     )

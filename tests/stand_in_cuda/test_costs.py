@@ -18,7 +18,7 @@ from chunkflow_compile.bench import turns
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.regimes import Regime
-from chunkflow_compile.bench.stopwatch import Stopwatch
+from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
