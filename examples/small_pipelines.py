@@ -1,6 +1,6 @@
 """Small random diffusers pipelines, whole: text encoders, transformers, VAEs and tokenizers that need no files.
 
-For tests, and for the examples with ``--tiny``.
+For the examples with ``--tiny``, and for tests.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from small_encoders import TEXT, TextAndImages, clip, llama, qwen3, qwen_vl, t5, tokenizer, umt5
 
-from .sizes import Config, build_model
-from .small_encoders import TEXT, TextAndImages, clip, llama, qwen3, qwen_vl, t5, tokenizer, umt5
+from chunkflow_compile.models.sizes import Config, build_model
 
 Components = dict[str, Any]
 
