@@ -99,6 +99,10 @@ def fine(value: float) -> str:
     return f"{value * 1e3:.3f} ms"
 
 
+def region_title(block: str, what: str) -> str:
+    return f"{block}: {what}" if block else what
+
+
 def _share(part: int | None, whole: int | None) -> str:
     if part is None or not whole:
         return "-"

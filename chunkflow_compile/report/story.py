@@ -15,7 +15,7 @@ from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, s
 from chunkflow_compile.passes.problem import Problem
 
 from .lanes import Lanes, around, lanes_of
-from .record import fine, seconds, size
+from .record import fine, region_title, seconds, size
 
 # Most candidates listed for an ambiguous name: they fit on a screen.
 _CANDIDATES = 12
@@ -77,17 +77,15 @@ class Story:
             tabulate(self._facts(), tablefmt="plain"),
         ]
         if self.copies:
-            rows = [
-                (
-                    f"{c.first}" if c.end == c.first + 1 else f"{c.first} to {c.end - 1}",
-                    size(c.nbytes),
-                    c.window,
-                    *(fine(t) for t in (c.opens_s, c.starts_s, c.arrives_s)),
-                )
-                for c in self.copies
-            ]
-            headers = ("chunks", "bytes", "window", "opens at", "copied from", "to")
-            parts.append(tabulate(rows, headers=headers, disable_numparse=True))
+            columns = {
+                "chunks": [f"{c.first}" if c.end == c.first + 1 else f"{c.first} to {c.end - 1}" for c in self.copies],
+                "bytes": [size(c.nbytes) for c in self.copies],
+                "window": [c.window for c in self.copies],
+                "opens at": [fine(c.opens_s) for c in self.copies],
+                "copied from": [fine(c.starts_s) for c in self.copies],
+                "to": [fine(c.arrives_s) for c in self.copies],
+            }
+            parts.append(tabulate(columns, headers="keys", disable_numparse=True))
             if any(c.opens_s < 0 for c in self.copies):
                 parts[-1] += "\n(negative: in the call before)"
         if self.changes:
@@ -126,8 +124,7 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
     weight = next(w for w in plan.weights if w.name == name)
     known = next(w for w in problem.weights if w.name == name)
     lanes = lanes_of(plan)
-    compute = lanes.lane("compute")
-    uses = known.uses
+    compute, reads, uses = lanes.lane("compute"), lanes.of("read", name), known.uses
     return Story(
         name=name,
         shape=known.shape,
@@ -138,9 +135,9 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
         streamed_chunks=weight.streamed_chunks,
         slot=None if weight.offset is None else (weight.offset, weight.offset + weight.nbytes),
         copies=tuple(_copies(plan, weight, lanes)),
-        readers={k: _region_title(plan, k) for k in uses},
+        readers={k: region_title(*plan.regions[k]) for k in uses},
         reads_s=(compute[uses[0]].start, compute[uses[-1]].end) if uses else None,
-        drive_s=_read_times(weight, lanes),
+        drive_s=(min(b.start for b in reads), max(b.end for b in reads)) if reads else None,
         slack_s=weight.slack_s,
         why=weight.why,
         limit=_what_limits(plan, weight, known.keep, lanes),
@@ -237,12 +234,6 @@ def _what_limits(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes)
     return "nothing: it costs the call no time"
 
 
-def _read_times(weight: WeightPlan, lanes: Lanes) -> tuple[float, float] | None:
-    """When the drive reads a weight, from the start of a call; None if it does not."""
-    reads = lanes.of("read", weight.name)
-    return (min(b.start for b in reads), max(b.end for b in reads)) if reads else None
-
-
 def _waits_for_the_drive(weight: WeightPlan, lanes: Lanes) -> bool:
     """Whether a copy of a weight starts at the moment at which its bytes are read."""
     read = {b.name: b.end for b in lanes.of("read", weight.name)}
@@ -259,11 +250,6 @@ def _collectives_beside(weight: WeightPlan, lanes: Lanes) -> list[str]:
         for c in lanes.lane("collective")
         if any(min(end, c.end) - max(start, c.start) > 1e-9 for start, end in times)
     ]
-
-
-def _region_title(plan: Plan, region: int) -> str:
-    label = plan.regions[region]
-    return f"{label.block}: {label.what}" if label.block else label.what
 
 
 def _copies(plan: Plan, weight: WeightPlan, lanes: Lanes) -> Iterator[ChunkCopy]:
