@@ -146,13 +146,10 @@ def bench_table(found: BenchRecord) -> str:
         columns["copied at"] = {n: "-" if r is None else f"{r / 1e9:.1f} GB/s" for n, r in found.copy_rate.items()}
         columns["differs by"] = {n: "-" if d is None else f"{d:.1e}" if d else "0" for n, d in found.difference.items()}
     columns["predicted step"] = {n: seconds(a.step_s) for n, a in found.predicted.items()}
-    columns["off"] = {n: _off(p.step_s, arms[n].step_s) for n, p in found.predicted.items()}
+    off = {n: p.step_s / s - 1 if p.step_s and (s := arms[n].step_s) else None for n, p in found.predicted.items()}
+    columns["off"] = {n: _percent(x) for n, x in off.items()}
     columns["predicted wait"] = {n: seconds(a.exposed_h2d_s) for n, a in found.predicted.items()}
     return table(found.record, columns)
-
-
-def _off(predicted: float | None, measured: float | None) -> str:
-    return f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else "-"
 
 
 def _percent(share: float | None) -> str:

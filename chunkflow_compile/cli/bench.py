@@ -28,7 +28,7 @@ from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
 from .arguments import sizes_given
-from .output import check_json, say, write_json
+from .output import say, write_json
 
 # At this load, streaming takes ten times as long as the resident step, which is too slow to be of use.
 MOST_LOAD = 10.0
@@ -43,7 +43,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError(f"--pace must be 0, or from 1 to {MOST_PACE:g}, not {arguments.pace:g}.")
     if arguments.steps < 1 or (arguments.ranks is not None and arguments.ranks < 1):
         raise ChunkflowError("--steps and --ranks must be at least 1.")
-    check_json(arguments)
     if arguments.picture:
         check_writable(Path(arguments.picture))
     job = _job(arguments)

@@ -19,7 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import table
 
-from .output import check_json, say, write_json
+from .output import say, write_json
 
 RANKS = 2
 
@@ -28,7 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     given = {n: v for n in ("layers", "frames") if (v := getattr(arguments, n)) is not None}
     if min([arguments.steps, *given.values()]) < 1:
         raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
-    check_json(arguments)
     dump = _made_folder(arguments.dump)
     found: dict[str, BenchRecord] = {}
     for name, regime in DEMO.items():
@@ -45,7 +44,9 @@ def run(arguments: argparse.Namespace) -> int:
         )
         ranks = run_job(job)
         found[name] = measured = summarise(job, ranks)
-        say(arguments, f"{name}: {regime.shows}\n{conditions(job, measured)}\n\n{_table(measured)}\n")
+        ratios = {arm: f"{measured.ratio(arm, RESIDENT):.3f}" for arm in measured.record.arms}
+        shown = table(measured.record, {"to resident": ratios})
+        say(arguments, f"{name}: {regime.shows}\n{conditions(job, measured)}\n\n{shown}\n")
     for name, measured in found.items():
         say(arguments, f"{name}: {_finding(measured)}")
     program = ranks[0].arms["chunkflow"].program  # of the regime that was measured last
@@ -54,12 +55,6 @@ def run(arguments: argparse.Namespace) -> int:
     bodies = {name: measured.record.body for name, measured in found.items()}
     write_json(arguments, {**bodies["compute-rich"], "regimes": bodies})
     return 0 if all(arm.equal_to_resident for r in found.values() for arm in r.record.arms.values()) else 1
-
-
-def _table(found: BenchRecord) -> str:
-    return table(
-        found.record, {"to resident": {name: f"{found.ratio(name, RESIDENT):.3f}" for name in found.record.arms}}
-    )
 
 
 def _finding(found: BenchRecord) -> str:

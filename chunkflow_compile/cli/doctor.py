@@ -12,11 +12,10 @@ from chunkflow_compile.models.presets import weight_bytes
 from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.report.health import engines, findings, health_table, room_for
 
-from .output import check_json, say, write_json
+from .output import say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     machine = look()
     settle()
     found = (*findings(machine), engines(why_not_tensorrt()))

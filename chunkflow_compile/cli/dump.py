@@ -18,12 +18,11 @@ from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import StageWriter, annotator
 
-from .output import Progress, check_json, say, write_json
+from .output import Progress, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
     last = _last(arguments)
-    check_json(arguments)
     writer = None
     if arguments.out:  # before tracing, so that an unwritable folder fails early
         hardware = target.options_of(arguments).profile()

@@ -11,11 +11,10 @@ from chunkflow_compile.report.explain import explain_plan
 from chunkflow_compile.report.stages import PLAN_FILE
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
 
-from .output import check_json, say, write_json
+from .output import say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     folder = _measured_folder(Path(arguments.folder))
     try:
         text = (folder / MEASURED_FILE).read_text()

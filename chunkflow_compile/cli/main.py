@@ -12,7 +12,7 @@ from functools import partial
 from chunkflow_compile.hardware.caches import settle
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
 
-from .output import save_traceback
+from .output import check_json, save_traceback
 from .parsers import COMMANDS
 
 DESCRIPTION = """\
@@ -46,6 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command != "doctor":  # which shows first what is wrong with it
             settle()
+        check_json(arguments)
         command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")  # torch, for most of them
         code = int(command.run(arguments))
         sys.stdout.flush()

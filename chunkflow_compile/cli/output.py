@@ -19,9 +19,9 @@ STDOUT = "-"
 
 
 def check_json(arguments: argparse.Namespace) -> None:
-    """Check the file of ``--json`` before any work.  Raises ChunkflowError if it cannot be written."""
-    if arguments.json and arguments.json != STDOUT:
-        check_writable(Path(arguments.json))
+    """Check the file of ``--json``, if the command has one, before any work.  Raises ChunkflowError if it cannot be written."""
+    if (file := getattr(arguments, "json", None)) and file != STDOUT:
+        check_writable(Path(file))
 
 
 def say(arguments: argparse.Namespace, text: str) -> None:

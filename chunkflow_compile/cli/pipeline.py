@@ -28,11 +28,10 @@ from chunkflow_compile.simulate.generation import Component, generations, least_
 from chunkflow_compile.units import parse_bytes
 
 from .arguments import sizes_given
-from .output import Progress, check_json, say, write_json
+from .output import Progress, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     for file in filter(None, (arguments.picture, arguments.timeline)):
         check_writable(Path(file))
     found, hardware = published(arguments.pipeline), load_profile(arguments.hardware)

@@ -18,11 +18,10 @@ from chunkflow_compile.report.pictures import draw_curve
 from chunkflow_compile.report.plan_tables import blocks_table, summary_table, weights_table
 from chunkflow_compile.report.record import check_writable, seconds, size
 
-from .output import Progress, check_json, say, write_json
+from .output import Progress, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     if arguments.curve:
         check_writable(Path(arguments.curve))
     if arguments.curve is not None and (

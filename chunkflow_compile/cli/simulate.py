@@ -11,12 +11,11 @@ from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
 
-from .output import Progress, check_json, say, write_json
+from .output import Progress, say, write_json
 from .parsers import SIMULATED
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     progress = Progress(2)
     found = target.load_target(arguments, progress)
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget

@@ -8,11 +8,10 @@ from chunkflow_compile.cli import target
 from chunkflow_compile.passes.pipeline import make_plan
 from chunkflow_compile.report.story import alternatives, changed, find_weight, tell
 
-from .output import Progress, check_json, say, write_json
+from .output import Progress, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     progress = Progress(3)
     found = target.load_target(arguments, progress)
     name = find_weight(found.problem, arguments.param)

@@ -122,13 +122,14 @@ def compile_by_kind(
     kinds = kinds_of(compiled)
     for kind in kinds:
         _warn_of_counters(kind)
-    others = kinds_of(parts)
-    _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *others]))
-    for kind in (*kinds, *others):
+    kinds += kinds_of(parts)
+    said = ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
+    _log.info("%s is compiled by kind: %s", type(model).__name__, said)
+    for kind in kinds:
         code = _code_of_kind()
         for module in kind.members.values():
             _compile_module(module, options, dynamic, _with_hooks, code)
-    _show_first_call(model, placement, len(kinds) + len(others))
+    _show_first_call(model, placement, len(kinds))
 
 
 class Compiled:
@@ -226,10 +227,6 @@ def _through(call: Callable[..., Any]) -> FunctionType:
 def _code_of_kind() -> CodeType:
     """Code for the calls of one kind: Dynamo finds and counts compilations by code."""
     return _through(_code_of_kind).__code__.replace()
-
-
-def _said(kinds: list[Kind]) -> str:
-    return ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
 
 
 def _warn_of_counters(kind: Kind) -> None:

@@ -76,7 +76,9 @@ def settle(full: bool = False) -> Folder:
         return wanted
     for base in dict.fromkeys([temporary.path, *_ELSEWHERE]):
         path = os.path.join(base, f"torchinductor_uid_{os.getuid()}")
-        if os.path.isdir(base) and path != wanted.path and not (found := _looked_at(path)).fault and _is_mine(path):
+        if not os.path.isdir(base) or path == wanted.path or (found := _looked_at(path)).fault:
+            continue
+        if os.stat(path).st_uid == os.getuid():  # else another user has made it, to put programs into it
             os.environ[FOLDER_VARIABLE] = path
             if "torch._inductor.utils" in sys.modules:  # it remembers paths in the other folder
                 sys.modules["torch._inductor.utils"].clear_caches()
@@ -162,11 +164,6 @@ def _looked_at(path: str) -> Folder:
     if free < _LEAST_BYTES:
         return Folder(path, free, f"{free} bytes are free")
     return Folder(path, free)
-
-
-def _is_mine(path: str) -> bool:
-    """Whether no other user has made a folder whose name is known, to put programs into it."""
-    return os.stat(path).st_uid == os.getuid()
 
 
 def _own_name() -> str:

@@ -23,7 +23,7 @@ class Stopwatch:
     def stop(self) -> float:
         """Seconds until the device has done what it was given since; waits for that."""
         if self._stream is None:
-            return time.perf_counter() - self._begin
+            return float(time.perf_counter() - self._begin)
         end = mark(self._stream)
         end.synchronize()
         return float(self._begin.elapsed_time(end)) / 1e3

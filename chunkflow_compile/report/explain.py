@@ -300,16 +300,16 @@ def _figure_text(value: float | None, unit: str) -> str:
 
 
 def _stall_table(stalls: Sequence[WorstStall]) -> str:
-    rows = [
-        (s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), _first(s.weights), s.why)
-        for s in stalls
-    ]
-    headers = ("window", "region", "predicted", "measured", "waits for", "why")
-    return tabulate(rows, headers=headers, maxcolwidths=[None, None, None, None, None, _WIDE])
-
-
-def _first(names: Sequence[str]) -> str:
-    return "".join(names) if len(names) < 2 else f"{names[0]} and {len(names) - 1} more"
+    more = [f" and {len(s.weights) - 1} more" * (len(s.weights) > 1) for s in stalls]
+    columns = {
+        "window": [s.window for s in stalls],
+        "region": [_where(s.block, s.what) for s in stalls],
+        "predicted": [seconds(s.predicted_s) for s in stalls],
+        "measured": [seconds(s.measured_s) for s in stalls],
+        "waits for": ["".join([*s.weights[:1], others]) for s, others in zip(stalls, more, strict=True)],
+        "why": [s.why for s in stalls],
+    }
+    return tabulate(columns, headers="keys", maxcolwidths=[None, None, None, None, None, _WIDE])
 
 
 def _windows(windows: Sequence[Window]) -> str:

@@ -45,27 +45,19 @@ Generation = Sequence[PhaseMemory]
 
 def generation_tables(found: Mapping[str, Generation], step: int) -> str:
     """A line for each way to run it, and for each phase of ours.  ``step``: calls of a transformer in a step."""
-    ways = [
-        (way, size(worst.bytes), worst.name, f"{_step(phases, step):.2f} s", f"{_seconds(phases):.1f} s")
-        for way, phases in found.items()
-        for worst in [max(phases, key=lambda p: p.bytes)]
-    ]
-    phases = [
+    ways = []
+    for way, phases in found.items():
+        worst = max(phases, key=lambda p: p.bytes)
+        step_s = max(step * p.seconds for p in phases if p.name.startswith("transformer"))  # the slowest of the experts
+        total_s = sum(p.loading_s + p.calls * p.seconds for p in phases)
+        ways.append((way, size(worst.bytes), worst.name, f"{step_s:.2f} s", f"{total_s:.1f} s"))
+    mine = [
         (p.name, p.calls, size(p.weights), size(p.activations), size(p.bytes), seconds(p.seconds))
         for p in found["chunkflow"]
     ]
     head = ("", "most on the device", "in", "a step", "a generation")
     ours = ("chunkflow", "calls", "weights on device", "activations", "both", "a call")
-    return f"{tabulate(ways, headers=head, disable_numparse=True)}\n\n{tabulate(phases, headers=ours, disable_numparse=True)}"
-
-
-def _seconds(phases: Generation) -> float:
-    return sum(p.loading_s + p.calls * p.seconds for p in phases)
-
-
-def _step(phases: Generation, calls: int) -> float:
-    """Seconds of a denoising step, the slowest if experts differ."""
-    return max(calls * p.seconds for p in phases if p.name.startswith("transformer"))
+    return f"{tabulate(ways, headers=head, disable_numparse=True)}\n\n{tabulate(mine, headers=ours, disable_numparse=True)}"
 
 
 def draw_generation(found: Mapping[str, Generation], memory: int, title: str, path: Path) -> None:

@@ -60,16 +60,12 @@ class PipelineFigures:
                 "The first call of each component compiles and measures it; its plan is made for the rest of the budget. "
                 "The predicted times follow after the first generation."
             )
-        lines += [
-            f"{p.name} ran out of memory {_times(p.retries)}; weights gave way." for p in self.phases if p.retries
-        ]
+        for p in (p for p in phases if p.retries):
+            times = "once" if p.retries == 1 else f"{p.retries} times"
+            lines.append(f"{p.name} ran out of memory {times}; weights gave way.")
         lines += [fill(f"{p.name}: {note}", PROSE_WIDTH) for p in self.phases for note in p.notes]
         return "\n".join(lines)
 
 
 def _with_sum(nbytes: list[int]) -> list[str]:
     return [*map(size, nbytes), size(sum(nbytes))]
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"

@@ -69,8 +69,10 @@ class StageWriter:
             path.write_text(render(lines, annotator(stage, self.hardware) if self.annotate else None))
             if self.written:
                 before = self.written[-1]
-                difference = list(_stage_diff(before, self._before, name, plain))
-                change = _count(difference)
+                files = before.path.name, path.name
+                difference = list(difflib.unified_diff(self._before, plain, *files, n=1, lineterm=""))
+                signs = Counter(line[0] for line in difference[2:])
+                change = signs["+"], signs["-"]
                 counts = [f"# {line}" for line in changed_counts(before.ops, ops) or ["op counts unchanged"]]
                 path.with_suffix(".diff").write_text("\n".join([*counts, *difference]) + "\n")
             if stage.plan is not None and self._newest is not None and self._newest.plan is None:
@@ -132,15 +134,6 @@ def changed_counts(before: Counter[str], after: Counter[str]) -> list[str]:
 
 def _file_stem(name: StageName) -> str:
     return f"{STAGES.index(name):02}_{name}"
-
-
-def _stage_diff(before: Written, old: list[str], name: str, new: list[str]) -> Iterable[str]:
-    return difflib.unified_diff(old, new, before.path.name, f"{name}.py", n=1, lineterm="")
-
-
-def _count(difference: list[str]) -> tuple[int, int]:
-    body = difference[2:]
-    return sum(line.startswith("+") for line in body), sum(line.startswith("-") for line in body)
 
 
 @contextlib.contextmanager

@@ -113,7 +113,7 @@ class Story:
                 rows.append((change.what, change.impossible, "", "", ""))
                 continue
             kept = f"{100 * (change.streamed or 0.0):.0f} %"
-            slack = "" if change.slack_s is None else _slack(change.slack_s)
+            slack = "" if change.slack_s is None else f"{'waits ' * (change.slack_s < 0)}{fine(abs(change.slack_s))}"
             rows.append((change.what, kept, slack, seconds(change.step_s), size(change.device_bytes)))
         headers = ("with", "streamed", "slack", "a call", "weights on the device")
         return tabulate(rows, headers=headers, disable_numparse=True)
@@ -200,10 +200,6 @@ def changed(name: str, what: str, make: Callable[[], Plan]) -> Change:
         step_s=plan.predicted.step_s if plan.predicted is not None else None,
         device_bytes=plan.device_bytes,
     )
-
-
-def _slack(value: float) -> str:
-    return fine(value) if value >= 0 else f"waits {fine(-value)}"
 
 
 def _home_sentence(weight: WeightPlan, drive: bool) -> str:
