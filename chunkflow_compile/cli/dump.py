@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import sys
+import time
 from pathlib import Path
 
 from tabulate import tabulate
@@ -32,17 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
     run_to_last = stages(found.traced, found.settings, verify_each=arguments.verify_each, last=last)
     made: list[Stage] = []
     took: list[tuple[str, str, str]] = []
-
-    def note(stage: Stage, seconds: float) -> None:
-        took.append((stage.name, f"{seconds:.2f} s", "" if stage.proof is None else str(stage.proof)))
-
-    coming = logged(run_to_last, found.hardware, note)
+    coming = logged(run_to_last, found.hardware)
     try:
         for name in (*STAGES[: STAGES.index(last) + 1], "checking"):
             with progress.phase(name):
+                start = time.perf_counter()
                 stage = next(coming, None)
                 if stage is None:
                     break
+                proof = "" if stage.proof is None else str(stage.proof)
+                took.append((stage.name, f"{time.perf_counter() - start:.2f} s", proof))
                 made.append(stage)
                 if writer is not None:
                     writer.add(stage)

@@ -19,7 +19,7 @@ STDOUT = "-"
 
 
 def check_json(arguments: argparse.Namespace) -> None:
-    """Check the file of ``--json``, if the command has one, before any work.  Raises ChunkflowError if it cannot be written."""
+    """Check the file of ``--json`` before any work.  Raises ChunkflowError if it cannot be written."""
     if (file := getattr(arguments, "json", None)) and file != STDOUT:
         check_writable(Path(file))
 

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -116,12 +116,17 @@ def _apply(
 
 def _shared_budget(pipe: Any, models: Mapping[str, nn.Module]) -> Budget | None:
     """The budget that a pipeline or its components have already.  Raises ChunkflowError if there are several."""
-    found = {id(b): b for owner in (pipe, *models.values()) if (b := budget_of(owner)) is not None}
+    found = _budgets((pipe, *models.values()))
     if len(found) > 1:
         raise ChunkflowError(
             "Components of this pipeline belong to several budgets: call remove(pipe) for the others first."
         )
-    return next(iter(found.values()), None)
+    return found[0] if found else None
+
+
+def _budgets(owners: Iterable[Any]) -> list[Budget]:
+    """Those of pipelines and components, each once."""
+    return [*{id(found): found for owner in owners if (found := budget_of(owner)) is not None}.values()]
 
 
 def _extend(
@@ -219,7 +224,9 @@ def remove(pipe: Any) -> Any:
     Components that another pipeline shares stay as they are until that is removed too.
     Raises ChunkflowError if a component finds no room where it was; the pipeline stays applied then.
     """
-    for budget in _budgets(pipe):
+    components = getattr(pipe, "components", None)
+    owners = components.values() if isinstance(components, Mapping) else ()
+    for budget in _budgets([pipe]) or _budgets(owners):  # those of a pipeline that is gone
         with budget.turn(), budget.lock():
             names = budget.pipelines.pop(pipe, None)
             try:
@@ -233,15 +240,6 @@ def remove(pipe: Any) -> Any:
     if (plain := without_turns(type(pipe))) is not type(pipe):  # also that of a copy
         pipe.__class__ = plain
     return pipe
-
-
-def _budgets(pipe: Any) -> list[Budget]:
-    """That of a pipeline; of one that was not applied, those of its components, which one that is gone had."""
-    if (budget := budget_of(pipe)) is not None:
-        return [budget]
-    components = getattr(pipe, "components", None)
-    owners = components.values() if isinstance(components, Mapping) else ()
-    return [*{id(found): found for owner in owners if (found := budget_of(owner)) is not None}.values()]
 
 
 def _compile_phase(

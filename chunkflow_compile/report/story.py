@@ -12,7 +12,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_name
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Problem, Weight
 
 from .lanes import Lanes, around, lanes_of
 from .record import fine, region_title, seconds, size
@@ -119,10 +119,10 @@ class Story:
         return tabulate(rows, headers=headers, disable_numparse=True)
 
 
-def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()) -> Story:
-    """The story of the weight ``name``, which must be in the plan."""
+def tell(known: Weight, plan: Plan, changes: Iterable[Change] = ()) -> Story:
+    """The story of a weight, which must be in the plan."""
+    name = known.name
     weight = next(w for w in plan.weights if w.name == name)
-    known = next(w for w in problem.weights if w.name == name)
     lanes = lanes_of(plan)
     compute, reads, uses = lanes.lane("compute"), lanes.of("read", name), known.uses
     return Story(
@@ -145,36 +145,51 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
     )
 
 
-def find_weight(problem: Problem, part: str) -> str:
+def find_weight(problem: Problem, part: str) -> Weight:
     """The only weight whose name is or contains ``part``.  Raises ChunkflowError if none or several match."""
-    names = [w.name for w in problem.weights]
+    weights = {w.name: w for w in problem.weights}
     aliases = {alias: w.name for w in problem.weights for alias in w.names}
-    if part in aliases:
-        return aliases[part]
     found = list(dict.fromkeys(name for alias, name in aliases.items() if part in alias))
-    if len(found) == 1:
-        return found[0]
+    if part in aliases or len(found) == 1:
+        return weights[aliases.get(part) or found[0]]
     if found:
         shown = "\n".join(f"  {n}" for n in found[:_CANDIDATES])
         more = f"\n  and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
         raise ChunkflowError(f"{part!r} is part of {len(found)} names; use a longer part:\n{shown}{more}")
-    if not names:
+    if not weights:
         raise ChunkflowError("A call of this model reads no weights.")
-    close = difflib.get_close_matches(part, names, n=3, cutoff=0.0)
+    close = difflib.get_close_matches(part, list(weights), n=3, cutoff=0.0)
     raise ChunkflowError(f"No weight has {part!r} in its name; the nearest are {', '.join(close)}.")
 
 
-def alternatives(settings: Settings, drive: bool = False) -> Iterator[tuple[str, Settings]]:
-    """Variants of ``settings`` with one thing changed in each, and what it is.  ``drive``: whether a weight is on it."""
+def changes(weight: Weight, settings: Settings, plan_for: Callable[[Settings], Plan]) -> Iterator[Change]:
+    """The effect of other settings on a weight, with one thing changed in each; none if no plan moves it."""
+    for what, other in _alternatives(settings, weight.drive) if weight.keep is None else ():
+        try:
+            plan = plan_for(other)
+        except ChunkflowError as error:
+            yield Change(what=what, impossible=f"no such plan: {str(error).partition(':')[0]}")
+            continue
+        planned = next(w for w in plan.weights if w.name == weight.name)
+        yield Change(
+            what=what,
+            streamed=planned.streamed_chunks / max(1, chunk_count(weight.nbytes, plan.chunk_bytes)),
+            slack_s=planned.slack_s,
+            step_s=plan.predicted.step_s if plan.predicted is not None else None,
+            device_bytes=plan.device_bytes,
+        )
+
+
+def _alternatives(settings: Settings, drive: bool) -> Iterator[tuple[str, Settings]]:
+    """What is changed, and the settings.  ``drive``: whether the weight is there."""
     if settings.memory is not None:
         for factor in (0.75, 1.25):
             memory = int(settings.memory * factor)
             yield f"memory {size(memory)}", replace(settings, memory=memory)
     else:
         now = settings.slowdown or DEFAULT_SLOWDOWN
-        for slowdown in (1.0, 1.1):
-            if slowdown != now:
-                yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
+        for slowdown in (s for s in (1.0, 1.1) if s != now):
+            yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
     machine = settings.hardware
     for factor, said in ((2.0, "a link twice as fast"), (0.5, "a link half as fast")):
         yield said, replace(settings, hardware=replace(machine, h2d_bandwidth=machine.h2d_bandwidth * factor))
@@ -184,22 +199,6 @@ def alternatives(settings: Settings, drive: bool = False) -> Iterator[tuple[str,
     if settings.chunk_bytes >= 4 * 256:
         quarter = settings.chunk_bytes // 4 // 256 * 256
         yield f"chunks of {size(quarter)}", replace(settings, chunk_bytes=quarter)
-
-
-def changed(name: str, what: str, make: Callable[[], Plan]) -> Change:
-    """The effect on a weight of the plan that ``make`` returns."""
-    try:
-        plan = make()
-    except ChunkflowError as error:
-        return Change(what=what, impossible=f"no such plan: {str(error).partition(':')[0]}")
-    weight = next(w for w in plan.weights if w.name == name)
-    return Change(
-        what=what,
-        streamed=weight.streamed_chunks / max(1, chunk_count(weight.nbytes, plan.chunk_bytes)),
-        slack_s=weight.slack_s,
-        step_s=plan.predicted.step_s if plan.predicted is not None else None,
-        device_bytes=plan.device_bytes,
-    )
 
 
 def _home_sentence(weight: WeightPlan, drive: bool) -> str:
