@@ -16,7 +16,6 @@ from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.models.presets import PRESETS, OutputSizes
-from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.sizes import Size
 from chunkflow_compile.models.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -129,8 +128,7 @@ def _regime(arguments: argparse.Namespace) -> Regime:
             "A model of your own needs a link: give --load 0.7 for a link that is nearly full, or --bandwidth 200MB."
         )
     if own:
-        with quiet_imports():
-            load_build(arguments.model)
+        load_build(arguments.model)
     return Regime(
         family="",
         size=Size(),

@@ -9,7 +9,6 @@ from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
 from chunkflow_compile.models.presets import weight_bytes
-from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.report.health import engines, findings, health_table, room_for
 
 from .output import say, write_json
@@ -20,8 +19,7 @@ def run(arguments: argparse.Namespace) -> int:
     settle()
     found = (*findings(machine), engines(why_not_tensorrt()))
     if arguments.model is not None:
-        with quiet_imports():
-            read_time = ReadTime.here(weight_bytes(arguments.model))
+        read_time = ReadTime.here(weight_bytes(arguments.model))
         found += (room_for(arguments.model, read_time, arguments.ranks, machine.memory),)
     say(arguments, health_table(found))
     write_json(arguments, found)

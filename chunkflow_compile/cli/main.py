@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from chunkflow_compile.hardware.caches import settle
+from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
 
 from .output import check_json, save_traceback
@@ -47,8 +48,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command != "doctor":  # which shows first what is wrong with it
             settle()
         check_json(arguments)
-        command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")  # torch, for most of them
-        code = int(command.run(arguments))
+        with quiet_imports():
+            command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")  # torch, for most of them
+            code = int(command.run(arguments))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader has closed the pipe, as in chunkflow dump ... | head

@@ -15,7 +15,6 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.eager_cost import eager_cost
 from chunkflow_compile.models.presets import OutputSizes
 from chunkflow_compile.models.published import Encoder, Published, published
-from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.weightless import trace_without_weights
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
@@ -42,8 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     if steps < found.experts:
         raise ChunkflowError(f"--steps must be at least {found.experts}.")
     progress = Progress(len(found.encoders) + 3)
-    with quiet_imports():
-        components = list(_components(found, sizes, steps, hardware, progress))
+    components = list(_components(found, sizes, steps, hardware, progress))
     with progress.phase("planning"):
         least = least_budget(components, hardware, DEFAULT_CHUNK_BYTES)
         memory = least if memory is None else memory

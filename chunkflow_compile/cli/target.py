@@ -13,7 +13,6 @@ from typing import Any
 
 from chunkflow_compile.models.branches import BRANCHES
 from chunkflow_compile.models.presets import preset
-from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
@@ -134,7 +133,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
                 f"--{next(iter(given))} is a size of a preset: leave it out, since your own function makes its inputs."
             )
         forwards = _forwards(arguments, arguments.model, 1)
-        with contextlib.redirect_stdout(sys.stderr), quiet_imports():
+        with contextlib.redirect_stdout(sys.stderr):
             build = load_build(arguments.model)
         with progress.phase(f"tracing {arguments.model}"):
             traced = _trace(
@@ -224,7 +223,7 @@ def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
     import diffusers
 
     diffusers.utils.logging.set_verbosity_error()  # warnings about missing GPUs do not belong in a table
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), quiet_imports():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         try:
             return work()
