@@ -172,8 +172,8 @@ def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
     collectives = sorted((s for s in spans if s.lane == "collective"), key=lambda s: s.start)
     for wait in (s for s in spans if s.lane == "barrier"):
         # It holds back the next collective with a barrier for that weight.
-        names = {b.collective for b in plan.barriers if wait.name in b.weights}
-        before = next(c.name for c in collectives if c.name in names and c.start >= wait.end - _TOLERANCE_S)
+        held = {b.collective for b in plan.barriers if wait.name in b.weights}
+        before = next(c.name for c in collectives if c.name in held and c.start >= wait.end - _TOLERANCE_S)
         yield Stall(before=before, weights=(wait.name,), start=wait.start, end=wait.end, why=HELD)
 
 
