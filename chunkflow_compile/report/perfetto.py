@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from .generation import Generation
-from .lanes import Lanes, around, lanes_of
+from .lanes import Lanes, lanes_of
 from .record import size
 
 # Two steps, so that copies that one step starts for the next are shown whole.
@@ -57,24 +57,18 @@ def _events(lanes: Lanes, calls: int, at: float = 0.0) -> Iterator[dict[str, Any
     """The first ``calls`` calls, from ``at`` seconds on."""
     call_s = round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
     last = at + calls * call_s
-    for call in range(calls):
+    for call in range(calls + 1):  # of the one after the last, only the copies that start before it
         offset = at + call * call_s
         for bar in lanes.bars:
             start, end = max(at, bar.start + offset), min(last, bar.end + offset)
             if end > start:
                 said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": call}
                 yield _event(bar.lane, bar.name, start, end, said)
-        for stall in lanes.stalls:
+        for stall in lanes.stalls if call < calls else ():
             said = {"weights": ", ".join(stall.weights), "why": stall.why, "call": call}
             yield _event("stall", f"{stall.before} waits", stall.start + offset, stall.end + offset, said)
-        for time, level in lanes.occupancy():
+        for time, level in lanes.occupancy() if call < calls else ():
             yield _counter("arena", level, time + offset)
-    # Copies that the last call shown starts for the one after it, cut at the end of the calls.
-    for bar in lanes.bars:
-        if bar.start < 0:
-            begin, end = next(around(bar.start, bar.end, lanes.step_s))
-            said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": calls}
-            yield _event(bar.lane, bar.name, begin + last - lanes.step_s, end + last - lanes.step_s, said)
 
 
 def _counter(name: str, nbytes: int, at: float) -> dict[str, Any]:
