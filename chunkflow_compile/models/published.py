@@ -29,14 +29,12 @@ class Encoder:
     tokens: int
     calls: int = 1
 
-    def build(self) -> nn.Module:
-        return build_model(self.class_name, **self.config)
-
-    def inputs(self) -> dict[str, Any]:
-        """The arguments of a call."""
+    def model_and_inputs(self) -> tuple[nn.Module, dict[str, Any]]:
+        """The encoder, and the arguments of a call."""
         import torch
 
-        return {"input_ids": torch.zeros(1, self.tokens, dtype=torch.long), "return_dict": False}
+        inputs = {"input_ids": torch.zeros(1, self.tokens, dtype=torch.long), "return_dict": False}
+        return build_model(self.class_name, **self.config), inputs
 
 
 @dataclass(frozen=True, kw_only=True)
