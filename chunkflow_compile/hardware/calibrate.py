@@ -7,7 +7,7 @@ call, H2D time against size, compute beside copies; on two ranks, a collective a
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -38,9 +38,9 @@ ROUNDS_BESIDE = 40
 LEAST_SLOWDOWN = 1.02
 _TIMEOUT = timedelta(minutes=2)
 
-
-# A figure of a profile, its value, and how it was measured.
+# A figure of a profile, its value, and how it was measured, or that it was not.
 _Figure = tuple[str, Any, str]
+_ASSUMED = "not measured, one device only"
 
 
 def calibrate(
@@ -53,39 +53,23 @@ def calibrate(
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
     ranks = device.type == "cpu" or loopback or torch.cuda.device_count() >= LINK_RANKS
+    figures: dict[str, Any] = {"eta_pref": 1.0}
+    sources = {"eta_pref": "1: the bandwidth is measured, not nominal"}
+    link = partial(_on_ranks, device, emulated, loopback) if ranks else partial(_by_itself, device, figures)
     stages: dict[str, Callable[[], Iterable[_Figure]]] = {
         "GEMMs and attention": partial(_compute, device),
         "memory": partial(_memory, device),
         "calls": partial(_calls, device),
         "copies": partial(_copies, device, emulated),
-        "collectives and compute, alone and beside copies": partial(_on_ranks, device, emulated, loopback)
-        if ranks
-        else partial(_by_itself, device),
+        "collectives and compute, alone and beside copies": link,
     }
     by = f"measured on {device_name(device)}, torch {torch.__version__}"
-    figures: dict[str, Any] = {"eta_pref": 1.0, **({} if ranks else _ASSUMED)}
-    sources = {"eta_pref": "1: the bandwidth is measured, not nominal", **({} if ranks else _ASSUMPTIONS)}
     with tqdm(stages.items(), unit="stage") as progress:
         for text, measure in progress:
             progress.set_description(text)
             for figure, value, how in measure():
-                figures[figure], sources[figure] = value, f"{by}: {how}"
-    figures.setdefault("collective_bandwidth", figures["h2d_bandwidth"] * 0.75)
+                figures[figure], sources[figure] = value, how if how.startswith(_ASSUMED) else f"{by}: {how}"
     return Hardware(name=name, **figures, sources=sources, link_emulation=emulated)
-
-
-# Of collectives, where there is one device only.
-_ASSUMED = {"collective_latency_s": 3e-5, "shared_link": True, "copy_slowdown": 2.0, "collective_slowdown": 2.0}
-_ASSUMPTIONS = {
-    figure: f"not measured, one device only: {what}"
-    for figure, what in {
-        "collective_latency_s": "assumption",
-        "collective_bandwidth": "3/4 of the link",
-        "shared_link": "assumption",
-        "copy_slowdown": "a fair share",
-        "collective_slowdown": "a fair share",
-    }.items()
-}
 
 
 def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
@@ -138,7 +122,13 @@ def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_F
     yield "chunk_s", start_s, "a copy of 4 KiB"
 
 
-def _by_itself(device: torch.device) -> Iterator[_Figure]:
+def _by_itself(device: torch.device, figures: Mapping[str, Any]) -> Iterator[_Figure]:
+    """Without another device, what collectives take is assumed.  ``figures``: those measured before."""
+    yield "collective_latency_s", 3e-5, f"{_ASSUMED}: assumption"
+    yield "collective_bandwidth", 0.75 * figures["h2d_bandwidth"], f"{_ASSUMED}: 3/4 of the link"
+    yield "shared_link", True, f"{_ASSUMED}: assumption"
+    yield "copy_slowdown", 2.0, f"{_ASSUMED}: a fair share"
+    yield "collective_slowdown", 2.0, f"{_ASSUMED}: a fair share"
     yield _slowed(compute_slowdown(device))
 
 
