@@ -255,7 +255,7 @@ def _compile_phase(
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
         if repeated_blocks(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
             # Its levels have different sizes, which Dynamo would make symbols; Inductor fails on some (HunyuanVideo).
-            compile_by_kind(decoder, placement, given, chosen.min_bytes, bool(dynamic))
+            compile_by_kind(decoder, placement, given, bool(dynamic))
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
         return
     if (reason := why_eager(model)) is not None:
@@ -265,7 +265,7 @@ def _compile_phase(
         return
     if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
         given["memory"] = max(0, budget.usable - kept_by(budget.phases))
-    compile_by_kind(model, placement, given, chosen.min_bytes, dynamic)
+    compile_by_kind(model, placement, given, dynamic)
     budget.add(phase, ())
 
 
