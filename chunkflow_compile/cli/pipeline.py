@@ -19,7 +19,7 @@ from chunkflow_compile.models.published import Published, published
 from chunkflow_compile.models.weightless import Build, trace_without_weights
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import draw_generation, generation_tables
@@ -45,9 +45,9 @@ def run(arguments: argparse.Namespace) -> int:
     progress = Progress(len(found.encoders) + 3)
     components = list(_components(found, sizes, steps, hardware, progress))
     with progress.phase("planning"):
-        least = least_budget(components, hardware, DEFAULT_CHUNK_BYTES)
+        least = least_budget(components, hardware)
         memory = least if memory is None else memory
-        ways = generations(components, hardware, DEFAULT_CHUNK_BYTES, memory)
+        ways = generations(components, hardware, memory)
     title = f"{found.name}, {sizes}, {steps} steps, on {hardware.name}"
     say(arguments, f"{title}, within {size(memory)}; the least that fits is {size(least)}\n")
     say(arguments, generation_tables(ways, found.transformer.forwards))

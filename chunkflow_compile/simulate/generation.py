@@ -9,8 +9,8 @@ from typing import Any
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
 from chunkflow_compile.passes.placement.place import least_memory, place
-from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
 
@@ -30,29 +30,27 @@ class Component:
     seconds: float = 0.0
 
 
-def generations(
-    components: Sequence[Component], hardware: Hardware, chunk_bytes: int, memory: int
-) -> Mapping[str, Generation]:
+def generations(components: Sequence[Component], hardware: Hardware, memory: int) -> Mapping[str, Generation]:
     """The same generation with all weights on the device, with one component at a time there, with two blocks at a time,
     and planned within ``memory`` bytes.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.h2d_bandwidth * hardware.eta_pref
-    plain = [_phase(c, _placed(c, hardware, chunk_bytes, policy="resident"), weights=total) for c in components]
+    plain = [replace(_phase(c, hardware, policy="resident"), weights=total) for c in components]
     alone = [replace(p, weights=c.weights, loading_s=c.weights / rate) for p, c in zip(plain, components, strict=True)]
 
     def blocks(c: Component) -> PhaseMemory:
-        phase = _phase(c, _placed(c, hardware, chunk_bytes, policy="layerwise"))
+        phase = _phase(c, hardware, policy="layerwise")
         return phase if phase.plan is not None else replace(phase, loading_s=c.weights / rate)
 
     def planned(c: Component) -> PhaseMemory:
         beside = _small_beside(c, components)
         room = usable(memory) - c.activations - beside
         if c.problem is None and c.weights > room:
-            raise _too_little(c, beside, hardware, chunk_bytes, memory)
+            raise _too_little(c, beside, hardware, memory)
         try:
-            phase = _phase(c, _placed(c, hardware, chunk_bytes, memory=max(0, room)))
+            phase = _phase(c, hardware, memory=max(0, room))
         except ChunkflowError as error:
-            raise _too_little(c, beside, hardware, chunk_bytes, memory) from error
+            raise _too_little(c, beside, hardware, memory) from error
         # a phase begins cold
         return replace(phase, weights=phase.weights + beside, loading_s=min(phase.weights, c.weights) / rate)
 
@@ -64,9 +62,9 @@ def generations(
     }
 
 
-def least_budget(components: Sequence[Component], hardware: Hardware, chunk_bytes: int) -> int:
+def least_budget(components: Sequence[Component], hardware: Hardware) -> int:
     """The least budget in which all components run, bytes."""
-    return max(_needed(c, _small_beside(c, components), hardware, chunk_bytes) for c in components)
+    return max(_needed(c, _small_beside(c, components), hardware) for c in components)
 
 
 def _small_beside(component: Component, components: Sequence[Component]) -> int:
@@ -74,36 +72,30 @@ def _small_beside(component: Component, components: Sequence[Component]) -> int:
     return sum(other.small for other in components if other is not component)
 
 
-def _needed(component: Component, beside: int, hardware: Hardware, chunk_bytes: int) -> int:
+def _needed(component: Component, beside: int, hardware: Hardware) -> int:
     problem = component.problem
-    weights = component.weights if problem is None else least_memory(problem, hardware, chunk_bytes)
+    weights = component.weights if problem is None else least_memory(problem, hardware, DEFAULT_CHUNK_BYTES)
     return budget_for(weights + beside + component.activations)
 
 
-def _too_little(component: Component, beside: int, hardware: Hardware, chunk_bytes: int, memory: int) -> ChunkflowError:
-    least = _needed(component, beside, hardware, chunk_bytes)
+def _too_little(component: Component, beside: int, hardware: Hardware, memory: int) -> ChunkflowError:
+    least = _needed(component, beside, hardware)
     return ChunkflowError(
         f"memory={memory} bytes is too little for {component.name}: its activations take up to {component.activations} "
         f"bytes, and with the least of its weights it needs {least}. Give --memory {-(-least // 2**20)}MiB or more."
     )
 
 
-def _placed(component: Component, hardware: Hardware, chunk_bytes: int, **goal: Any) -> Plan | None:
-    """A plan for ``goal``; None for what runs eagerly."""
-    if component.problem is None:
-        return None
-    return place(component.problem, hardware, chunk_bytes=chunk_bytes, **goal)
-
-
-def _phase(component: Component, plan: Plan | None, *, weights: int | None = None) -> PhaseMemory:
-    """``weights``: bytes on the device, if they are not those of the plan."""
-    held, seconds = component.weights, component.seconds
-    if plan is not None:
+def _phase(component: Component, hardware: Hardware, **goal: Any) -> PhaseMemory:
+    """A phase, planned for ``goal`` unless it runs eagerly."""
+    weights, seconds, plan = component.weights, component.seconds, None
+    if component.problem is not None:
+        plan = place(component.problem, hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, **goal)
         assert plan.predicted is not None
-        held, seconds = plan.device_bytes, plan.predicted.step_s
+        weights, seconds = plan.device_bytes, plan.predicted.step_s
     return PhaseMemory(
         name=component.name,
-        weights=held if weights is None else weights,
+        weights=weights,
         activations=component.activations,
         calls=component.calls,
         seconds=seconds,
