@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers import flux_with_controlnet
+from small_pipelines import small_pipeline
 from test_pipelines import EAGER, FLUX
 
 from chunkflow_compile import apply, cycles, explain, programs, remove
-from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 
 pytest.importorskip("transformers")

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_pipelines import small_pipeline
 from test_pipelines import EAGER, FLUX, WAN, Counting, models, same_weights
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import Budget, budget_of
 
 pytest.importorskip("transformers")

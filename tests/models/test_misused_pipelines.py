@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from small_pipelines import small_pipeline
 from test_pipelines import EAGER, WAN, models, same_weights
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, apply, offload, programs, remove
 from chunkflow_compile.frontend.compile import Compiled
-from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 

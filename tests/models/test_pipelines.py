@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_pipelines import SMALL_PIPELINES, small_pipeline
 from torch import nn
 
 from chunkflow_compile import apply, explain, programs, remove
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 

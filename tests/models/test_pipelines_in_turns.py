@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_pipelines import small_pipeline
 from test_pipelines import EAGER, FLUX, WAN, models, same_weights
 
 from chunkflow_compile import apply, remove
-from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from small_pipelines import small_pipeline
 from test_pipelines import EAGER, WAN, models, same_weights
 
 from chunkflow_compile import ChunkflowError, apply, cycles, programs, remove
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 from chunkflow_compile.weights.host_weight import HostWeight

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_pipelines import small_pipeline
 from test_pipelines import EAGER, WAN, Counting, same_weights
 
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
-from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 
 pytest.importorskip("transformers")

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from helpers import flux_with_controlnet
+from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, programs, remove
-from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
 
 pytest.importorskip("transformers")

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from quantisers import quanto, torchao
+from small_pipelines import small_pipeline
 from test_pipelines import EAGER, WAN, models
 from test_pipelines_on_ranks import check_transfers, learn
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, apply, programs, remove
-from chunkflow_compile.models.small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.pipeline.components import check_component
 from chunkflow_compile.weights.host_weight import HostWeight

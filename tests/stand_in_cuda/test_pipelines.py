@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
 from chunkflow_compile.hardware.headroom import budget_for
-from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
 
 pytest.importorskip("transformers")

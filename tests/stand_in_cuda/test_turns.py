@@ -46,9 +46,9 @@ def test_copies_for_the_next_step_take_their_time_inside_the_clock(
 
     monkeypatch.setattr(run, "_compile", compiles)
     found = run.run().arms["layerwise"]
-    assert found.plan.moved_bytes > 10 * MIB
+    assert found.program is not None and found.program.plan.moved_bytes > 10 * MIB
     for seconds in found.steps_s:
-        assert seconds > 0.98 * found.plan.moved_bytes / rate
+        assert seconds > 0.98 * found.program.plan.moved_bytes / rate
 
 
 def test_the_host_is_timed_while_nothing_is_queued(
@@ -70,8 +70,9 @@ def test_the_host_is_timed_while_nothing_is_queued(
 def test_each_turn_has_its_own_marked_step(tmp_path: Path, one_rank: None) -> None:
     """Also where an arm follows itself, and goes on with its program."""
     found = turns(tmp_path, ["layerwise"], 9).run().arms["layerwise"]
-    assert len({id(step) for step in found.measurements}) == len(found.steps_s) == 3
-    assert all(step.copy_s > 0 and not step.primed_bytes for step in found.measurements)
+    assert found.program is not None
+    assert len({id(step) for step in found.program.measurements}) == len(found.steps_s) == 3
+    assert all(step.copy_s > 0 and not step.primed_bytes for step in found.program.measurements)
 
 
 def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, one_rank: None) -> None:
@@ -80,7 +81,7 @@ def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, 
     run = turns(tmp_path, ["resident", "replanned"], 3, "flux", size)
     run.profile.write_text(run.hardware.to_json())
     run._compile()
-    codes = run._codes(run._calibrate())
+    run._make_programs(run._calibrate())
     control.settings(lag=1 << 20)
-    run._rehearse(codes)
+    run._rehearse(run.arms["replanned"])
     assert run._session._replan_after == 0
