@@ -208,30 +208,6 @@ class Coalesced(nn.Module):
         return self.down(first - second)
 
 
-def flux_with_controlnet(components: dict[str, Any]) -> Any:
-    """A FLUX pipeline of these components and a small ControlNet."""
-    from diffusers import FluxControlNetModel, FluxControlNetPipeline
-
-    torch.manual_seed(6)
-    control = FluxControlNetModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=64,
-        pooled_projection_dim=64,
-        guidance_embeds=True,
-        axes_dims_rope=(4, 4, 8),
-    ).eval()
-    for parameter in control.parameters():  # its last layers begin as zeros
-        parameter.data = 0.05 * torch.randn(parameter.shape)
-    pipe = FluxControlNetPipeline(**components, controlnet=control)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
-
-
 class Terminal(io.StringIO):
     """A stderr that is a terminal, and keeps what is written."""
 
