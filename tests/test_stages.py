@@ -28,7 +28,6 @@ import chunkflow_compile
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, STAGES, Yield
@@ -337,10 +336,3 @@ def run_script(folder: Path) -> list[str]:
     )
     assert done.returncode == 0, done.stderr
     return done.stderr.split("next\n")
-
-
-def test_options_refuse_an_unknown_pass() -> None:
-    with pytest.raises(ChunkflowError, match="no pass 'verfy' that can be disabled; did you mean 'verify'"):
-        Options(disable=["verfy"])
-    with pytest.raises(ChunkflowError, match="disable='verify' must be a list of names"):
-        Options(disable="verify")

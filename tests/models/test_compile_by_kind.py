@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 from torch._dynamo.callback import callback_handler
 
 import chunkflow_compile
-from chunkflow_compile import ChunkflowError, cycles, programs, restore
+from chunkflow_compile import cycles, programs, restore
 from chunkflow_compile.frontend.block_kinds import kinds_of, parts_of, repeated_blocks
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.weights.leaves import leaves_of
@@ -171,25 +170,6 @@ def test_a_model_without_repeated_blocks_is_compiled_whole(caplog: pytest.LogCap
     assert torch.equal(model(x), twin(x))
 
 
-@pytest.mark.parametrize(
-    ("change", "options", "said"),
-    [
-        (lambda m: None, {"memry": 3}, "Unknown option 'memry'; did you mean 'memory'"),
-        (lambda m: None, {"mode": "reduce-overhead"}, "use mode 'max-autotune-no-cudagraphs'"),
-        (lambda m: None, {"mode": "fast"}, "Unknown mode 'fast'"),
-        (lambda m: m.compile(backend="eager"), {}, "This model is compiled already"),
-        (lambda m: m.blocks[0].compile(backend="eager"), {}, "A part of this model is compiled already"),
-    ],
-)
-def test_bad_input(change: Callable[[Any], None], options: dict[str, Any], said: str) -> None:
-    model = Stack(3).eval()
-    change(model)
-    before = {name: type(p) for name, p in model.named_parameters()}
-    with pytest.raises(ChunkflowError, match=said):
-        chunkflow_compile.compile(model, **options)
-    assert {name: type(p) for name, p in model.named_parameters()} == before and not programs(model)
-
-
 def test_a_mode_of_torch_compile() -> None:
     model, twin = Stack(2).eval(), Stack(2).eval()
     twin.load_state_dict(model.state_dict())
@@ -309,18 +289,3 @@ def test_blocks_of_lists_in_a_list(whole: bool) -> None:
         }
     assert graphs() == (1 if whole else 2), "one of each kind, also of torch's own modules"
     assert all(p.measurements[-1].moved_bytes > 0 for p in programs(model))
-
-
-def test_misuse() -> None:
-    with pytest.raises(ChunkflowError, match=r"takes a torch.nn.Module, not function"):
-        chunkflow_compile.compile(lambda x: x)  # type: ignore[arg-type]
-    with pytest.raises(ChunkflowError, match=r"options is an argument of torch.compile"):
-        chunkflow_compile.compile(Stack(), options={"memory": "1GiB"})
-    with pytest.raises(ChunkflowError, match="dynamic='yes' must be True"):
-        chunkflow_compile.compile(Stack(), dynamic="yes")  # type: ignore[arg-type]
-    model = chunkflow_compile.offload(Stack(), min_bytes=64)
-    with pytest.raises(ChunkflowError, match="placed already, so dtype would change nothing"):
-        chunkflow_compile.compile(model, dtype=torch.bfloat16)
-    chunkflow_compile.restore(chunkflow_compile.compile(model, **OPTIONS))
-    with pytest.raises(ChunkflowError, match="compiled already: call the model as it is"):
-        chunkflow_compile.compile(model, **OPTIONS)
