@@ -64,56 +64,6 @@ def test_a_kind_is_compiled_once(family: str) -> None:
     assert sum(streamed.values()) == large, "no large weight is outside the parts"
 
 
-def test_a_changed_attribute_is_noticed() -> None:
-    model, twin = pair()
-    check(model, twin)
-    before = graphs()
-    for m in (model, twin):
-        m.blocks[2].norm1.eps = 0.5
-    check(model, twin, steps=2)
-    assert graphs() == before + 1
-
-
-@pytest.mark.parametrize("before", [False, True])
-def test_a_hook_is_noticed(before: bool) -> None:
-    """Of one block, of a module in it, and of another part; whether it is there before the first call or comes later."""
-    model, twin = pair()
-    if not before:
-        check(model, twin)
-    for m in (model, twin):
-        for hooked in (m.blocks[1], m.blocks[1].attn1, m.proj_out):
-            hooked.register_forward_hook(lambda module, inputs, output: 2 * output)
-    check(model, twin, steps=2)
-    assert torch._dynamo.config.skip_nnmodule_hook_guards, "the user's setting is back"
-
-
-@pytest.mark.long
-def test_a_changed_attention_processor_is_noticed() -> None:
-    from diffusers.models.transformers.transformer_wan import WanAttnProcessor
-
-    class Doubled(WanAttnProcessor):
-        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            return 2 * super().__call__(*args, **kwargs)
-
-    model, twin = pair()
-    check(model, twin)
-    for m in (model, twin):
-        m.blocks[1].attn1.set_processor(Doubled())
-    check(model, twin, steps=2)
-
-
-def test_an_adapter_on_half_of_the_blocks() -> None:
-    peft = pytest.importorskip("peft")
-    model, twin = pair()
-    check(model, twin)
-    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=r"blocks\.[01]\.attn1\.to_q", init_lora_weights=False)
-    for m in (model, twin):
-        torch.manual_seed(0)
-        m.add_adapter(config)  # type: ignore[operator]
-    check(model, twin, steps=4)
-    assert len(kinds_of(repeated_blocks(model))) == 2
-
-
 class Block(nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()

@@ -7,9 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from pipelines import (
+    EAGER,
+    WAN,
+    check_transfers,
+    learn,
+    models,
+)
 from quantisers import quanto, torchao
-from test_pipelines import EAGER, WAN, models
-from test_pipelines_on_ranks import check_transfers, learn
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, apply, programs, remove
