@@ -39,6 +39,11 @@ class Scaled(nn.Module):
         return x * self.scale
 
 
+def on_card(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs, with the tensors on the GPU."""
+    return {name: value.cuda() if torch.is_tensor(value) else value for name, value in inputs.items()}
+
+
 def graphs() -> int:
     """The number of graphs that Dynamo has compiled in this test."""
     return int(counters["stats"]["unique_graphs"])
