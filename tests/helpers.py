@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
+Module = TypeVar("Module", bound=nn.Module)
+
 # Projections of 1 MiB.  Tests that compile a model with Inductor share this size, and so its compiled kernels.
 WIDE = Size(layers=2, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)
 
@@ -37,6 +40,21 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale
+
+
+def twins(make: Callable[[], Module]) -> tuple[Module, Module]:
+    """Two models of the same weights, of which one is for ChunkFlow and one stays as it is."""
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    return model.eval(), make().eval()
+
+
+def check_steps(run: Any, twin: Any, steps: int, shape: Sequence[int] = (4, 8)) -> None:
+    """Steps with new inputs each give what the twin gives, bit for bit."""
+    for _ in range(steps):
+        x = torch.randn(shape)
+        assert torch.equal(run(x), twin(x))
 
 
 def on_card(inputs: dict[str, Any]) -> dict[str, Any]:

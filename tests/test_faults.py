@@ -19,7 +19,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import WITHIN, forking
-from helpers import Stack, UlyssesStack
+from helpers import Stack, UlyssesStack, check_steps
 from surviving import EAGER, assert_survives, compiled, fail_at, goes_on, run_once, stack
 from torch import nn
 
@@ -83,9 +83,7 @@ def test_host_memory_that_cannot_be_pinned(no_grad: None, monkeypatch: pytest.Mo
     with pytest.warns(
         UserWarning, match=r"host memory of blocks\.\d\.\w+\.weight \(8192 bytes\) could not be pinned"
     ) as told:
-        for _ in range(3):
-            x = torch.randn(4, 8)
-            assert torch.equal(run(x), twin(x))
+        check_steps(run, twin, 3)
     assert len([w for w in told if "pinned" in str(w.message)]) == 1 and len(tried) == 2
     assert len(programs(model)[0].plan.streamed) > 2
     restore(model)
@@ -130,9 +128,7 @@ def test_a_weight_that_gets_other_memory(running: tuple[Stack, Stack, nn.Module,
     for changed in (torch.zeros(64, 32), twin.blocks[1].up.weight.data.clone()):
         for m in (model, twin):
             m.blocks[1].up.weight.data = changed.clone()
-        for _ in range(2):
-            x = torch.randn(4, 8)
-            assert torch.equal(run(x), twin(x))
+        check_steps(run, twin, 2)
     assert_survives(model, twin)
 
 
@@ -219,9 +215,7 @@ def die(rank: int, folder: str, how: str, debug: tuple[str, ...], report: Any) -
         torch._dynamo.reset()
         dist.init_process_group("gloo", init_method=f"file://{folder}/two", rank=rank, world_size=2, timeout=timeout)
         again = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-        for _ in range(2):
-            x = torch.randn(4, 48)
-            assert torch.equal(again(x), twin(x))
+        check_steps(again, twin, 2, (4, 48))
         report.put((rank, took))
 
 

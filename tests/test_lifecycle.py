@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import HERE, OPTIONS, RESIDENT, WITHIN
-from helpers import Stack
+from helpers import Stack, twins
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, programs, restore
@@ -263,8 +263,7 @@ def test_nothing_is_left_of_rounds_of_compiling_and_restoring(
     rounds: int, first: int, width: int, no_grad: None, record_property: Callable[[str, object], None]
 ) -> None:
     """The process grows by what torch.compile itself keeps of each compilation, about 0.2 MiB."""
-    model, twin = Stack(2, width).eval(), Stack(2, width).eval()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: Stack(2, width))
     weights = sum(p.numel() * p.element_size() for p in model.parameters()) / 2**20
     before: Counter[str] = Counter()
     for number in range(rounds):

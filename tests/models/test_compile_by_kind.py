@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack, Terminal, graphs
+from helpers import Stack, Terminal, check_steps, graphs, twins
 from torch import nn
 from torch._dynamo.callback import callback_handler
 
@@ -87,17 +87,11 @@ class Counts(nn.Module):
 
 def test_a_counter_in_each_block_is_found(caplog: pytest.LogCaptureFixture) -> None:
     """More blocks than Dynamo's default limit of 8 compilations: each still streams."""
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(Counts().eval())
-    model, twin = made
+    model, twin = twins(Counts)
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         chunkflow_compile.compile(model, **EAGER)
     assert "The 10 blocks of Block differ in layer_idx, which their code reads" in caplog.text
-    for _ in range(3):
-        x = torch.randn(4, 32)
-        assert torch.equal(model(x), twin(x))
+    check_steps(model, twin, 3, (4, 32))
     if (
         "recompile_limit" in inspect.signature(torch.compile).parameters
     ):  # before 2.13, blocks beyond the limit run eagerly
@@ -112,17 +106,14 @@ def test_a_model_without_repeated_blocks_is_compiled_whole(caplog: pytest.LogCap
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         assert chunkflow_compile.compile(model, **{**EAGER, "group_bytes": 1, "slowdown": 1000.0}) is model
     assert [r.message for r in caplog.records] == ["Sequential has no repeated blocks: it is compiled whole"]
-    for _ in range(2):
-        x = torch.randn(4, 64)
-        assert torch.equal(model(x), twin(x))
+    check_steps(model, twin, 2, (4, 64))
     assert programs(model)[0].plan.moved_bytes > 0
     restore(model)
-    assert torch.equal(model(x), twin(x))
+    check_steps(model, twin, 1, (4, 64))
 
 
 def test_a_mode_of_torch_compile() -> None:
-    model, twin = Stack(2).eval(), Stack(2).eval()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(lambda: Stack(2))
     chunkflow_compile.compile(model, mode="max-autotune-no-cudagraphs", **OPTIONS)
     for _ in range(2):
         x = torch.randn(4, 8)
@@ -229,9 +220,7 @@ def test_blocks_of_lists_in_a_list(whole: bool) -> None:
         model.compile(backend="chunkflow", fullgraph=True, options={**EAGER, "min_bytes": 1024})
     else:
         chunkflow_compile.compile(model, **{**EAGER, "min_bytes": 1024})
-    for _ in range(3):
-        x = torch.randn(4, 32)
-        assert torch.equal(model(x), twin(x))
+    check_steps(model, twin, 3, (4, 32))
     if whole:
         (program,) = programs(model)
         assert {r.block for r in program.program.problem.regions} == {

@@ -242,14 +242,9 @@ def uneven_on_a_rank(rank: int, ways: list[tuple[str, str]]) -> None:
         tokens, near = (5, "4 or 6") if given == "flux" else (15, "14 or 16")
         run: Any = model
         if how != "eager":
-            dynamic = {"dynamic": True} if how == "symbolic" else {}
-            run = torch.compile(
-                model,
-                backend="chunkflow",
-                fullgraph=how != "in parts",
-                options={**SLOW, "lowering": "eager"},
-                **dynamic,
-            )
+            options, dynamic = {**SLOW, "lowering": "eager"}, True if how == "symbolic" else None
+            whole = how != "in parts"
+            run = torch.compile(model, backend="chunkflow", fullgraph=whole, dynamic=dynamic, options=options)
         even, before = replace(size, height=8, text=8), graphs()
         with torch.no_grad():
             for step in range(4):

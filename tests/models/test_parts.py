@@ -10,7 +10,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Stack, graphs
+from helpers import Stack, check_steps, graphs, twins
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -78,18 +78,12 @@ class Breaks(Stack):
 
 @pytest.mark.parametrize("place", [True, False])
 def test_a_model_with_graph_breaks(place: bool, caplog: pytest.LogCaptureFixture) -> None:
-    made = []
-    for _ in range(2):
-        torch.manual_seed(0)
-        made.append(Breaks(layers=3).eval())
-    model, twin = made
+    model, twin = twins(lambda: Breaks(layers=3))
     if place:
         offload(model, min_bytes=MIN_BYTES)
     run = torch.compile(model, backend="chunkflow", options=EAGER)
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
-        for _ in range(3):
-            x = torch.randn(4, 8)
-            assert torch.equal(run(x), twin(x))
+        check_steps(run, twin, 3)
     assert any(f"{__file__.rsplit('/', 1)[-1]}:" in r.message and "runs in parts" in r.message for r in caplog.records)
     found = programs(model)
     assert len({p.arena for p in found}) == 1 and len(found) == 3

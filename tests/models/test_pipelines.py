@@ -131,14 +131,15 @@ def test_the_small_sd35_has_what_sd3_has_not() -> None:
     assert skipped == [None, None, [1], None, [1]]
 
 
-def test_components_give_way_and_a_larger_batch_keeps_to_the_budget(applied: Applied) -> None:
-    """The batch is a new size, compiled or planned after the components were given their parts of the budget."""
+@pytest.mark.parametrize("batches", [(1, 1), pytest.param((1, 2, 2), marks=pytest.mark.long)])
+def test_components_give_way(batches: tuple[int, ...], applied: Applied) -> None:
+    """A larger batch is a new size, compiled or planned after the components were given their parts of the budget."""
     pipe, budget = applied("flux", "700KiB")
     most = count_most(budget)
-    for seed, count in enumerate((1, 2, 2)):
+    for seed, count in enumerate(batches):
         got = FLUX.generate(pipe, seed, num_images_per_prompt=count)
         assert torch.equal(got, expected("flux", seed, num_images_per_prompt=count))
-    assert len(most) == 15 and max(most) <= budget.usable
+    assert len(most) == 5 * len(batches) and max(most) <= budget.usable
 
 
 def on_rank(rank: int) -> None:
@@ -206,23 +207,23 @@ def made_from(pipe: Any) -> Any:
     return made
 
 
-def test_a_pipeline_made_from_an_applied_one(quiet: None) -> None:
+@pytest.mark.parametrize("again", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_a_pipeline_made_from_an_applied_one(again: bool, quiet: None) -> None:
     """It replaces the other, which is dropped.  ``apply`` finds the components placed; ``remove`` undoes those that no
     applied pipeline has, also if it is not applied itself."""
     twin = made_from(small_pipeline("flux"))
     want = [FLUX.generate(twin, seed, **IMAGE) for seed in range(2)]
-    for again in (True, False):
-        pipe = apply(small_pipeline("flux"), memory="2MiB", **EAGER)
-        made = made_from(pipe)
-        assert remove(made) is made and placed(pipe) == {*models(pipe)}, "pipe has them"
-        del pipe
-        gc.collect()
-        if again:
-            apply(made)
-            assert placed(made) == {*models(made)} == {phase.name for phase in budget_of(made).phases}
-            assert all(torch.equal(FLUX.generate(made, seed, **IMAGE), want[seed]) for seed in range(2))
-        remove(made)
-        assert is_plain(made) and same_weights(made, twin)
+    pipe = apply(small_pipeline("flux"), memory="2MiB", **EAGER)
+    made = made_from(pipe)
+    assert remove(made) is made and placed(pipe) == {*models(pipe)}, "pipe has them"
+    del pipe
+    gc.collect()
+    if again:
+        apply(made)
+        assert placed(made) == {*models(made)} == {phase.name for phase in budget_of(made).phases}
+        assert all(torch.equal(FLUX.generate(made, seed, **IMAGE), want[seed]) for seed in range(2))
+    remove(made)
+    assert is_plain(made) and same_weights(made, twin)
     assert torch.equal(FLUX.generate(made, 0, **IMAGE), want[0])
 
 

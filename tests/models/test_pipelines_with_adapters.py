@@ -137,15 +137,18 @@ class Controlled:
             yield sum(m.primed_bytes for program in programs(phase.root) for m in program.measurements)
 
 
-@pytest.mark.parametrize("memory", ["2MiB", pytest.param("1MiB", marks=pytest.mark.long)])
-def test_a_controlnet_and_its_transformer_stay_on_the_device(
-    memory: str, quiet: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("memory", "size"), [("2MiB", 32), pytest.param("1MiB", 48, marks=pytest.mark.long)])
+def test_a_controlnet_and_its_transformer(memory: str, size: int, quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Controlled(memory)
+    check_both_stay(found, monkeypatch)
+    check_steps_without_the_controlnet(found, size)
+
+
+def check_both_stay(found: Controlled, monkeypatch: pytest.MonkeyPatch) -> None:
     """With less room than their weights: neither gives way, no step fetches again what it had, the budget is kept.
 
     In 1 MiB even the least that their own plans take has no room side by side.
     """
-    found = Controlled(memory)
     budget, control, transformer = found.budget, found.control, found.transformer
     assert control.streamed + transformer.streamed > budget.usable
     most, steps, count = list[int](), list[tuple[int, ...]](), Counter[str]()
@@ -175,12 +178,10 @@ def test_a_controlnet_and_its_transformer_stay_on_the_device(
     assert min(predicted) > 0 and sum(predicted) == pytest.approx(cycle.cycle.plan.predicted.step_s)
 
 
-@pytest.mark.parametrize("size", [32, pytest.param(48, marks=pytest.mark.long)])
-def test_steps_without_the_controlnet_and_other_sizes(size: int, quiet: None) -> None:
-    """The ControlNet is left out in the last steps of a generation, and in all steps of another pipeline."""
+def check_steps_without_the_controlnet(found: Controlled, size: int) -> None:
+    """It is left out in the last steps of a generation, of other sizes too, and in all steps of another pipeline."""
     from diffusers import FluxPipeline
 
-    found = Controlled("2MiB")
     budget, transformer = found.budget, found.transformer
     for seed, until in enumerate((1.0, 0.5, 0.5, 1.0)):
         found.check(seed, control_guidance_end=until, **({"height": size, "width": size} if seed % 2 else {}))

@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import pytest
 import torch
 from conftest import HERE, OPTIONS, WITHIN
-from helpers import Stack, cut_of
+from helpers import Stack, cut_of, twins
 from torch import nn
 from torch._dynamo.utils import counters
 from torch._inductor import config, cpu_vec_isa
@@ -80,8 +80,7 @@ def test_regions_of_open_sizes_are_found_by_other_sizes(tmp_path: Path) -> None:
     def called(layers: int, *rows: int) -> Stack:
         torch._dynamo.reset()
         counters.clear()
-        model, twin = Stack(layers=layers), Stack(layers=layers)
-        twin.load_state_dict(model.state_dict())
+        model, twin = twins(lambda: Stack(layers=layers))
         compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
         for n in rows:
             x = torch.randn(n, 8)
@@ -115,8 +114,7 @@ def test_a_saved_plan_is_not_made_again(file: Path, monkeypatch: pytest.MonkeyPa
 def test_the_plan_of_a_cycle_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def learn() -> Stack:
         torch._dynamo.reset()
-        model, twin = Stack(layers=3), Stack(layers=3)
-        twin.load_state_dict(model.state_dict())
+        model, twin = twins(lambda: Stack(layers=3))
         chunkflow_compile.compile(model, **OPTIONS, lowering="eager")
         for step in range(4):
             x = torch.randn(4, 8) + step

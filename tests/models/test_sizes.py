@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Scaled, Stack, graphs
+from helpers import Scaled, Stack, graphs, twins
 from torch import nn
 
 import chunkflow_compile
@@ -79,7 +79,7 @@ LONG = [
 )
 def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: str) -> None:
     """Of the whole model or of each kind, in any order, and a bounded number of plans: each for its own size."""
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    model, twin = (small_model("wan", Size(layers=2 if by_kind else 1)) for _ in range(2))
     run = compiled(model, by_kind, lowering=lowering)
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
         counts = turns(run, twin, sizes, 0.0 if lowering == "eager" else 1e-4)
@@ -109,8 +109,7 @@ def test_dynamic_is_one_compilation() -> None:
 
 
 def test_sizes_of_equal_cost_share_a_program() -> None:
-    model, twin = Stack(), Stack()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(Stack)
     whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
     for rows, columns in [(2, 3), (4, 6), (6, 4), (4, 6), (6, 4), (5, 5)]:
         x = torch.randn(rows, columns, 8)
