@@ -158,17 +158,27 @@ def joined_outside(rank: int) -> None:
         guided(name, SIZES[name], init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "cfg")), inside=False)
 
 
-@pytest.mark.long
-def test_groups_that_are_not_consecutive(on_ranks: Callable[..., None]) -> None:
-    on_ranks(joined_outside, world=4)
-
-
 def with_its_sum(ctx: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> Any:
     """An attention for a CPU that returns its log-sum-exp, which a ring needs; those of diffusers are for GPUs."""
     heads_first = (x.permute(0, 2, 1, 3) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first)
     out, lse = out.permute(0, 2, 1, 3), lse.permute(0, 2, 1)
     return (out, lse) if others[5] else out  # return_lse
+
+
+def streams(model: nn.Module, twin: nn.Module, alone: nn.Module | None = None, share: Any = True) -> Any:
+    """Check steps of a model that is offloaded and compiled, and the bytes that they move; returns its program."""
+    offload(model, min_bytes=LEAST, share=share)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for step in range(STEPS):
+        inputs = small_inputs("wan", SIZES["wan"], step)
+        got = run(**inputs)[0]
+        assert torch.equal(got, twin(**inputs)[0])
+        if alone is not None:
+            torch.testing.assert_close(got, alone(**inputs)[0], atol=2e-5, rtol=1e-4)
+    (program,) = programs(model)
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
+    return program
 
 
 def ring(rank: int) -> None:
@@ -181,53 +191,32 @@ def ring(rank: int) -> None:
             if hasattr(getattr(module, "processor", None), "_attention_backend"):
                 module.processor._attention_backend = "_native_flash"
         enable_ulysses(m, group=mesh)
-    offload(model, min_bytes=LEAST, share=True)
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_dispatch, "_native_flash_attention_forward_op", with_its_sum)
-        for step in range(STEPS):
-            inputs = small_inputs("wan", SIZES["wan"], step)
-            got = run(**inputs)[0]
-            assert torch.equal(got, twin(**inputs)[0])
-            torch.testing.assert_close(got, alone(**inputs)[0], atol=2e-5, rtol=1e-4)
-    (program,) = programs(model)
+        program = streams(model, twin, alone)
     assert {c.kind for c in program.program.problem.collectives} == {"all-to-all", "all-gather"}
-    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
-
-
-@pytest.mark.long
-def test_ring_and_ulysses(on_ranks: Callable[..., None]) -> None:
-    on_ranks(ring, world=4)
 
 
 def with_tensor_parallelism(rank: int) -> None:
     """Ulysses groups of ranks with the same shards, which they share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "tensor"))
     model, twin = small_model("wan", SIZES["wan"]), small_model("wan", SIZES["wan"])
+    plan = {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
     for m in (model, twin):
         for block in m.blocks:  # type: ignore[union-attr]
-            parallelize_module(
-                block,  # type: ignore[arg-type]
-                mesh["tensor"],
-                {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()},
-            )
+            parallelize_module(block, mesh["tensor"], plan)  # type: ignore[arg-type]
         enable_ulysses(m, group=mesh["ulysses"])
-    offload(model, min_bytes=LEAST, share=mesh["ulysses"].get_group())
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    for step in range(STEPS):
-        inputs = small_inputs("wan", SIZES["wan"], step)
-        assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
-    (program,) = programs(model)
-    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
-    assert {n.target for n in program.program.module.graph.nodes if "all_reduce" in str(n.target)}
-    groups = group_names(program.program.module.graph)
-    assert groups == {mesh[name].get_group().group_name for name in ("ulysses", "tensor")}
+    program = streams(model, twin, share=mesh["ulysses"].get_group()).program
+    assert {n.target for n in program.module.graph.nodes if "all_reduce" in str(n.target)}
+    assert group_names(program.module.graph) == {mesh[n].get_group().group_name for n in ("ulysses", "tensor")}
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
-def test_tensor_parallel_and_ulysses(on_ranks: Callable[..., None]) -> None:
-    on_ranks(with_tensor_parallelism, world=4)
+@pytest.mark.parametrize("work", [joined_outside, ring, with_tensor_parallelism])
+def test_other_groups(work: Callable[[int], None], on_ranks: Callable[..., None]) -> None:
+    if work is with_tensor_parallelism and not stream_inside():
+        pytest.skip("needs torch 2.13")
+    on_ranks(work, world=4)
 
 
 def uneven_on_a_rank(rank: int, ways: list[tuple[str, str]]) -> None:
