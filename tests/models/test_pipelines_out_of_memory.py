@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from pipelines import WAN, Allocator, Applied, expected, held, plain
+from pipelines import WAN, Allocator, Applied, expected, held
 
 from chunkflow_compile import ChunkflowError, explain, programs
 from chunkflow_compile.pipeline.budget import Budget, Phase
+from chunkflow_compile.pipeline.oom_retry import RngSnapshot
 
 
 def test_out_of_memory_in_a_phase(applied: Applied, caplog: pytest.LogCaptureFixture) -> None:
@@ -27,13 +27,16 @@ def test_out_of_memory_in_a_phase(applied: Applied, caplog: pytest.LogCaptureFix
         calls[name] += 1
         if calls[name] > 1 and left[name]:  # in the middle: some of the decoder's cached frames are written
             left[name] -= 1
+            torch.randn(1)
             raise torch.OutOfMemoryError(f"no room in {name}")
 
     hooks = [
         pipe.transformer.condition_embedder.register_forward_pre_hook(functools.partial(fail, "transformer")),
         pipe.vae.decoder.mid_block.register_forward_pre_hook(functools.partial(fail, "vae")),
     ]
+    numbers = torch.get_rng_state()
     assert torch.equal(WAN.generate(pipe), expected("wan"))
+    assert torch.equal(torch.get_rng_state(), numbers), "what a call drew before it failed is drawn again"
     assert left == {"transformer": 0, "vae": 0} and sum(phase.retries for phase in budget.phases) == 2
     assert "vae ran out of memory: weights give way" in caplog.text
     assert "vae ran out of memory once; weights gave way" in str(explain(pipe))
@@ -136,44 +139,18 @@ def test_a_failure_that_stays_comes_once_in_a_generation(pressed: Pressed) -> No
     assert phase.retries > 0
 
 
-@pytest.mark.parametrize("listed", [False, True])
-def test_a_retried_call_draws_the_same_numbers(listed: bool, applied: Applied) -> None:
-    """torch's own generator and those among the arguments are as before the call that ran out of memory."""
-    pipe, budget = applied()
-    left = [True]
-
-    def draw(fails: bool, module: Any, args: Any, output: Any) -> Any:
-        own = module.__dict__["drawn_from"]
-        noise = torch.randn(1) + sum(torch.randn(1, generator=g) for g in own)
-        if fails and left:
-            left.pop()
-            raise torch.OutOfMemoryError("no room")
-        return (output[0] + noise, *output[1:])
-
-    states = []
-    for model, fails in ((plain("wan").transformer, False), (pipe.transformer, True)):
-        generators = [torch.Generator().manual_seed(7), torch.Generator().manual_seed(8)]
-        model.__dict__["drawn_from"] = generators
-        handle = model.register_forward_hook(functools.partial(draw, fails))
-        given = {"generators": generators} if listed else {"generator": generators[0], "other": {"one": generators[1]}}
-        forward = type(model).forward
-
-        def call(*args: Any, forward: Callable[..., Any] = forward, model: Any = model, **kwargs: Any) -> Any:
-            for name in ("generators", "generator", "other"):
-                kwargs.pop(name, None)
-            return forward(model, *args, **kwargs)
-
-        model.forward = call
-        torch.manual_seed(3)
-        x = torch.randn(1, 16, 2, 8, 8, generator=torch.Generator().manual_seed(1))
-        text = torch.randn(1, 7, 64, generator=torch.Generator().manual_seed(2))
-        with torch.no_grad():
-            out = model(x, torch.tensor([500]), text, return_dict=False, **given)[0]
-        states.append((out, torch.get_rng_state(), *(g.get_state() for g in generators)))
-        handle.remove()
-        del model.forward, model.__dict__["drawn_from"]
-    assert not left and budget.phase_of(pipe.transformer).retries == 1
-    assert all(torch.equal(a, b) for a, b in zip(*states, strict=True))
+def test_a_retried_call_draws_the_same_numbers() -> None:
+    """torch's own generator and those among the arguments, also in lists and dicts, are as before the call."""
+    generators = [torch.Generator().manual_seed(seed) for seed in range(3)]
+    call = functools.partial(print, generators[:1], generator=generators[1], other={"one": generators[2]})
+    before = [torch.get_rng_state(), *(g.get_state() for g in generators)]
+    taken = RngSnapshot(torch.device("cpu"), call)
+    torch.randn(1)
+    for generator in generators:
+        torch.randn(1, generator=generator)
+    taken.rewind()
+    after = [torch.get_rng_state(), *(g.get_state() for g in generators)]
+    assert all(torch.equal(a, b) for a, b in zip(after, before, strict=True))
 
 
 class Caching(Allocator):
