@@ -253,18 +253,25 @@ def test_measuring_is_read_after_the_step_is_issued(monkeypatch: pytest.MonkeyPa
     assert order[0] == "issued" and "read" in order
 
 
-def test_weights_go_to_the_card_from_pinned_memory() -> None:
-    """Those that stay there in the first step, and those of a restored model before they are unpinned."""
-    model, run, twin = placed(policy="resident")
+def test_resident_weights_are_copied_from_pinned_memory() -> None:
+    _, run, twin = placed(policy="resident")
+    x = torch.randn(4, 8, device="cuda")
     with control.counted() as made:
-        steps(run, twin, 1)
+        run(x)
     assert made["copies to the device, pinned"] >= sum(p.nbytes >= 4096 for p in twin.parameters())
     assert "copies to the device, pageable" not in made
+
+
+def test_restoring_to_the_card_copies_before_it_unpins() -> None:
+    model, run, twin = placed()
+    with control.counted() as made:
+        steps(run, twin, 1)
     registered = made["cudaHostRegister"]
     with control.counted() as made:
         restore(model, "cuda")
-    assert not made.get("copies to the device, pageable") and made["cudaHostUnregister"] == registered > 0
+    assert not made.get("copies to the device, pageable") and registered > 0
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    assert made["cudaHostUnregister"] == registered
 
 
 def test_a_capture_is_refused() -> None:
