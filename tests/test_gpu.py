@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import Stack, UlyssesStack
+from helpers import Stack, UlyssesStack, on_card
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
@@ -302,7 +302,7 @@ def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: 
 
     def outputs() -> list[torch.Tensor]:
         given = (small_inputs(family, size, step) for step in range(5))
-        return [run(**{k: v.cuda() if torch.is_tensor(v) else v for k, v in each.items()})[0].clone() for each in given]
+        return [run(**on_card(each))[0].clone() for each in given]
 
     got = outputs()
     check_moved(model, 5)

@@ -10,11 +10,14 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from chunkflow_compile.bench import turns as bench_turns
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.regimes import Regime
+from chunkflow_compile.bench.stopwatch import Stopwatch
 from chunkflow_compile.bench.turns import Turns
 from chunkflow_compile.models.small import Size
+from chunkflow_compile.passes.plan import runs
 
 from . import control
 from .test_findings import MIB
@@ -29,6 +32,47 @@ def turns(folder: Path, arms: Sequence[str], steps: int, family: str = "wan", si
         hardware="h100-pcie-x2", folder=str(folder),
     )  # fmt: skip
     return Turns(job, 0, tqdm(disable=True))
+
+
+def test_the_timed_steps_of_a_benchmark_are_in_steady_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> None:
+    """No mark is recorded or read in them, and the copies that they issue for the next step are inside the clock."""
+    inside: dict[str, list[dict[str, int]]] = {}
+
+    class Counting(Stopwatch):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.counts = control.counts()
+
+        def stop(self) -> float:
+            now = control.counts()
+            inside.setdefault(arm[0], []).append({n: c - self.counts.get(n, 0) for n, c in now.items()})
+            return super().stop()
+
+    arm = [""]
+    monkeypatch.setattr(bench_turns, "Stopwatch", Counting)
+    arms = ("resident", "layerwise", "inductor", "inductor-again")
+    run = turns(tmp_path, arms, 6)
+    turn = run._turn
+
+    def named(name: str, codes: Any, steps: Any) -> None:
+        arm[0] = name
+        turn(name, codes, steps)
+
+    monkeypatch.setattr(run, "_turn", named)
+    found = run.run()
+    plan = found.arms["layerwise"].plan
+    assert [len(inside[name]) for name in arms] == [2] * 4 and plan.moved_bytes > 0
+    copies = len([w for w in plan.streamed for _ in runs(w.windows)])
+    for made in inside["layerwise"]:
+        assert made["copies to the device, pinned"] == run.job.turn * copies > 0
+        assert not made.get("cudaEventElapsedTime") and not made.get("cudaEventQuery")
+    for ours in ("resident", "layerwise"):
+        assert len(found.arms[ours].steps_s) == len(found.arms[ours].measurements) == 2
+        assert found.arms[ours].difference == 0.0
+    assert len(found.peers["inductor-again"].steps_s) == 2
+    assert sum(found.arms["layerwise"].measurements[0].windows.compute_s) > 0, "the step before them is marked"
 
 
 def test_copies_for_the_next_step_take_their_time_inside_the_clock(
