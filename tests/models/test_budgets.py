@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 from pipelines import EAGER, FLUX, WAN, Allocator, Applied, expected, models, plain, same_weights
+from small_pipelines import small_pipeline
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
 from chunkflow_compile.model.placement import placement_of
-from small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
 
 

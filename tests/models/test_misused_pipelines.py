@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from pipelines import EAGER, WAN, Applied, compiled, expected, is_plain, models, placed, plain, same_weights
+from small_pipelines import small_pipeline
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, apply, offload, programs, remove
-from small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.weights.host_weight import HostWeight
 

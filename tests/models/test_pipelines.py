@@ -30,10 +30,10 @@ from pipelines import (
     plain,
     same_weights,
 )
+from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
 from chunkflow_compile.model.placement import placement_of
-from small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.pipeline.budget import Budget, budget_of
 from chunkflow_compile.weights.host_weight import HostWeight

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from pipelines import EAGER, FLUX, Applied, bytes_moved, expected, flux_with_controlnet, held, learn, plain
+from small_pipelines import small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
-from small_pipelines import small_pipeline
 from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 
 pytestmark = pytest.mark.usefixtures("no_grad")

@@ -9,11 +9,11 @@ import pytest
 import torch
 from conftest import OPTIONS
 from pipelines import WAN, expected
+from small_pipelines import small_pipeline
 from torch import nn
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from small_pipelines import small_pipeline
 from chunkflow_compile.weights.host_weight import HostWeight
 
 SIZE = Size(layers=1, singles=1)
