@@ -19,6 +19,7 @@ from pipelines import (
     same_weights,
 )
 from quantisers import quanto, torchao
+from small_pipelines import small_pipeline
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, apply, programs, remove
