@@ -79,7 +79,7 @@ def learn(budget: Budget) -> None:
     """Wait for the cycles that are being planned."""
     for phase in budget.phases:
         if phase.arena.cycles is not None:
-            phase.arena.cycles.settle()
+            phase.arena.cycles.wait_planned()
 
 
 def held(budget: Budget) -> int:

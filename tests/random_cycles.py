@@ -87,6 +87,6 @@ class CycleBench(Runs):
     def executor(self, program: Program, arena: Arena) -> Executor:
         """An executor of a call that poisons evicted weights."""
         marks = arrivals(self.cycle)
-        occupancy = self.occupancies.setdefault(arena, SlotState(arena.streams, len(marks.marked)))
-        binding = self.bind(arena, self.cycle.plan, program.weight_inputs, occupancy, marks)
+        state = self.states.setdefault(arena, SlotState(arena.streams, len(marks.marked)))
+        binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state, marks)
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=self.cycle)
