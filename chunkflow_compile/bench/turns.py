@@ -318,6 +318,7 @@ class Turns:
         seconds = watch.stop() / len(steps)
         if self.device.type == "cuda":
             arm.peak_bytes = max(torch.cuda.max_memory_allocated(self.device) - foreign, arm.peak_bytes or 0)
+        self._finish()
         host = self._issued(call, before) if apart else seconds
         arm.steps_s.append(seconds)
         arm.host_s.append(host)

@@ -17,8 +17,7 @@ from helpers import on_card
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import executor
-from chunkflow_compile.runtime.cuda import register
-from chunkflow_compile.runtime.drive_runs import BroughtRun
+from chunkflow_compile.runtime.torch_cuda import register
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
@@ -127,9 +126,9 @@ def read_together(rank: int, folder: str) -> None:
         dist.barrier()
         found.check()
         reader = programs(found.model)[-1].arena.reader
-        seen.append(isinstance(reader._live.run, BroughtRun))
+        seen.append(reader.joined)
         if seen[-1]:
-            assert reader._live.run._memory.bytes.is_pinned(), "each rank pins the ring"
+            assert reader._thread._theirs.bytes.is_pinned(), "each rank pins the ring"
     read = sum(file.read_bytes for file in {b.drive.file for b in found.buffers if b.drive is not None})
     assert seen[-1] == (rank == 1) and read > 0
     found.end()
