@@ -318,7 +318,8 @@ class Turns:
         seconds = watch.stop() / len(steps)
         if self.device.type == "cuda":
             arm.peak_bytes = max(torch.cuda.max_memory_allocated(self.device) - foreign, arm.peak_bytes or 0)
-        self._finish()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         host = self._issued(call, before) if apart else seconds
         arm.steps_s.append(seconds)
         arm.host_s.append(host)
