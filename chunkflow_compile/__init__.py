@@ -12,31 +12,20 @@ from typing import TYPE_CHECKING, Any
 from chunkflow_compile.frontend.source_tree import show_backend
 
 if TYPE_CHECKING:
-    from chunkflow_compile.frontend.compile import compile
-    from chunkflow_compile.model.artifacts import load, save
-    from chunkflow_compile.model.offload import cycles, offload, programs, restore
-    from chunkflow_compile.model.replan import replan
-    from chunkflow_compile.passes.errors import ChunkflowError
-    from chunkflow_compile.pipeline.apply import apply, remove
-    from chunkflow_compile.pipeline.explain import explain
-    from chunkflow_compile.runtime.arena import Arena
+    from chunkflow_compile.frontend.compile import compile as compile
+    from chunkflow_compile.model.artifacts import load as load
+    from chunkflow_compile.model.artifacts import save as save
+    from chunkflow_compile.model.offload import cycles as cycles
+    from chunkflow_compile.model.offload import offload as offload
+    from chunkflow_compile.model.offload import programs as programs
+    from chunkflow_compile.model.offload import restore as restore
+    from chunkflow_compile.model.replan import replan as replan
+    from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
+    from chunkflow_compile.pipeline.apply import apply as apply
+    from chunkflow_compile.pipeline.apply import remove as remove
+    from chunkflow_compile.pipeline.explain import explain as explain
+    from chunkflow_compile.runtime.arena import Arena as Arena
 
-__all__ = [
-    "Arena",
-    "ChunkflowError",
-    "__version__",
-    "apply",
-    "compile",
-    "cycles",
-    "explain",
-    "load",
-    "offload",
-    "programs",
-    "remove",
-    "replan",
-    "restore",
-    "save",
-]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -54,6 +43,7 @@ _HOMES = {
     "restore": "chunkflow_compile.model.offload",
     "save": "chunkflow_compile.model.artifacts",
 }
+__all__ = sorted([*_HOMES, "__version__"])
 
 show_backend()
 

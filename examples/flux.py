@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--prompt", default="a paper boat on a river")
     arguments = parser.parse_args()
     if arguments.tiny:
-        from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
+        from small_pipelines import SMALL_PIPELINES, small_pipeline
 
         pipe, call = small_pipeline("flux"), {**SMALL_PIPELINES["flux"].call}
         options = {"min_bytes": 2048, "memory": arguments.memory or "2MiB"}

@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--lora", help="an adapter to load")
     arguments = parser.parse_args()
     if arguments.tiny:
-        from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
+        from small_pipelines import SMALL_PIPELINES, small_pipeline
 
         pipe, call = small_pipeline("wan"), {**SMALL_PIPELINES["wan"].call}
         options = {"min_bytes": 2048, "lowering": "eager", "memory": arguments.memory or "1MiB"}

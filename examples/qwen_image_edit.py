@@ -23,7 +23,7 @@ def main() -> None:
     arguments = parser.parse_args()
     image = Image.open(arguments.image) if arguments.image else Image.new("RGB", (64, 64), (120, 30, 200))
     if arguments.tiny:
-        from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
+        from small_pipelines import SMALL_PIPELINES, small_pipeline
 
         pipe, call = small_pipeline("qwen-image-edit"), {**SMALL_PIPELINES["qwen-image-edit"].call}
         options = {"min_bytes": 2048, "lowering": "eager", "memory": arguments.memory or "8MiB"}

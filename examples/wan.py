@@ -29,7 +29,7 @@ def main() -> None:
     if ranks > 1:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     if arguments.tiny:
-        from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
+        from small_pipelines import SMALL_PIPELINES, small_pipeline
 
         pipe, call = small_pipeline("wan2.2"), {**SMALL_PIPELINES["wan2.2"].call}
         options = {"min_bytes": 2048, "lowering": "eager", "memory": arguments.memory or "1MiB"}

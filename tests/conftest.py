@@ -82,6 +82,31 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def applied(quiet: None) -> Iterator[Callable[..., tuple[Any, Any]]]:
+    """Applies a small pipeline: ``applied("wan", memory="1MiB", **options)`` gives it and its budget.
+
+    At the end of the test it is removed, and is then as the plain one, bit for bit.
+    """
+    pytest.importorskip("transformers")
+    import pipelines
+
+    from chunkflow_compile import apply, remove
+
+    made: list[tuple[str, Any]] = []
+
+    def start(name: str = "wan", memory: int | str = "1MiB", **options: Any) -> tuple[Any, Any]:
+        pipe = pipelines.small_pipeline(name)
+        assert apply(pipe, memory=memory, **{**pipelines.EAGER, **options}) is pipe
+        made.append((name, pipe))
+        return pipe, pipelines.budget_of(pipe)
+
+    yield start
+    for name, pipe in made:
+        assert remove(pipe) is pipe and pipelines.is_plain(pipe)
+        assert pipelines.same_weights(pipe, pipelines.plain(name))
+
+
+@pytest.fixture
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
         yield

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from conftest import WITHIN
 
-from chunkflow_compile.runtime.drive_runs import Item, Order, OwnRun
-from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading, Start
+from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
+from chunkflow_compile.runtime.read_thread import Order
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.shared_ring import SharedRing
 from chunkflow_compile.weights.source import DriveBytes, WeightFile
@@ -41,45 +41,45 @@ class Event:
         assert self._reached.wait(WITHIN)
 
 
-def cycle_of(file: WeightFile, spans: list[tuple[int, int]]) -> list[tuple[tuple[str, int, int], DriveBytes]]:
-    return [((str(i), 0, 1), DriveBytes(file, begin, size)) for i, (begin, size) in enumerate(spans)]
+def cycle_of(file: WeightFile, spans: Sequence[tuple[int, int]]) -> list[DriveBytes]:
+    return [DriveBytes(file, begin, size) for begin, size in spans]
 
 
 class Rank:
     """A rank: its reader, and its own opening of the file."""
 
     def __init__(self, number: int, ring: SharedRing, path: str, spans: Sequence[tuple[int, int]], pin: Any) -> None:
-        self.number, self.ring, self.spans = number, ring, spans
+        self.number, self.ring = number, ring
         self.file = WeightFile(Descriptor(os.open(path, os.O_RDONLY)), "the file")
-        self.cycle = cycle_of(self.file, [*spans])
+        self.cycle = cycle_of(self.file, spans)
         self.reader = ReadAhead(pin)
         self.calls = 0
         self.place = 0
         self.torn = 0  # copies whose bytes changed before they ended
 
-    def start(self, first: int = 0, begin: int = 0, plan: object = None) -> None:
+    def start(self, first: int = 0, begin: int = 0, plan: str = "") -> None:
         """A cold start, as one call: it fetches the ``first`` reads of the cycle before those from ``begin`` on."""
         self.calls += 1
-        order = Order(self.cycle[:first], self.cycle, begin)
-        self.reader.restart(order, start=Start((self.calls, 0), self.ring, plan))
-        for item in order.first:
-            self.copy(item)
+        order = Order(self.cycle[:first], self.cycle, begin, plan)
+        self.reader.reset(order, call=(self.calls, 0), ring=self.ring)
+        for source in order.first:
+            self.copy(source)
         self.place = begin
 
     def call(self) -> None:
         self.calls += 1
-        self.reader.goes_on((self.calls, 0))
+        self.reader.on_call((self.calls, 0))
 
-    def copy(self, item: Item, event: Event | None = None) -> Callable[[], None]:
+    def copy(self, source: DriveBytes, event: Event | None = None) -> Callable[[], None]:
         """``event``: when the copy ends, which reads the bytes until then.  Returns a function that ends it."""
-        reading = Reading(self.reader, *item)
-        values, _ = reading.take()
-        offset, size = self.spans[int(item[0][0])]
-        assert bytes(values.tolist()) == CONTENT[offset : offset + size]
-        reading.free(event)
+        reading = Reading(self.reader, source)
+        values, _ = reading.acquire()
+        expected = CONTENT[source.offset : source.offset + source.nbytes]
+        assert bytes(values.tolist()) == expected
+        reading.release(event)
 
         def end() -> None:
-            self.torn += bytes(values.tolist()) != CONTENT[offset : offset + size]
+            self.torn += bytes(values.tolist()) != expected
             if event is not None:
                 event.reach()
 
@@ -87,9 +87,9 @@ class Rank:
 
     def begin_copy(self) -> tuple[torch.Tensor, Event]:
         """The bytes that the next copy reads, and the event that ends it."""
-        late, reading = Event(), Reading(self.reader, *self.cycle[self.place])
-        values, _ = reading.take()
-        reading.free(late)
+        late, reading = Event(), Reading(self.reader, self.cycle[self.place])
+        values, _ = reading.acquire()
+        reading.release(late)
         self.place = (self.place + 1) % len(self.cycle)
         return values, late
 
@@ -100,7 +100,7 @@ class Rank:
 
     @property
     def alone(self) -> bool:
-        return isinstance(self.reader._live.run, OwnRun) and self.number > 0
+        return not self.reader.joined and self.number > 0
 
 
 @contextmanager
@@ -118,7 +118,6 @@ def ranks_of(
         finally:
             for rank in found:
                 rank.reader.close()
-    # A run that another one follows ends with its last copy, for which closing does not wait.
     eventually(lambda: not [t for t in threading.enumerate() if t.name == "chunkflow-read-ahead"])
 
 

@@ -113,8 +113,8 @@ class FakeCuda:
     def trim(self) -> None:
         self.calls["trim"] += 1
 
-    def keep(self, memory: torch.Tensor, stream: FakeStream) -> None:
-        self.calls["keep"] += 1
+    def record_stream(self, memory: torch.Tensor, stream: FakeStream) -> None:
+        self.calls["record_stream"] += 1
 
     def abandon(self, memory: torch.Tensor) -> None:
         self.calls["abandon"] += 1

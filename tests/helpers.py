@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,6 +25,8 @@ from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 
+Module = TypeVar("Module", bound=nn.Module)
+
 # Projections of 1 MiB.  Tests that compile a model with Inductor share this size, and so its compiled kernels.
 WIDE = Size(layers=2, heads=8, head_dim=64, frames=1, height=16, width=16, text=16)
 
@@ -37,6 +40,26 @@ class Scaled(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * self.scale
+
+
+def twins(make: Callable[[], Module]) -> tuple[Module, Module]:
+    """Two models of the same weights, of which one is for ChunkFlow and one stays as it is."""
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    return model.eval(), make().eval()
+
+
+def check_steps(run: Any, twin: Any, steps: int, shape: Sequence[int] = (4, 8)) -> None:
+    """Steps with new inputs each give what the twin gives, bit for bit."""
+    for _ in range(steps):
+        x = torch.randn(shape)
+        assert torch.equal(run(x), twin(x))
+
+
+def on_card(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same inputs, with the tensors on the GPU."""
+    return {name: value.cuda() if torch.is_tensor(value) else value for name, value in inputs.items()}
 
 
 def graphs() -> int:
@@ -206,30 +229,6 @@ class Coalesced(nn.Module):
         hidden = self.up(x)
         first, second = funcol.all_reduce_coalesced([hidden, hidden * 2], "sum", dist.group.WORLD)
         return self.down(first - second)
-
-
-def flux_with_controlnet(components: dict[str, Any]) -> Any:
-    """A FLUX pipeline of these components and a small ControlNet."""
-    from diffusers import FluxControlNetModel, FluxControlNetPipeline
-
-    torch.manual_seed(6)
-    control = FluxControlNetModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=2,
-        attention_head_dim=16,
-        num_attention_heads=4,
-        joint_attention_dim=64,
-        pooled_projection_dim=64,
-        guidance_embeds=True,
-        axes_dims_rope=(4, 4, 8),
-    ).eval()
-    for parameter in control.parameters():  # its last layers begin as zeros
-        parameter.data = 0.05 * torch.randn(parameter.shape)
-    pipe = FluxControlNetPipeline(**components, controlnet=control)
-    pipe.set_progress_bar_config(disable=True)
-    return pipe
 
 
 class Terminal(io.StringIO):

@@ -6,20 +6,17 @@ import copy
 import random
 import weakref
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from random_programs import Bench, Choices, Layer, Spec, Tenant, choices, random_plan
+from random_programs import Bench, Choices, Layer, Runs, Spec, choices, random_plan
 
 from chunkflow_compile.lowering.lower import lower_regions
-from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Call, Cycle, join, write
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.runtime.arena import Arena, Binding, Occupancy
+from chunkflow_compile.runtime.arena import Arena, SlotState
 from chunkflow_compile.runtime.executor import Executor
-from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
 
 Turn = tuple[Program, torch.Tensor]
 _RNG = random.Random(0)
@@ -47,15 +44,14 @@ cycles: st.SearchStrategy[Drawn] = st.tuples(
 )
 
 
-class CycleBench:
+class CycleBench(Runs):
     """A cycle of random models, with its weights."""
 
     def __init__(self, drawn: Drawn) -> None:
+        super().__init__()
         found, order, shared, self.chosen = drawn
         self.benches = [Bench(spec) for spec in found]
         self.of = [self.benches[i % len(found)] for i in order]
-        self.weights: dict[str, torch.Tensor] = {}
-        self.tenants: list[Tenant] = []
         calls = []
         for number, bench in enumerate(self.of):
             prefix = f"{self.benches.index(bench)}." if shared else f"{number}."
@@ -64,12 +60,12 @@ class CycleBench:
             calls.append(Call(bench.cut, names, {}))
         self.calls = calls
         self.cycle = write(calls, random_plan(join(calls), self.chosen, inside=True))
-        self.occupancies = weakref.WeakKeyDictionary[Arena, Occupancy]()
+        self.states = weakref.WeakKeyDictionary[Arena, SlotState]()
 
     def running(self, cycle: Cycle) -> CycleBench:
         """The bench for another cycle of the same calls, such as a mutated one."""
         other = copy.copy(self)
-        other.cycle, other.occupancies = cycle, weakref.WeakKeyDictionary()
+        other.cycle, other.states = cycle, weakref.WeakKeyDictionary()
         return other
 
     def turns(self, jumps: float, count: int) -> list[Turn]:
@@ -88,29 +84,9 @@ class CycleBench:
         number = {id(call): i for i, call in enumerate(self.cycle.calls)}
         return [self.of[number[id(program)]].model(x) for program, x in turns]
 
-    def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
-        self.tenants.append(Tenant(plan))
-        arena.join(self.tenants[-1])
-        return arena.reserve(plan.arena_bytes)
-
     def executor(self, program: Program, arena: Arena) -> Executor:
-        """An executor of a call that poisons evicted weights.  The slots are full of NaN before the first call."""
-        cycle = self.cycle
-        memory = self.join(arena, cycle.plan)
-        if arena.holder is None:
-            memory.fill_(255)
-        streamed = {w.name: w for w in cycle.plan.streamed}
-        slots = {n: slot_bytes(memory, w.offset or 0, w.nbytes) for n, w in streamed.items()}
-        values = {
-            n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in program.weight_inputs
-        }
-        marks = arrivals(cycle)
-        occupancy = self.occupancies.setdefault(arena, Occupancy(arena.streams, len(marks.marked)))
-        hosts = {n: flat_bytes(self.weights[n]) for n in slots}
-        binding = Binding(arena, values, slots, hosts, occupancy, marks)
-        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=cycle)
-
-    def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
-        names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
-        nodes = program.module.graph.find_nodes(op="placeholder")
-        return [self.weights[names[n.name]] if n.name in names else x for n in nodes]
+        """An executor of a call that poisons evicted weights."""
+        marks = arrivals(self.cycle)
+        state = self.states.setdefault(arena, SlotState(arena.streams, len(marks.marked)))
+        binding = self.bind(arena, self.cycle.plan, program.weight_inputs, state, marks)
+        return Executor(program, lower_regions(program, "eager", {}), binding, poison=True, cycle=self.cycle)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -159,13 +159,45 @@ def traced(spec: Spec) -> tuple[RandomModel, torch.Tensor, Cut]:
     return model, x, make_cut(trace(model, {"x": x}, 0), 1)
 
 
-class Bench:
+class Runs:
+    """Weights, and the programs on them: what runs them in an arena of a test.
+
+    ``weights``: by their names in the programs.
+    """
+
+    def __init__(self) -> None:
+        self.weights: dict[str, torch.Tensor] = {}
+        self.tenants: list[Tenant] = []
+
+    def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
+        """The arena's memory, for as long as this lives."""
+        self.tenants.append(Tenant(plan))
+        arena.join(self.tenants[-1])
+        return arena.reserve(plan.arena_bytes)
+
+    def bind(self, arena: Arena, plan: Plan, names: Iterable[str], *more: Any) -> Binding:
+        """The memory of a program that reads the weights of these names.  The slots are full of NaN before its first step."""
+        memory = self.join(arena, plan)
+        if arena.holder is None:
+            memory.fill_(255)
+        slots = {w.name: slot_bytes(memory, w.offset or 0, w.nbytes) for w in plan.streamed}
+        values = {n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in names}
+        return Binding(arena, values, slots, {n: flat_bytes(self.weights[n]) for n in slots}, *more)
+
+    def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
+        """The inputs of the traced graph: the activation, and a placeholder for each weight."""
+        names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
+        nodes = program.module.graph.find_nodes(op="placeholder")
+        return [self.weights[names[n.name]] if n.name in names else x for n in nodes]
+
+
+class Bench(Runs):
     """A traced model with its weights, for programs of any plan."""
 
     def __init__(self, spec: Spec) -> None:
+        super().__init__()
         self.model, self.x, self.cut = traced(spec)
         torch.manual_seed(spec.seed + 1)  # the same inputs whether the trace is cached or not
-        self.tenants: list[Tenant] = []
         self.weights = {name: p.detach() for name, p in self.model.named_parameters(remove_duplicate=False)}
 
     @property
@@ -182,35 +214,10 @@ class Bench:
         """The outputs of the model itself."""
         return [self.model(x) for _, x in turns]
 
-    def join(self, arena: Arena, plan: Plan) -> torch.Tensor:
-        """The arena's memory, for as long as the bench lives."""
-        self.tenants.append(Tenant(plan))
-        arena.join(self.tenants[-1])
-        return arena.reserve(plan.arena_bytes)
-
     def executor(self, program: Program, arena: Arena) -> Executor:
-        """An executor that poisons evicted weights.  The slots are full of NaN before its first step."""
-        plan = program.plan
-        memory = self.join(arena, plan)
-        if arena.holder is None:
-            memory.fill_(255)
-        values, slots, hosts = {}, {}, {}
-        for weight in plan.weights:
-            host = self.weights[weight.name]
-            if weight.offset is None:
-                values[weight.name] = host
-                continue
-            slots[weight.name] = slot = slot_bytes(memory, weight.offset, weight.nbytes)
-            hosts[weight.name] = flat_bytes(host)
-            values[weight.name] = as_weight(slot, host)
-        binding = Binding(arena, values, slots, hosts)
+        """An executor that poisons evicted weights."""
+        binding = self.bind(arena, program.plan, (w.name for w in program.plan.weights))
         return Executor(program, lower_regions(program, "eager", {}), binding, poison=True)
-
-    def arguments(self, program: Program, x: torch.Tensor) -> list[Any]:
-        """The inputs of the traced graph: the activation, and a placeholder for each weight."""
-        names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
-        nodes = program.module.graph.find_nodes(op="placeholder")
-        return [self.weights[names[n.name]] if n.name in names else x for n in nodes]
 
 
 def random_plan(problem: Problem, chosen: Choices, inside: bool = False) -> Plan:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from conftest import OPTIONS
-from helpers import Stack
+from helpers import Stack, check_steps
 from torch import nn
 
 from chunkflow_compile import programs, restore
@@ -38,12 +38,10 @@ def assert_survives(model: nn.Module, twin: nn.Module, **options: object) -> Non
     assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
     torch._dynamo.reset()
     again = compiled(model, **options)
-    for _ in range(3):
-        x = torch.randn(4, 8)
-        assert torch.equal(again(x), twin(x))
+    check_steps(again, twin, 3)
     assert programs(model)[-1].measurements[-1].moved_bytes > 0
     restore(model)
-    assert torch.equal(model(x), twin(x))
+    check_steps(model, twin, 1)
 
 
 def goes_on(model: nn.Module, twin: nn.Module, run: nn.Module) -> None:

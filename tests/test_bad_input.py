@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers import Stack
 from torch import nn
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
-from chunkflow_compile import ChunkflowError, offload, programs, restore
+from chunkflow_compile import ChunkflowError, compile, offload, programs, restore
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 
 
@@ -28,37 +29,96 @@ def run(model: nn.Module, x: torch.Tensor | None = None, fullgraph: bool = True,
     return compiled(torch.randn(4, 8) if x is None else x)
 
 
-def assert_untouched(model: nn.Module) -> None:
-    twin = stack()
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
-    x = torch.randn(4, 8)
-    assert torch.equal(model(x), twin(x))
+def stack_of(device: str) -> Stack:
+    with torch.device(device):
+        return Stack()
 
 
-@pytest.mark.parametrize(
-    ("options", "sentence"),
-    [
-        ({"memmory": "8GiB"}, r"Unknown option 'memmory'; did you mean 'memory'"),
-        ({"policy": "fast"}, r"policy='fast' is unknown; use one of resident, layerwise, layerwise-barrier, "),
-        ({"memory": "8 pounds"}, r"memory='8 pounds' is not a size: give bytes, or a text such as '8GiB'"),
-        ({"slowdown": 0.9}, r"slowdown=0.9 is below 1"),
-        ({"slowdown": "fast"}, r"slowdown must be a number of at least 1, not 'fast'"),
-        ({"memory": 1 << 20, "slowdown": 1.1}, r"Give memory or slowdown, not both"),
-        ({"hardware": "h300"}, r"no hardware profile 'h300': use one of cpu, h100-nvlink, h100-pcie-x2, "),
-        ({"chunk_bytes": 0}, r"chunk_bytes must be a whole number of at least 256, not 0"),
-        ({"chunk_bytes": 1000}, r"chunk_bytes=1000 must be a multiple of 256.*use 768"),
-        ({"min_bytes": "1MiB"}, r"min_bytes must be a whole number"),
-        ({"inductor": {"freezing": True}}, r"freezing turns weights into constants"),
-        ({"inductor": {"max_autotun": True}}, r"Unknown Inductor option 'max_autotun'.*did you mean 'max_autotune'"),
-        ({"inductor": {"triton.cudagraphs": True}}, r"would double the streamed weights"),
-        ({"memory": 4096}, r"memory=4096 bytes is too little: the program needs (\d+) bytes.*Give memory=\1 or more"),
-    ],
-)
-def test_options_are_checked_before_any_weight_moves(options: dict[str, Any], sentence: str, no_grad: None) -> None:
-    model = stack()
+def frozen(model: nn.Module) -> None:
+    with torch._inductor.config.patch(freezing=True):
+        run(model)
+
+
+def placed_inputs(model: nn.Module) -> None:
+    try:
+        run(offload(model, min_bytes=4096), torch.randn(4, 8, device="meta"))
+    finally:
+        restore(model)
+
+
+def compiled_before(part: Callable[[Any], nn.Module]) -> Callable[[Any], Any]:
+    def call(model: Any) -> Any:
+        part(model).compile(backend="eager")
+        return compile(model)
+
+    return call
+
+
+def twice(function: Callable[..., Any], **options: Any) -> Callable[[Any], Any]:
+    """Restored between both, so that the test finds it as it was."""
+
+    def call(model: Any) -> Any:
+        try:
+            function(function(model, min_bytes=64, **options), **options)
+        finally:
+            restore(model)
+
+    return call
+
+
+def given(**options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: run(model, **options)
+
+
+def by_kind(**options: Any) -> Callable[[nn.Module], Any]:
+    return lambda model: compile(model, **options)
+
+
+REFUSED: list[tuple[Callable[[Any], Any], str]] = [
+    (given(memmory="8GiB"), r"Unknown option 'memmory'; did you mean 'memory'"),
+    (given(policy="fast"), r"policy='fast' is unknown; use one of resident, layerwise, layerwise-barrier, "),
+    (given(memory="8 pounds"), r"memory='8 pounds' is not a size: give bytes, or a text such as '8GiB'"),
+    (given(slowdown=0.9), r"slowdown=0.9 is below 1"),
+    (given(slowdown="fast"), r"slowdown must be a number of at least 1, not 'fast'"),
+    (given(memory=1 << 20, slowdown=1.1), r"Give memory or slowdown, not both"),
+    (given(hardware="h300"), r"no hardware profile 'h300': use one of cpu, h100-nvlink, h100-pcie-x2, "),
+    (given(chunk_bytes=0), r"chunk_bytes must be a whole number of at least 256, not 0"),
+    (given(chunk_bytes=1000), r"chunk_bytes=1000 must be a multiple of 256.*use 768"),
+    (given(min_bytes="1MiB"), r"min_bytes must be a whole number"),
+    (given(disable=["verfy"]), r"no pass 'verfy' that can be disabled; did you mean 'verify'"),
+    (given(disable="verify"), r"disable='verify' must be a list of names"),
+    (given(inductor={"freezing": True}), r"freezing turns weights into constants"),
+    (given(inductor={"max_autotun": True}), r"Unknown Inductor option 'max_autotun'.*did you mean 'max_autotune'"),
+    (given(inductor={"triton.cudagraphs": True}), r"would double the streamed weights"),
+    (given(memory=4096), r"memory=4096 bytes is too little: the program needs (\d+) bytes.*Give memory=\1 or more"),
+    (frozen, r"freezing turns weights"),
+    (torch.enable_grad()(run), r"inference only.*torch.no_grad\(\)"),
+    (placed_inputs, r"placed for cpu, but argument 0 is on meta: move it to cpu"),
+    (lambda model: torch.compile(model, backend="chunkflow", mode="fastest")(torch.randn(4, 8)), r"(?i)mode"),
+    (twice(offload), r"offloaded already"),
+    (lambda _: offload(stack_of("meta")), r"meta device, without values"),
+    (by_kind(memry=3), r"Unknown option 'memry'; did you mean 'memory'"),
+    (by_kind(mode="reduce-overhead"), r"use mode 'max-autotune-no-cudagraphs'"),
+    (by_kind(mode="fast"), r"Unknown mode 'fast'"),
+    (by_kind(dynamic="yes"), r"dynamic='yes' must be True"),
+    (by_kind(options={"memory": "1GiB"}), r"options is an argument of torch.compile"),
+    (lambda _: compile(lambda x: x), r"takes a torch.nn.Module, not function"),  # type: ignore[arg-type]
+    (compiled_before(lambda model: model), r"This model is compiled already"),
+    (compiled_before(lambda model: model.blocks[0]), r"A part of this model is compiled already"),
+    (twice(compile, lowering="eager"), r"compiled already: call the model as it is"),
+    (lambda model: twice(compile, dtype=torch.bfloat16)(offload(model, min_bytes=64)), r"placed already, so dtype"),
+]
+
+
+@pytest.mark.parametrize(("call", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
+def test_what_is_refused_leaves_the_model_as_it_was(call: Callable[[Any], Any], sentence: str, no_grad: None) -> None:
+    model, twin, x = stack(), stack(), torch.randn(4, 8)
     with pytest.raises(Exception, match=sentence):
-        run(model, **options)
-    assert_untouched(model)
+        call(model)
+    assert all(
+        type(p) is type(q) and torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True)
+    )
+    assert not programs(model) and torch.equal(model(x), twin(x))
 
 
 def test_the_floor_that_the_error_names_is_enough(no_grad: None) -> None:
@@ -98,18 +158,6 @@ def test_a_plan_is_run_on_the_model_that_it_was_made_for_alone(tmp_path: Path, n
         run(other, x, plan=str(file))
 
 
-def test_an_unknown_mode_names_the_known_ones(no_grad: None) -> None:
-    with pytest.raises(Exception, match=r"(?i)mode"):
-        torch.compile(stack(), backend="chunkflow", mode="fastest")(torch.randn(4, 8))
-
-
-def test_inductor_freezing_by_configuration_is_refused(no_grad: None) -> None:
-    model = stack()
-    with torch._inductor.config.patch(freezing=True), pytest.raises(Exception, match="freezing turns weights"):
-        run(model)
-    assert_untouched(model)
-
-
 def test_inductor_options_of_the_user_reach_the_regions(no_grad: None) -> None:
     model, twin, x = stack(), stack(), torch.randn(4, 8)
     seen: list[int] = []
@@ -124,31 +172,6 @@ def test_inductor_options_of_the_user_reach_the_regions(no_grad: None) -> None:
     options = {"post_grad_custom_post_pass": CountsNodes(), "cpp.simdlen": 1}
     torch.testing.assert_close(run(model, x, inductor=options), twin(x))
     assert len(seen) == 3, "embedding, block and head are lowered once each"
-
-
-def test_gradients_are_refused() -> None:
-    model = stack()
-    with pytest.raises(Exception, match=r"inference only.*torch.no_grad\(\)"):
-        run(model)
-    assert_untouched(model)
-
-
-def test_inputs_on_another_device_are_named(no_grad: None) -> None:
-    model = stack()
-    offload(model, min_bytes=4096)
-    with pytest.raises(Exception, match=r"placed for cpu, but argument 0 is on meta: move it to cpu"):
-        run(model, torch.randn(4, 8, device="meta"))
-    restore(model)
-    assert_untouched(model)
-
-
-def test_offload_refuses_what_it_cannot_place() -> None:
-    model = stack()
-    offload(model)
-    with pytest.raises(ChunkflowError, match="offloaded already"):
-        offload(model)
-    with torch.device("meta"), pytest.raises(ChunkflowError, match="meta device, without values"):
-        offload(Stack())
 
 
 def test_a_weight_that_forward_changes_stays(no_grad: None) -> None:

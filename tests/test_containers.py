@@ -78,7 +78,7 @@ def test_a_user_without_an_account_or_home() -> None:
     assert "This user has no home folder: set HOME or XDG_CACHE_HOME" in "".join(found)
 
 
-@pytest.mark.parametrize("what", ["a file", "in a file"])
+@pytest.mark.parametrize("what", ["in a file", pytest.param("a file", marks=pytest.mark.long)])
 def test_a_cache_folder_that_cannot_be_made(what: str, tmp_path: Path) -> None:
     """torch's compiler cannot be imported with it."""
     (tmp_path / "taken").touch()

@@ -67,6 +67,17 @@ def test_every_command_is_described() -> None:
     assert [name for name in COMMANDS if f"\n| `chunkflow {name}` |" not in api] == []
 
 
+def test_a_change_is_in_few_files() -> None:
+    """Each row of the table says where, in at most three files of the product, which exist."""
+    table = (ROOT / "docs" / "architecture.md").read_text().split("## Where to change what")[1]
+    rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) > 20
+    for change, where in rows:
+        files = set(re.findall(r"`([\w/]+\.py)`", where))
+        assert len(files) <= 3, change
+        assert all((ROOT / f).exists() or (ROOT / "chunkflow_compile" / f).exists() for f in files), (change, files)
+
+
 @pytest.mark.parametrize("script", sorted((ROOT / "docs" / "benchmarks").glob("*.py")), ids=lambda path: path.stem)
 def test_a_benchmark_can_be_loaded(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it imports is there; to run it takes minutes."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from helpers import Stack, UlyssesStack
+from helpers import Stack, UlyssesStack, on_card
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
@@ -58,7 +58,7 @@ def resident(model: nn.Module, **options: Any) -> Any:
 
 def check_moved(model: nn.Module, steps: int) -> None:
     session = programs(model)[0]
-    session.executor.intact_slots()
+    session.executor.device.copy.synchronize()
     primed = sum(m.primed_bytes for m in session.measurements)
     assert session.plan.moved_bytes > 0 and len(session.measurements) == steps
     assert session.executor.traffic.copied_bytes == session.plan.moved_bytes * steps + primed
@@ -302,12 +302,12 @@ def test_steps_equal_those_with_all_weights_on_the_device(family: str, options: 
 
     def outputs() -> list[torch.Tensor]:
         given = (small_inputs(family, size, step) for step in range(5))
-        return [run(**{k: v.cuda() if torch.is_tensor(v) else v for k, v in each.items()})[0].clone() for each in given]
+        return [run(**on_card(each))[0].clone() for each in given]
 
     got = outputs()
     check_moved(model, 5)
     session = programs(model)[0]
-    session.choice.code = session.code.remade(policy="resident", memory=None)
+    session.current.code = session.code.remade(policy="resident", memory=None)
     want = outputs()
     assert programs(model)[0].plan.moved_bytes == 0
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))

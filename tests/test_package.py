@@ -88,7 +88,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment / "bin" / "python"
 
 
-@pytest.mark.parametrize("first", ["chunkflow_compile", "torch._dynamo; torch._dynamo.list_backends()"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "torch._dynamo; torch._dynamo.list_backends()",
+        pytest.param("chunkflow_compile", marks=pytest.mark.long),  # as the tests of the stand-in run
+    ],
+)
 def test_a_source_tree_brings_the_backend(bare: Path, tmp_path: Path, first: str) -> None:
     """Imported before torch has looked for backends, and after that."""
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

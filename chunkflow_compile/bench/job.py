@@ -81,13 +81,13 @@ class Job:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmSteps:
+class ArmRun:
     """The steps of one arm on one rank.
 
     ``settings``: the calls that make the arm.  ``steps_s``: seconds of a step in each turn.  ``host_s``: seconds until a call
     returned, in each turn.  ``peak_bytes``: peak of the device's allocator in the steps of a turn, with their inputs and
     outputs and without the bytes of other arms; None on the CPU.  ``difference``: largest difference from the outputs of
-    the resident arm, over their largest value; None without that arm.
+    the resident arm, over their largest value; None without that arm.  ``program``: None for a peer.
     """
 
     settings: str
@@ -95,14 +95,14 @@ class ArmSteps:
     host_s: tuple[float, ...]
     peak_bytes: int | None
     difference: float | None
+    program: ProgramRun | None
 
 
 @dataclass(frozen=True, kw_only=True)
-class ArmRun(ArmSteps):
-    """The steps of an arm that runs ChunkFlow.
+class ProgramRun:
+    """The program of an arm that runs ChunkFlow.
 
-    ``folder``: the dump of its program.  ``predicted``: its program, simulated with the times of the resident arm in
-    the same run.
+    ``folder``: its dump.  ``predicted``: its step, simulated with the times of the resident arm in the same run.
     """
 
     plan: Plan
@@ -115,13 +115,11 @@ class ArmRun(ArmSteps):
 class RankRun:
     """The result of a rank.
 
-    ``arms``: the arms that run ChunkFlow; ``peers``: the others.  ``total_bytes``: bytes of all weights.  ``link``: the
-    accuracy of the emulated link.  ``load``: the load that set its bandwidth, None if the bandwidth was passed.
-    ``machine``: name of the device.
+    ``total_bytes``: bytes of all weights.  ``link``: the accuracy of the emulated link.  ``load``: the load that set its
+    bandwidth, None if the bandwidth was passed.  ``machine``: name of the device.
     """
 
     arms: Mapping[str, ArmRun]
-    peers: Mapping[str, ArmSteps]
     total_bytes: int
     link: LinkError | None
     load: LinkLoad | None

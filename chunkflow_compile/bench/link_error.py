@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -46,10 +46,5 @@ def chain(port: Port, lane: LaneName, count: int) -> float:
 
 def together(port: Port, count: int) -> float:
     """Bytes/s of all lanes in sum, while all of them send."""
-    rates: dict[str, float] = {}
-    threads = [threading.Thread(target=lambda n=n: rates.update({n: chain(port, n, count)})) for n in LANES]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    return sum(rates.values())
+    with ThreadPoolExecutor(len(LANES)) as threads:
+        return sum(threads.map(lambda lane: chain(port, lane, count), LANES))

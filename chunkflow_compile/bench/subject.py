@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from chunkflow_compile.models.presets import PRESETS, preset
 from chunkflow_compile.models.small import small_inputs, small_model
@@ -23,7 +24,7 @@ def build(job: Job, device: torch.device) -> tuple[nn.Module, Callable[[int], di
     """
     torch.manual_seed(0)
     model, inputs = _model_and_inputs(job, device)
-    return _split(job, model.to(device)), lambda step: _on(device, inputs(step))
+    return _split(job, model.to(device)), lambda step: tree_map_only(torch.Tensor, lambda t: t.to(device), inputs(step))
 
 
 def build_on_host(job: Job, weights: Mapping[str, torch.Tensor]) -> nn.Module:
@@ -58,10 +59,6 @@ def first(output: Any) -> torch.Tensor:
 def _split(job: Job, model: nn.Module) -> nn.Module:
     splits = job.ranks > 1 and hasattr(model, "enable_parallelism")
     return enable_ulysses(model, job.ranks) if splits else model
-
-
-def _on(device: torch.device, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
 
 
 def _inputs_of_step(inputs: Mapping[str, Any], step: int) -> dict[str, Any]:

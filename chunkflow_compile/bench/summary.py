@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import median, quantiles
 
 from chunkflow_compile.models.presets import PRESETS
-from chunkflow_compile.report.record import SCHEMA, ArmRecord, ComparisonRecord, seconds, size, table
+from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json, seconds, size, table
+from chunkflow_compile.runtime.measurement import StepMeasurement
 
-from .job import RESIDENT, ArmRun, ArmSteps, Job, RankRun
+from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link_error import LinkError
 from .link_load import LinkLoad
 
@@ -64,56 +64,42 @@ class BenchRecord:
         return [a / b for a, b in zip(self.steps_s[arm], self.steps_s[base], strict=True)]
 
     def to_json(self) -> str:
-        body = {
-            "schema": SCHEMA,
-            "model": self.record.model,
-            "degree": self.record.degree,
-            "arms": {n: asdict(a) for n, a in self.record.arms.items()},
-            "settings": self.settings,
-            "predicted": {n: asdict(a) for n, a in self.predicted.items()},
-            "steps_s": self.steps_s,
-            "quartiles_s": self.quartiles_s,
-            "to_resident": {n: self.ratio(n, RESIDENT) for n in self.steps_s} if RESIDENT in self.steps_s else None,
-            "collective_inflation": self.inflation,
-            "host_s": self.host_s,
-            "copy_rate": self.copy_rate,
-            "peak_bytes": self.peak_bytes,
-            "difference": self.difference,
-            "link": None if self.link is None else asdict(self.link),
-            "load": None if self.load is None else asdict(self.load),
-            "steps": self.steps,
-            "machine": self.machine,
-        }
-        return json.dumps(body, indent=1) + "\n"
+        body = {name: value for name, value in asdict(self).items() if name not in ("record", "inflation")}
+        record = self.record.body
+        return as_json(
+            {
+                **{name: record[name] for name in ("schema", "model", "degree", "arms")},
+                **body,
+                "quartiles_s": self.quartiles_s,
+                "to_resident": {n: self.ratio(n, RESIDENT) for n in self.steps_s} if RESIDENT in self.steps_s else None,
+                "collective_inflation": self.inflation,
+                "steps": self.steps,
+            }
+        )
 
 
 def summarise(job: Job, ranks: Sequence[RankRun]) -> BenchRecord:
     """The record of a job: medians over the steps, of the slowest rank."""
-    names = list(ranks[0].arms)
-    runs = {name: [rank.arms[name] for rank in ranks] for name in names}
+    arms = {name: [rank.arms[name] for rank in ranks] for name in ranks[0].arms}
+    ran = {name: [run.program for run in arm if run.program is not None] for name, arm in arms.items()}
+    programs = {name: found for name, found in ran.items() if found}
     total = ranks[0].total_bytes
-    base = _collective_seconds(runs[RESIDENT]) if RESIDENT in runs else None
-    peers = {name: [rank.peers[name] for rank in ranks] for name in ranks[0].peers}
-    everyone: Mapping[str, Sequence[ArmSteps]] = {**runs, **peers}
-    steps = {name: tuple(max(s) for s in zip(*(r.steps_s for r in arm), strict=True)) for name, arm in everyone.items()}
-    measured = {name: _measured_record(arm, total) for name, arm in runs.items()}
-    measured |= {name: _peer(arm, total) for name, arm in peers.items()}
-    record = ComparisonRecord(model=_title(job), degree=job.ranks, arms=measured)
+    base = _collective_seconds(programs[RESIDENT]) if RESIDENT in programs else None
+    measured = {name: _measured_record(arm, ran[name], total) for name, arm in arms.items()}
+    links = [rank.link for rank in ranks if rank.link is not None]
     return BenchRecord(
-        record=record,
-        settings={name: arm[0].settings for name, arm in everyone.items()},
-        predicted={name: _predicted(arm, total) for name, arm in runs.items()},
-        steps_s=steps,
-        inflation={name: _collective_seconds(arm) / base - 1 if base else None for name, arm in runs.items()},
-        host_s={name: max(median(r.host_s) for r in arm) for name, arm in everyone.items()},
-        copy_rate={name: _copy_rate(arm) for name, arm in runs.items()},
-        peak_bytes={name: arm[0].peak_bytes for name, arm in everyone.items()},
-        difference={name: arm[0].difference for name, arm in everyone.items()},
-        link=max(
-            (r.link for r in ranks if r.link is not None),
-            key=lambda link: abs(link.shared / link.requested - 1),
-            default=None,
-        ),
+        record=ComparisonRecord(model=_title(job), degree=job.ranks, arms=measured),
+        settings={name: arm[0].settings for name, arm in arms.items()},
+        predicted={name: _predicted(found, total) for name, found in programs.items()},
+        steps_s={
+            name: tuple(max(s) for s in zip(*(r.steps_s for r in arm), strict=True)) for name, arm in arms.items()
+        },
+        inflation={name: _collective_seconds(found) / base - 1 if base else None for name, found in programs.items()},
+        host_s={name: max(median(r.host_s) for r in arm) for name, arm in arms.items()},
+        copy_rate={name: _copy_rate(found) for name, found in programs.items()},
+        peak_bytes={name: arm[0].peak_bytes for name, arm in arms.items()},
+        difference={name: arm[0].difference for name, arm in arms.items()},
+        link=max(links, key=lambda link: abs(link.shared / link.requested - 1), default=None),
         load=ranks[0].load,
         machine=ranks[0].machine,
     )
@@ -160,20 +146,17 @@ def bench_table(found: BenchRecord) -> str:
         columns["copied at"] = {n: "-" if r is None else f"{r / 1e9:.1f} GB/s" for n, r in found.copy_rate.items()}
         columns["differs by"] = {n: "-" if d is None else f"{d:.1e}" if d else "0" for n, d in found.difference.items()}
     columns["predicted step"] = {n: seconds(a.step_s) for n, a in found.predicted.items()}
-    columns["off"] = {n: _off(p.step_s, arms[n].step_s) for n, p in found.predicted.items()}
+    off = {n: p.step_s / s - 1 if p.step_s and (s := arms[n].step_s) else None for n, p in found.predicted.items()}
+    columns["off"] = {n: _percent(x) for n, x in off.items()}
     columns["predicted wait"] = {n: seconds(a.exposed_h2d_s) for n, a in found.predicted.items()}
     return table(found.record, columns)
-
-
-def _off(predicted: float | None, measured: float | None) -> str:
-    return f"{100 * (predicted / measured - 1):+.1f} %" if predicted and measured else "-"
 
 
 def _percent(share: float | None) -> str:
     return "-" if share is None else f"{100 * share:+.1f} %"
 
 
-def _copy_rate(ranks: Sequence[ArmRun]) -> float | None:
+def _copy_rate(ranks: Sequence[ProgramRun]) -> float | None:
     """Bytes/s while copies ran, with or without collectives beside them, of the slowest rank."""
     found = [
         sum(m.moved_bytes for m in rank.measurements) / seconds
@@ -183,35 +166,26 @@ def _copy_rate(ranks: Sequence[ArmRun]) -> float | None:
     return min(found, default=None)
 
 
-def _peer(ranks: Sequence[ArmSteps], total: int) -> ArmRecord:
-    return ArmRecord(
-        step_s=max(median(r.steps_s) for r in ranks),
-        exposed_h2d_s=None,
-        collective_s=None,
-        weights_device_bytes=None,
-        weights_total_bytes=total,
-        moved_bytes_per_step=None,
-        equal_to_resident=None,
-    )
+def _measured_record(ranks: Sequence[ArmRun], programs: Sequence[ProgramRun], total: int) -> ArmRecord:
+    """``programs``: of the ranks, none of a peer."""
+    record = ArmRecord(step_s=max(median(r.steps_s) for r in ranks), weights_total_bytes=total)
+    if not programs:
+        return record
 
+    def slowest(figure: Callable[[StepMeasurement], float]) -> float:
+        return max(median(map(figure, p.measurements)) for p in programs)
 
-def _measured_record(ranks: Sequence[ArmRun], total: int) -> ArmRecord:
-    def slowest(figure: Callable[[ArmRun], Sequence[float]]) -> float:
-        return max(median(figure(rank)) for rank in ranks)
-
-    plan = ranks[0].plan
-    return ArmRecord(
-        step_s=slowest(lambda r: r.steps_s),
-        exposed_h2d_s=slowest(lambda r: [m.exposed_h2d_s for m in r.measurements]),
-        collective_s=slowest(lambda r: [m.collective_s for m in r.measurements]),
-        weights_device_bytes=plan.device_bytes,
-        weights_total_bytes=total,
-        moved_bytes_per_step=plan.moved_bytes,
+    return replace(
+        record,
+        exposed_h2d_s=slowest(lambda m: m.exposed_h2d_s),
+        collective_s=slowest(lambda m: m.collective_s),
+        weights_device_bytes=programs[0].plan.device_bytes,
+        moved_bytes_per_step=programs[0].plan.moved_bytes,
         equal_to_resident=None if ranks[0].difference is None else all(r.difference == 0.0 for r in ranks),
     )
 
 
-def _predicted(ranks: Sequence[ArmRun], total: int) -> ArmRecord:
+def _predicted(ranks: Sequence[ProgramRun], total: int) -> ArmRecord:
     slow = max(ranks, key=lambda r: r.predicted.step_s)
     return ArmRecord(
         step_s=slow.predicted.step_s,
@@ -220,11 +194,10 @@ def _predicted(ranks: Sequence[ArmRun], total: int) -> ArmRecord:
         weights_device_bytes=slow.plan.device_bytes,
         weights_total_bytes=total,
         moved_bytes_per_step=slow.plan.moved_bytes,
-        equal_to_resident=None,
     )
 
 
-def _collective_seconds(ranks: Sequence[ArmRun]) -> float:
+def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:
     """Seconds of collectives in a step, each timed on the rank that reached it last, because the others waited."""
     found: list[float] = []
     for step in zip(*(r.measurements for r in ranks), strict=True):

@@ -11,18 +11,20 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean, median
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 from chunkflow_compile.hardware.contention import compute_slowdown
 from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import CPU, default_profile, load_profile
+from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -34,12 +36,11 @@ from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
-from .job import REHEARSAL, RESIDENT, ArmRun, ArmSteps, Job, RankRun
+from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
 from .link_error import LinkError, link_error
 from .link_load import LinkLoad
 from .pace import paced
 from .peers import OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
-from .stopwatch import Stopwatch
 from .subject import build, build_on_host, first
 
 T = TypeVar("T")
@@ -63,10 +64,37 @@ class Share(NamedTuple):
     copying: float
 
 
+@dataclass(frozen=True)
+class Peer:
+    """A model that does not run ChunkFlow.  ``held``: bytes that it keeps on the device."""
+
+    call: Callable[..., Any]
+    held: int
+
+
+@dataclass(eq=False)
+class RunningArm:
+    """An arm while it is measured: how it is called, and what its turns have shown so far.
+
+    ``settings``: the calls that make it.  ``code``: its program, None for a peer; planning again changes it.
+    ``outputs``: by step.
+    """
+
+    name: str
+    settings: str
+    code: Code | None = None
+    peer: Peer | None = None
+    steps_s: list[float] = field(default_factory=list)
+    host_s: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    measurements: list[StepMeasurement] = field(default_factory=list)
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
 class Turns:
     """One rank's part of a job."""
 
-    def __init__(self, job: Job, rank: int, progress: Any) -> None:
+    def __init__(self, job: Job, rank: int, progress: tqdm[NoReturn]) -> None:
         self.job = job
         self._began = time.monotonic()
         self._log = None if job.log is None or rank else Path(job.log)
@@ -75,14 +103,7 @@ class Turns:
         machine = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.hardware = machine
         self.profile = Path(job.folder) / f"hardware{rank}.json"
-        self.times: dict[str, list[float]] = {a.name: [] for a in job.arms}
-        self.host: dict[str, list[float]] = {a.name: [] for a in job.arms}
-        self.peaks: dict[str, int] = {}
-        self.measurements: dict[str, list[StepMeasurement]] = {a.name: [] for a in job.arms}
-        self.outputs: dict[str, dict[int, torch.Tensor]] = {a.name: {} for a in job.arms}
-        self.peers: dict[str, Callable[..., Any]] = {}
-        self.held: dict[str, int] = {}
-        self.settings: dict[str, str] = {}
+        self.arms: dict[str, RunningArm] = {}
 
     def run(self) -> RankRun:
         job = self.job
@@ -95,27 +116,26 @@ class Turns:
         self.progress.set_description("measure regions")
         timings = self._calibrate()
         self.progress.update()
-        codes = self._codes(timings)
+        self._make_programs(timings)
         self._make_peers()
-        resident = codes[RESIDENT].program.plan if RESIDENT in codes else None
         order = random.Random(job.seed)  # the same on every rank, because collectives need all ranks in the same arm
-        if REPLANNED in codes:
-            self._rehearse(codes)
-        arms = sorted(a.name for a in job.arms)
+        if (replanned := self.arms.get(REPLANNED)) is not None:
+            self._rehearse(replanned)
+        arms = sorted(self.arms.values(), key=lambda arm: arm.name)
         for begin in range(0, job.steps, job.turn):
             round_began = time.monotonic()
-            for name in order.sample(arms, len(arms)):
-                self._turn(name, codes, range(begin, min(begin + job.turn, job.steps)))
+            for arm in order.sample(arms, len(arms)):
+                self._turn(arm, range(begin, min(begin + job.turn, job.steps)))
             if self._out_of_time(time.monotonic() - round_began):
                 break
-        if resident is not None:  # timed in the same minutes as the arms: the machine's speed changes
-            timings = self._timings(resident, self.measurements[RESIDENT])
+        resident = self.arms.get(RESIDENT)
+        if resident is not None and resident.code is not None:
+            # timed in the same minutes as the arms: the machine's speed changes
+            timings = self._timings(resident.code.program.plan, resident.measurements)
             timings = replace(timings, compute_slowdown=self._slowdown())
-        total = self._session.program.problem.total_bytes
         return RankRun(
-            arms=self._results(codes, timings),
-            peers={arm.name: ArmSteps(**self._run(arm.name)) for arm in job.arms if arm.policy is None},
-            total_bytes=total,
+            arms={arm.name: self._result(self.arms[arm.name], timings) for arm in job.arms},
+            total_bytes=self._session.program.problem.total_bytes,
             link=link,
             load=load,
             machine=device_name(self.device),
@@ -161,13 +181,13 @@ class Turns:
         mine = [median(column) for column in zip(*(m.windows.compute_s for m in steps), strict=True)]
         compute_s = [fmean(column) for column in zip(*self._gather(mine), strict=True)]
         if job.pace is not None:
-            self._session.choice.code = paced(self._session.code, compute_s, job.pace)
+            self._session.current.code = paced(self._session.code, compute_s, job.pace)
         return None if job.load is None else LinkLoad(job.load, sum(compute_s), job.pace)
 
     def _emulate(self, link: LinkEmulation, load: LinkLoad | None) -> LinkError:
         """Emulate ``link`` from the next call on, with the bandwidth that ``load`` sets, and measure its accuracy."""
         self.progress.set_description("measure the link")
-        code = self._session.choice.code
+        code = self._session.current.code
         if load is not None:
             ports = self.job.ranks if link.shared else 1
             link = replace(link, bandwidth=ports * load.bandwidth(code.program.problem))
@@ -176,25 +196,28 @@ class Turns:
             slowdown = compute_slowdown(self.device, make_port(link), dist.barrier)
             self.hardware = replace(self.hardware, compute_slowdown=fmean(self._gather(slowdown)))
         made = code.remade(hardware=self.hardware)
-        self._session.choice.code = replace(made, kind=replace(code.kind, link=link))
+        self._session.current.code = replace(made, kind=replace(code.kind, link=link))
         return link_error(link)
 
     def _make_peers(self) -> None:
-        for arm in self.job.arms:
-            peer = peer_of(arm.name)
-            if arm.policy is None:
-                self.settings[arm.name] = describe_calls(peer_calls(peer, self.device.type))
-            if arm.policy is None and peer not in self.peers:
+        made = dict[str, Peer]()
+        for name in (arm.name for arm in self.job.arms if arm.policy is None):
+            peer = peer_of(name)
+            if peer not in made:
                 self.progress.set_description(f"{peer}: compile")
-                before = self._allocated()
-                offloaded = peer in OFFLOADED
-                model = (
-                    build_on_host(self.job, self.model.state_dict()) if offloaded else build(self.job, self.device)[0]
-                )
-                self.peers[peer] = make_peer(peer, model, self.device)
-                self.peers[peer](**self.inputs(0))
-                self.held[peer] = self._allocated() - before
-            self.progress.update(arm.policy is None)
+                made[peer] = self._peer(peer)
+            calls = describe_calls(peer_calls(peer, self.device.type))
+            self.arms[name] = RunningArm(name, calls, peer=made[peer])
+            self.progress.update()
+
+    def _peer(self, name: str) -> Peer:
+        """Build a peer, and call it once."""
+        before = self._allocated()
+        on_host = name in OFFLOADED
+        model = build_on_host(self.job, self.model.state_dict()) if on_host else build(self.job, self.device)[0]
+        call = make_peer(name, model, self.device)
+        call(**self.inputs(0))
+        return Peer(call, self._allocated() - before)
 
     def _calibrate(self) -> Timings:
         for step in range(CALIBRATION):
@@ -216,11 +239,11 @@ class Turns:
         """The factor by which copies stretched compute, over all ranks."""
         mine = {
             name: Share(
-                compute_s=median(sum(m.windows.compute_s) for m in steps),
-                copying=median(copying_share(m.step_s, m.exposed_h2d_s, m.copy_s) for m in steps),
+                compute_s=median(sum(m.windows.compute_s) for m in arm.measurements),
+                copying=median(copying_share(m.step_s, m.exposed_h2d_s, m.copy_s) for m in arm.measurements),
             )
-            for name, steps in self.measurements.items()
-            if steps
+            for name, arm in self.arms.items()
+            if arm.measurements
         }
         return seen_slowdown(self._gather(mine))
 
@@ -231,11 +254,10 @@ class Turns:
             dist.all_gather_object(everyone, mine)
         return everyone
 
-    def _codes(self, timings: Timings) -> dict[str, Code]:
-        """A program for each arm that is not a peer, all with the same regions."""
+    def _make_programs(self, timings: Timings) -> None:
+        """Plan each arm that is not a peer, all with the same regions."""
         code = self._session.code
         layerwise = code.remade(policy="layerwise", timings=timings)
-        codes = {}
         for arm in self.job.arms:
             if arm.policy is None:
                 continue
@@ -246,12 +268,12 @@ class Turns:
                 made = code.remade(
                     **settings_of(arm, plan, problem, timings, self.hardware.copy_rate, self.job.regime.most)
                 )
-            self.settings[arm.name] = self._told(made)
-            codes[arm.name] = replace(made, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
+            calls = self._calls_of(made)
+            made = replace(made, replan_after=REPLAN_AFTER if arm.name == REPLANNED else 0)
+            self.arms[arm.name] = RunningArm(arm.name, calls, made)
             self.progress.update()
-        return codes
 
-    def _told(self, code: Code) -> str:
+    def _calls_of(self, code: Code) -> str:
         """The call that a code is of, without the profile and the measured times that it is planned from."""
         settings = code.settings
         options: dict[str, Any] = {"policy": settings.policy, "lowering": self.job.lowering}
@@ -259,27 +281,28 @@ class Turns:
         options |= {} if settings.memory is None else {"memory": settings.memory}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
-    def _rehearse(self, codes: dict[str, Code]) -> None:
+    def _rehearse(self, arm: RunningArm) -> None:
         """Run the steps from which an arm plans again, and the first ones of its new plan."""
-        self._session.choice.code = codes[REPLANNED]
+        assert arm.code is not None
+        self._session.current.code = arm.code
         for step in (-REHEARSAL, *range(-REHEARSAL, 0)):
-            self.progress.set_description(f"{REPLANNED}: plan again")
+            self.progress.set_description(f"{arm.name}: plan again")
             self.compiled(**self.inputs(step))
             _ = self._session.measurements  # waits for them, because the next step may plan again
-        codes[REPLANNED] = self._session.choice.code
+        arm.code = self._session.current.code
         self.progress.update(REHEARSAL)
 
-    def _turn(self, name: str, codes: dict[str, Code], steps: Sequence[int]) -> None:
+    def _turn(self, arm: RunningArm, steps: Sequence[int]) -> None:
         """Run a turn of one arm: a warm-up step, then ``steps`` in a row.
 
         Where marks take time, none of ``steps`` is marked: one before them is measured in their place, and the host in one
         after them.
         """
-        call, apart = self.peers.get(peer_of(name), self.compiled), self.job.marks_apart
-        if name in codes:
-            self._session.choice.code = codes[name]
-        self.progress.set_description(f"{name}: step {steps[0] + 1} of {self.job.steps}")
-        foreign = self._foreign(name)
+        call, apart = self.compiled if arm.peer is None else arm.peer.call, self.job.marks_apart
+        if arm.code is not None:
+            self._session.current.code = arm.code
+        self.progress.set_description(f"{arm.name}: step {steps[0] + 1} of {self.job.steps}")
+        foreign = self._foreign(arm)
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
         if apart:  # of a program that goes on; a new one has its first steps marked
             self._mark(2)
@@ -294,18 +317,19 @@ class Turns:
         outputs = [call(**given) for given in inputs]
         seconds = watch.stop() / len(steps)
         if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device) - foreign
-            self.peaks[name] = max(peak, self.peaks.get(name, 0))
+            arm.peak_bytes = max(torch.cuda.max_memory_allocated(self.device) - foreign, arm.peak_bytes or 0)
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
         host = self._issued(call, before) if apart else seconds
-        self.times[name].append(seconds)
-        self.host[name].append(host)
-        self._tell(arm=name, step=steps[0], steps=len(steps), seconds=seconds, host=host)
-        self.outputs[name] |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
+        arm.steps_s.append(seconds)
+        arm.host_s.append(host)
+        self._tell(arm=arm.name, step=steps[0], steps=len(steps), seconds=seconds, host=host)
+        arm.outputs |= {step: first(output).cpu() for step, output in zip(steps, outputs, strict=True)}
         self.progress.update(len(steps))
-        if name in codes:
+        if arm.code is not None:
             session = self._session
-            self.measurements[name] += session.measurements[-(1 if apart else len(steps)) :]
-            codes[name] = session.choice.code
+            arm.measurements += session.measurements[-(1 if apart else len(steps)) :]
+            arm.code = session.current.code
 
     def _mark(self, steps: int) -> None:
         """Let the next ``steps`` have marks, and none after them."""
@@ -326,53 +350,43 @@ class Turns:
             with self._log.open("a") as file:
                 file.write(json.dumps(figures) + "\n")
 
-    def _finish(self) -> None:
-        """Wait for compute, but not for copies that the next step reads."""
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
     def _allocated(self) -> int:
         if self.device.type != "cuda":
             return 0
         gc.collect()
-        self._finish()
+        torch.cuda.current_stream(self.device).synchronize()  # not for copies that the next step reads
         return torch.cuda.memory_allocated(self.device)
 
-    def _foreign(self, name: str) -> int:
+    def _foreign(self, arm: RunningArm) -> int:
         """Bytes that other arms hold on the device while this one runs, before its inputs are made."""
         if self.device.type != "cuda":
             return 0
-        if (peer := peer_of(name)) not in self.held:
-            return sum(self.held.values())
-        return torch.cuda.memory_allocated(self.device) - self.held[peer]
+        if arm.peer is None:
+            return sum(peer.held for peer in {other.peer for other in self.arms.values()} if peer is not None)
+        return torch.cuda.memory_allocated(self.device) - arm.peer.held
 
-    def _run(self, name: str) -> dict[str, Any]:
-        """The fields of the :class:`ArmSteps` of an arm."""
-        right = self.outputs.get(RESIDENT, {})
-        off = [_relative_difference(value, right[step]) for step, value in self.outputs[name].items() if step in right]
-        return {
-            "settings": self.settings[name],
-            "steps_s": tuple(self.times[name]),
-            "host_s": tuple(self.host[name]),
-            "peak_bytes": self.peaks.get(name),
-            "difference": max(off) if off else None,
-        }
+    def _result(self, arm: RunningArm, timings: Timings) -> ArmRun:
+        right = self.arms[RESIDENT].outputs if RESIDENT in self.arms else {}
+        off = [_relative_difference(value, right[step]) for step, value in arm.outputs.items() if step in right]
+        return ArmRun(
+            settings=arm.settings,
+            steps_s=tuple(arm.steps_s),
+            host_s=tuple(arm.host_s),
+            peak_bytes=arm.peak_bytes,
+            difference=max(off) if off else None,
+            program=None if arm.code is None else self._program(arm.code, arm.measurements, timings),
+        )
 
-    def _results(self, codes: Mapping[str, Code], timings: Timings) -> dict[str, ArmRun]:
-        for name, code in codes.items():
-            if code.folder is not None:  # of all turns; a session writes those of its own turn
-                text = measured(code.program.plan, self.measurements[name]).to_json()
-                (code.folder / MEASURED_FILE).write_text(text)
-        return {
-            name: ArmRun(
-                **self._run(name),
-                plan=code.program.plan,
-                folder=code.folder,
-                predicted=play_program(code.program, self.hardware, timings),
-                measurements=tuple(self.measurements[name]),
-            )
-            for name, code in codes.items()
-        }
+    def _program(self, code: Code, measurements: Sequence[StepMeasurement], timings: Timings) -> ProgramRun:
+        if code.folder is not None:  # of all turns; a session writes those of its own turn
+            text = measured(code.program.plan, measurements).to_json()
+            (code.folder / MEASURED_FILE).write_text(text)
+        return ProgramRun(
+            plan=code.program.plan,
+            folder=code.folder,
+            predicted=play_program(code.program, self.hardware, timings),
+            measurements=tuple(measurements),
+        )
 
 
 def seen_slowdown(ranks: Sequence[Mapping[str, Share]]) -> float:

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import get_args
 
 from chunkflow_compile.hardware.profiles import profile_names
 from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.sizes import Quantisation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, DEFAULT_MIN_BYTES, Yield
+
+SIZES = {
+    "frames": "frames of video",
+    "height": "pixels",
+    "width": "pixels",
+    "batch": "samples",
+    "text": "tokens of the prompt",
+}
 
 
 def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_blocks: bool = False) -> None:
@@ -17,91 +26,66 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     ``or_plan``: accept a plan file in place of a model.  ``or_blocks``: accept its blocks as a cycle, and weights on the
     drive.
     """
-    known = f"{', '.join(PRESETS)}, or file.py:function for your own"
+    add, known = parser.add_argument, f"{', '.join(PRESETS)}, or file.py:function for your own"
     if or_plan:
-        parser.add_argument("model", metavar="MODEL|PLAN", help=f"{known}; or a plan file")
+        add("model", metavar="MODEL|PLAN", help=f"{known}; or a plan file")
     else:
-        parser.add_argument("model", metavar="MODEL", help=known)
-    parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
-    parser.add_argument(
-        "--cfg-parallel",
-        type=int,
-        default=1,
-        metavar="N",
-        help="2: the branches of classifier-free guidance are on ranks of their own, P each (default 1)",
-    )
-    parser.add_argument(
-        "--hardware",
-        default="h100-pcie-x2",
-        metavar="HW",
-        help=f"{', '.join(profile_names())}, a JSON file, or measured (default h100-pcie-x2)",
-    )
+        add("model", metavar="MODEL", help=known)
+    add("--ulysses", type=int, default=1, metavar="P", help="Ulysses degree (default 1)")
+    branches = "2: the branches of classifier-free guidance are on ranks of their own, P each (default 1)"
+    add("--cfg-parallel", type=int, default=1, metavar="N", help=branches)
+    add_hardware(parser, "h100-pcie-x2")
     goal = parser.add_mutually_exclusive_group()
-    goal.add_argument(
-        "--memory", metavar="SIZE", help="most weight bytes on the device, such as 4GiB: the fastest plan within them"
-    )
-    goal.add_argument(
-        "--slowdown",
-        type=float,
-        metavar="X",
-        help="longest step, over that with all weights resident: the smallest plan within it (default 1.02)",
-    )
-    parser.add_argument(
-        "--yield",
-        dest="yields",
-        choices=get_args(Yield),
-        default="auto",
-        help="how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)",
-    )
+    within = "most weight bytes on the device, such as 4GiB: the fastest plan within them"
+    goal.add_argument("--memory", metavar="SIZE", help=within)
+    slower = "longest step, over that with all weights resident: the smallest plan within it (default 1.02)"
+    goal.add_argument("--slowdown", type=float, metavar="X", help=slower)
+    yields = "how copies keep out of the way of collectives (default auto: whichever is predicted to be faster)"
+    add("--yield", dest="yields", choices=get_args(Yield), default="auto", help=yields)
     if or_blocks:
-        parser.add_argument(
-            "--regional",
-            action="store_true",
-            help="the blocks as compile_repeated_blocks runs them, as a cycle; the weights outside blocks are not counted",
+        alone = (
+            "the blocks as compile_repeated_blocks runs them, as a cycle; the weights outside blocks are not counted"
         )
-        parser.add_argument(
-            "--host-memory",
-            metavar="SIZE",
-            help="most bytes of the weights in host memory, such as 24GiB; the rest is on the drive",
-        )
-        parser.add_argument(
-            "--drive", metavar="RATE", help="what the drive reads, such as 7GB/s (default: the profile's)"
-        )
-    sizes = parser.add_argument_group("sizes of a preset (defaults: those published)")
-    for name, text in (
-        ("frames", "frames of video"),
-        ("height", "pixels"),
-        ("width", "pixels"),
-        ("batch", "samples"),
-        ("text", "tokens of the prompt"),
-    ):
-        sizes.add_argument(f"--{name}", type=int, metavar="N", help=text)
-    sizes.add_argument(
-        "--quantize", choices=get_args(Quantisation), help="plan the linear layers of the blocks quantised so"
-    )
-    parser.add_argument(
-        "--forwards",
-        type=int,
-        metavar="N",
-        help="calls of the model per step, of both branches (default: the preset's, 2 with guidance)",
-    )
-    for name, default in (
-        ("chunk-bytes", DEFAULT_CHUNK_BYTES),
-        ("min-bytes", DEFAULT_MIN_BYTES),
-        ("group-bytes", DEFAULT_GROUP_BYTES),
-    ):
-        parser.add_argument(
-            f"--{name}", default=str(default), metavar="SIZE", help=f"as in options (default {default >> 20} MiB)"
-        )
+        add("--regional", action="store_true", help=alone)
+        rest = "most bytes of the weights in host memory, such as 24GiB; the rest is on the drive"
+        add("--host-memory", metavar="SIZE", help=rest)
+        add("--drive", metavar="RATE", help="what the drive reads, such as 7GB/s (default: the profile's)")
+    sizes = add_sizes(parser, SIZES, "sizes of a preset (defaults: those published)")
+    layers = "plan the linear layers of the blocks quantised so"
+    sizes.add_argument("--quantize", choices=get_args(Quantisation), help=layers)
+    calls = "calls of the model per step, of both branches (default: the preset's, 2 with guidance)"
+    add("--forwards", type=int, metavar="N", help=calls)
+    defaults = {"chunk-bytes": DEFAULT_CHUNK_BYTES, "min-bytes": DEFAULT_MIN_BYTES, "group-bytes": DEFAULT_GROUP_BYTES}
+    for name, default in defaults.items():
+        shown = f"as in options (default {default >> 20} MiB)"
+        add(f"--{name}", default=str(default), metavar="SIZE", help=shown)
+
+
+def add_hardware(parser: argparse.ArgumentParser, default: str) -> None:
+    known = f"{', '.join(profile_names())}, a JSON file, or measured (default {default})"
+    parser.add_argument("--hardware", default=default, metavar="HW", help=known)
+
+
+def add_sizes(parser: argparse.ArgumentParser, names: Iterable[str], title: str) -> argparse._ArgumentGroup:
+    """Add the sizes of a preset; ``sizes_given`` reads them."""
+    group = parser.add_argument_group(title)
+    for name in names:
+        group.add_argument(f"--{name}", type=int, metavar="N", help=SIZES[name])
+    return group
+
+
+def sizes_given(arguments: argparse.Namespace) -> dict[str, int]:
+    """The sizes that a user has set, by their names."""
+    found = {name: getattr(arguments, name, None) for name in SIZES}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def add_lowering(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--lowering",
-        choices=("inductor", "eager"),  # tensorrt has never run, so it is in no comparison
-        default="inductor",
-        help="inductor: regions are compiled (default); eager: they are not, which starts at once and needs no C++ compiler",
+    which = (
+        "inductor: regions are compiled (default); eager: they are not, which starts at once and needs no C++ compiler"
     )
+    choices = ("inductor", "eager")  # tensorrt has never run, so it is in no comparison
+    parser.add_argument("--lowering", choices=choices, default="inductor", help=which)
 
 
 def add_json(parser: argparse.ArgumentParser, what: str) -> None:

@@ -16,7 +16,6 @@ from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.models.presets import PRESETS, OutputSizes
-from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.sizes import Size
 from chunkflow_compile.models.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -27,7 +26,8 @@ from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
 
-from .output import check_json, say, write_json
+from .arguments import sizes_given
+from .output import say, write_json
 
 # At this load, streaming takes ten times as long as the resident step, which is too slow to be of use.
 MOST_LOAD = 10.0
@@ -42,7 +42,6 @@ def run(arguments: argparse.Namespace) -> int:
         raise ChunkflowError(f"--pace must be 0, or from 1 to {MOST_PACE:g}, not {arguments.pace:g}.")
     if arguments.steps < 1 or (arguments.ranks is not None and arguments.ranks < 1):
         raise ChunkflowError("--steps and --ranks must be at least 1.")
-    check_json(arguments)
     if arguments.picture:
         check_writable(Path(arguments.picture))
     job = _job(arguments)
@@ -105,8 +104,7 @@ def _check_device(arguments: argparse.Namespace, arms: Sequence[Arm]) -> None:
 
 
 def _sizes(arguments: argparse.Namespace) -> OutputSizes | None:
-    given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
-    given = {n: v for n, v in given.items() if v is not None}
+    given = sizes_given(arguments)
     if arguments.model in PRESETS:
         sizes = replace(PRESETS[arguments.model].sizes, **given)
         PRESETS[arguments.model].shape(sizes)
@@ -130,8 +128,7 @@ def _regime(arguments: argparse.Namespace) -> Regime:
             "A model of your own needs a link: give --load 0.7 for a link that is nearly full, or --bandwidth 200MB."
         )
     if own:
-        with quiet_imports():
-            load_build(arguments.model)
+        load_build(arguments.model)
     return Regime(
         family="",
         size=Size(),

@@ -64,4 +64,4 @@ def profile_table(profile: Hardware) -> str:
         ("collective beside a copy", f"{profile.collective_slowdown:.2f} times as long"),
         ("compute beside a copy", f"{profile.compute_slowdown:.2f} times as long"),
     ]
-    return tabulate(rows, tablefmt="simple")
+    return tabulate(rows)

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -21,7 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import table
 
-from .output import check_json, say, write_json
+from .output import say, write_json
 
 RANKS = 2
 
@@ -30,7 +28,6 @@ def run(arguments: argparse.Namespace) -> int:
     given = {n: v for n in ("layers", "frames") if (v := getattr(arguments, n)) is not None}
     if min([arguments.steps, *given.values()]) < 1:
         raise ChunkflowError("--layers, --frames and --steps must be at least 1.")
-    check_json(arguments)
     dump = _made_folder(arguments.dump)
     found: dict[str, BenchRecord] = {}
     for name, regime in DEMO.items():
@@ -47,19 +44,17 @@ def run(arguments: argparse.Namespace) -> int:
         )
         ranks = run_job(job)
         found[name] = measured = summarise(job, ranks)
-        say(arguments, f"{name}: {regime.shows}\n{conditions(job, measured)}\n\n{_table(measured)}\n")
+        ratios = {arm: f"{measured.ratio(arm, RESIDENT):.3f}" for arm in measured.record.arms}
+        shown = table(measured.record, {"to resident": ratios})
+        say(arguments, f"{name}: {regime.shows}\n{conditions(job, measured)}\n\n{shown}\n")
     for name, measured in found.items():
         say(arguments, f"{name}: {_finding(measured)}")
-    folder = ranks[0].arms["chunkflow"].folder  # of the regime that was measured last
+    program = ranks[0].arms["chunkflow"].program  # of the regime that was measured last
+    folder = None if program is None else program.folder
     say(arguments, f"\nprogram: {folder}/04_verified.py\nto explain it: chunkflow explain {folder}")
-    write_json(arguments, _to_json(found))
+    bodies = {name: measured.record.body for name, measured in found.items()}
+    write_json(arguments, {**bodies["compute-rich"], "regimes": bodies})
     return 0 if all(arm.equal_to_resident for r in found.values() for arm in r.record.arms.values()) else 1
-
-
-def _table(found: BenchRecord) -> str:
-    return table(
-        found.record, {"to resident": {name: f"{found.ratio(name, RESIDENT):.3f}" for name in found.record.arms}}
-    )
 
 
 def _finding(found: BenchRecord) -> str:
@@ -77,12 +72,6 @@ def _arm_ratio(found: BenchRecord, arm: str, base: str) -> str:
     """The median of all rounds, and the rounds it comes from: far apart, they say that the machine was busy."""
     rounds = found.ratios(arm, base)
     return f"{median(rounds):.2f} ({min(rounds):.2f} to {max(rounds):.2f})"
-
-
-def _to_json(found: Mapping[str, BenchRecord]) -> str:
-    """The record of compute-rich, and the records of all regimes under ``regimes``."""
-    bodies = {name: json.loads(r.record.to_json()) for name, r in found.items()}
-    return json.dumps({**bodies["compute-rich"], "regimes": bodies}, indent=1) + "\n"
 
 
 def _made_folder(dump: str | None) -> Path:

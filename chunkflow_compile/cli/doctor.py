@@ -9,21 +9,18 @@ from chunkflow_compile.hardware.machine import look
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import why_not_tensorrt
 from chunkflow_compile.models.presets import weight_bytes
-from chunkflow_compile.models.quiet import quiet_imports
-from chunkflow_compile.report.health import engines, findings, health_json, health_table, room_for
+from chunkflow_compile.report.health import engines, findings, health_table, room_for
 
-from .output import check_json, say, write_json
+from .output import say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     machine = look()
     settle()
     found = (*findings(machine), engines(why_not_tensorrt()))
     if arguments.model is not None:
-        with quiet_imports():
-            read_time = ReadTime.here(weight_bytes(arguments.model))
-        found += (room_for(arguments.model, read_time, arguments.ranks, machine),)
+        read_time = ReadTime.here(weight_bytes(arguments.model))
+        found += (room_for(arguments.model, read_time, arguments.ranks, machine.memory),)
     say(arguments, health_table(found))
-    write_json(arguments, health_json(found))
+    write_json(arguments, found)
     return 1 if any(f.verdict == "missing" for f in found) else 0

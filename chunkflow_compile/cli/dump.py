@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import difflib
-import json
 import sys
+import time
 from pathlib import Path
 
 from tabulate import tabulate
@@ -19,12 +19,11 @@ from chunkflow_compile.report.listings import render
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import StageWriter, annotator
 
-from .output import Progress, check_json, say, write_json
+from .output import Progress, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
     last = _last(arguments)
-    check_json(arguments)
     writer = None
     if arguments.out:  # before tracing, so that an unwritable folder fails early
         hardware = target.options_of(arguments).profile()
@@ -34,17 +33,16 @@ def run(arguments: argparse.Namespace) -> int:
     run_to_last = stages(found.traced, found.settings, verify_each=arguments.verify_each, last=last)
     made: list[Stage] = []
     took: list[tuple[str, str, str]] = []
-
-    def note(stage: Stage, seconds: float) -> None:
-        took.append((stage.name, f"{seconds:.2f} s", "" if stage.proof is None else str(stage.proof)))
-
-    coming = logged(run_to_last, found.hardware, note)
+    coming = logged(run_to_last, found.hardware)
     try:
         for name in (*STAGES[: STAGES.index(last) + 1], "checking"):
             with progress.phase(name):
+                start = time.perf_counter()
                 stage = next(coming, None)
                 if stage is None:
                     break
+                proof = "" if stage.proof is None else str(stage.proof)
+                took.append((stage.name, f"{time.perf_counter() - start:.2f} s", proof))
                 made.append(stage)
                 if writer is not None:
                     writer.add(stage)
@@ -71,11 +69,11 @@ def _show(arguments: argparse.Namespace, found: target.Target, made: list[Stage]
             for w in writer.written
         ]
         say(arguments, f"{found.heading}\n")
-        say(arguments, tabulate(rows, headers=("stage", "file", "lines", "added", "removed"), tablefmt="simple"))
+        say(arguments, tabulate(rows, headers=("stage", "file", "lines", "added", "removed")))
         say(arguments, f"\nread first: {report}")
     if arguments.json:
         counts = {s.name: dict(sorted(op_counts(stage_lines(s)).items())) for s in made}
-        write_json(arguments, json.dumps({"model": found.heading, "ops": counts}, indent=1) + "\n")
+        write_json(arguments, {"model": found.heading, "ops": counts})
 
 
 def _last(arguments: argparse.Namespace) -> StageName:

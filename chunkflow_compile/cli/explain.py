@@ -5,26 +5,20 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from chunkflow_compile.options import read_plan
+from chunkflow_compile.options import read_measured, read_plan
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.report.explain import explain_plan
 from chunkflow_compile.report.stages import PLAN_FILE
-from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
+from chunkflow_compile.runtime.measurement import MEASURED_FILE
 
-from .output import check_json, say, write_json
+from .output import say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     folder = _measured_folder(Path(arguments.folder))
-    try:
-        text = (folder / MEASURED_FILE).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        cause = getattr(error, "strerror", None) or error
-        raise ChunkflowError(
-            f"{folder} holds no measurement ({cause}): compile with options={{'dump': DIR}} and call the model."
-        ) from error
-    explanation = explain_plan(read_plan(folder / PLAN_FILE), Measured.from_json(text))
+    if not (folder / MEASURED_FILE).exists():
+        raise ChunkflowError(f"{folder} holds no measurement: compile with options={{'dump': DIR}} and call the model.")
+    explanation = explain_plan(read_plan(folder / PLAN_FILE), read_measured(folder / MEASURED_FILE))
     say(arguments, f"{folder}\n\n{explanation.report(arguments.windows)}")
     write_json(arguments, explanation.to_json())
     return 0

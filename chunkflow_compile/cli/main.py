@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from chunkflow_compile.hardware.caches import settle
+from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.passes.errors import ChunkflowError, FindingError, first_line
 
-from .output import save_traceback
+from .output import check_json, save_traceback
 from .parsers import COMMANDS
 
 DESCRIPTION = """\
@@ -46,8 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.command != "doctor":  # which shows first what is wrong with it
             settle()
-        command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")  # torch, for most of them
-        code = int(command.run(arguments))
+        check_json(arguments)
+        with quiet_imports():
+            command = importlib.import_module(f"chunkflow_compile.cli.{arguments.command}")  # torch, for most of them
+            code = int(command.run(arguments))
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # the reader has closed the pipe, as in chunkflow dump ... | head
@@ -74,8 +77,16 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=partial(argparse.RawDescriptionHelpFormatter, max_help_position=16),
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND", title="commands")
-    for add in COMMANDS.values():
-        add(commands).add_argument("--debug", action="store_true", help="show the Python traceback of an error")
+    for name, command in COMMANDS.items():
+        own = commands.add_parser(
+            name,
+            help=command.summary,
+            description=command.description,
+            epilog=command.epilog,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        command.arguments(own)
+        own.add_argument("--debug", action="store_true", help="show the Python traceback of an error")
     return parser
 
 

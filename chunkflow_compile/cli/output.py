@@ -13,15 +13,15 @@ from pathlib import Path
 from tqdm import tqdm
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.report.record import check_writable
+from chunkflow_compile.report.record import as_json, check_writable
 
 STDOUT = "-"
 
 
 def check_json(arguments: argparse.Namespace) -> None:
     """Check the file of ``--json`` before any work.  Raises ChunkflowError if it cannot be written."""
-    if arguments.json and arguments.json != STDOUT:
-        check_writable(Path(arguments.json))
+    if (file := getattr(arguments, "json", None)) and file != STDOUT:
+        check_writable(Path(file))
 
 
 def say(arguments: argparse.Namespace, text: str) -> None:
@@ -30,13 +30,14 @@ def say(arguments: argparse.Namespace, text: str) -> None:
         print(text)
 
 
-def write_json(arguments: argparse.Namespace, body: str) -> None:
-    """Write JSON where ``--json`` says, if it is set."""
+def write_json(arguments: argparse.Namespace, body: object) -> None:
+    """Write a value, or what is JSON already, where ``--json`` says, if it is set."""
+    text = body if isinstance(body, str) else as_json(body)
     if arguments.json == STDOUT:
-        print(body, end="")
+        print(text, end="")
     elif arguments.json:
         try:
-            Path(arguments.json).write_text(body)
+            Path(arguments.json).write_text(text)
         except OSError as error:
             raise ChunkflowError(f"{arguments.json} cannot be written: {error.strerror}.") from error
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +13,41 @@ import torch
 from torch import nn
 
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.eager_cost import eager_cost
+from chunkflow_compile.models.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.models.presets import OutputSizes
-from chunkflow_compile.models.published import Encoder, Published, published
-from chunkflow_compile.models.quiet import quiet_imports
-from chunkflow_compile.models.weightless import trace_without_weights
+from chunkflow_compile.models.published import Published, published
+from chunkflow_compile.models.weightless import Build, trace_without_weights
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
-from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
+from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 from chunkflow_compile.passes.pipeline import make_cut
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import draw_generation, generation_tables
 from chunkflow_compile.report.perfetto import generation_events
 from chunkflow_compile.report.record import check_writable, size
 from chunkflow_compile.simulate.generation import Component, generations, least_budget
 from chunkflow_compile.units import parse_bytes
 
-from .output import Progress, check_json, say, write_json
+from .arguments import sizes_given
+from .output import Progress, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     for file in filter(None, (arguments.picture, arguments.timeline)):
         check_writable(Path(file))
     found, hardware = published(arguments.pipeline), load_profile(arguments.hardware)
-    given = {n: getattr(arguments, n) for n in ("frames", "height", "width") if getattr(arguments, n) is not None}
     memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
-    sizes = replace(found.transformer.sizes, **given)
+    sizes = replace(found.transformer.sizes, **sizes_given(arguments))
     found.transformer.shape(sizes)
     steps = found.steps if arguments.steps is None else arguments.steps
     if steps < found.experts:
         raise ChunkflowError(f"--steps must be at least {found.experts}.")
     progress = Progress(len(found.encoders) + 3)
-    with quiet_imports():
-        components = list(_components(found, sizes, steps, hardware, progress))
+    components = list(_components(found, sizes, steps, hardware, progress))
     with progress.phase("planning"):
-        least = least_budget(components, hardware, DEFAULT_CHUNK_BYTES)
+        least = least_budget(components, hardware)
         memory = least if memory is None else memory
-        ways = generations(components, hardware, DEFAULT_CHUNK_BYTES, memory)
+        ways = generations(components, hardware, memory)
     title = f"{found.name}, {sizes}, {steps} steps, on {hardware.name}"
     say(arguments, f"{title}, within {size(memory)}; the least that fits is {size(least)}\n")
     say(arguments, generation_tables(ways, found.transformer.forwards))
@@ -57,12 +55,10 @@ def run(arguments: argparse.Namespace) -> int:
         draw_generation(ways, memory, title, Path(arguments.picture))
         say(arguments, f"\npicture: {arguments.picture}")
     if arguments.timeline:
-        ours = ways["chunkflow"]
-        Path(arguments.timeline).write_text(generation_events(ours.phases, ours.plans, title))
+        Path(arguments.timeline).write_text(generation_events(ways["chunkflow"], title))
         say(arguments, f"\ntimeline: {arguments.timeline}")
-    phases = {way: {"phases": [asdict(p) for p in g.phases]} for way, g in ways.items()}
-    body = {"pipeline": title, "memory": memory, "least": least, "ways": phases}
-    write_json(arguments, json.dumps(body, indent=1) + "\n")
+    found_ways = {way: {"phases": [p.figures for p in phases]} for way, phases in ways.items()}
+    write_json(arguments, {"pipeline": title, "memory": memory, "least": least, "ways": found_ways})
     return 0
 
 
@@ -72,47 +68,32 @@ def _components(
     """The phases of a generation, in order."""
     for encoder in found.encoders:
         with progress.phase(f"tracing {encoder.name}"):
-            yield _encoder(encoder)
+            cost = eager_cost(_called(encoder.model_and_inputs), torch.bfloat16)
+            traced = trace_without_weights(encoder.model_and_inputs, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
+            yield _component(encoder.name, cost, encoder.calls, make_cut(traced).problem)
     transformer = found.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
         problem = make_cut(transformer.trace(1, sizes)).problem
-        cost = eager_cost(lambda: _model_and_call(*transformer.build(sizes, torch.device("cpu"))), torch.bfloat16)
+        cost = eager_cost(_called(partial(transformer.build, sizes, torch.device("cpu"))), torch.bfloat16)
     for expert in range(found.experts):  # each takes its share of the steps
         mine = steps // found.experts + (expert < steps % found.experts)
-        yield Component(
-            name="transformer" + (f"_{expert + 1}" if expert else ""),
-            weights=cost.weights,
-            small=cost.small,
-            activations=cost.activations,
-            calls=mine * transformer.forwards,
-            problem=problem,
-        )
+        name = "transformer" + (f"_{expert + 1}" if expert else "")
+        yield _component(name, cost, mine * transformer.forwards, problem)
     with progress.phase("decoding"):
         cost = eager_cost(found.decode(sizes), torch.bfloat16)
-    yield Component(
-        name="vae",
-        weights=cost.weights,
-        small=cost.small,
-        activations=cost.activations,
-        calls=1,
-        seconds=cost.seconds(hardware),
-    )
+    yield replace(_component("vae", cost, 1), seconds=cost.seconds(hardware))
 
 
-def _encoder(encoder: Encoder) -> Component:
-    cost = eager_cost(lambda: _model_and_call(encoder.build(), encoder.inputs()), torch.bfloat16)
-    traced = trace_without_weights(
-        lambda: (encoder.build().eval(), encoder.inputs()), 1, DEFAULT_MIN_BYTES, torch.bfloat16
-    )
-    return Component(
-        name=encoder.name,
-        weights=cost.weights,
-        small=cost.small,
-        activations=cost.activations,
-        calls=encoder.calls,
-        problem=make_cut(traced).problem,
-    )
+def _component(name: str, cost: EagerCost, calls: int, problem: Problem | None = None) -> Component:
+    found = {"weights": cost.weights, "small": cost.small, "activations": cost.activations}
+    return Component(name=name, **found, calls=calls, problem=problem)
 
 
-def _model_and_call(model: nn.Module, inputs: dict[str, Any]) -> tuple[nn.Module, Callable[[nn.Module], Any]]:
-    return model, lambda m: m(**inputs)
+def _called(build: Build) -> Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]:
+    """Makes the model, and a function that calls it with the inputs."""
+
+    def made() -> tuple[nn.Module, Callable[[nn.Module], Any]]:
+        model, inputs = build()
+        return model, lambda m: m(**inputs)
+
+    return made

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 from tabulate import tabulate
@@ -20,11 +18,10 @@ from chunkflow_compile.report.pictures import draw_curve
 from chunkflow_compile.report.plan_tables import blocks_table, summary_table, weights_table
 from chunkflow_compile.report.record import check_writable, seconds, size
 
-from .output import Progress, check_json, say, write_json
+from .output import Progress, say, write_json
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     if arguments.curve:
         check_writable(Path(arguments.curve))
     if arguments.curve is not None and (
@@ -63,7 +60,7 @@ def _curve(arguments: argparse.Namespace) -> int:
         for p in _few(points)
     ]
     say(arguments, tabulate(rows, headers=("weights on the device", "step", "of resident"), disable_numparse=True))
-    write_json(arguments, json.dumps({"model": found.heading, "points": [asdict(p) for p in points]}, indent=1) + "\n")
+    write_json(arguments, {"model": found.heading, "points": points})
     if picture:
         draw_curve(points, found.forwards, f"{found.title}, {found.parallel}, {found.hardware.name}", Path(picture))
         say(arguments, f"\npicture: {picture}")

@@ -7,42 +7,57 @@ from collections.abc import Mapping
 
 from chunkflow_compile.cli import target
 from chunkflow_compile.passes.names import Policy
+from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.plan import Plan
-from chunkflow_compile.report.record import ComparisonRecord, seconds, table
-from chunkflow_compile.simulate.arms import arm_record, plan_arms
+from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
 
-from .output import Progress, check_json, say, write_json
+from .output import Progress, say, write_json
 from .parsers import SIMULATED
 
 
 def run(arguments: argparse.Namespace) -> int:
-    check_json(arguments)
     progress = Progress(2)
     found = target.load_target(arguments, progress)
-    settings = found.settings
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget
     policies = able if arguments.policy == "all" else [arguments.policy]
     with progress.phase("planning"):
         target.note_rates(found)
-        plans = plan_arms(
-            found.problem,
-            found.hardware,
-            policies,
-            chunk_bytes=settings.chunk_bytes,
-            memory=settings.memory,
-            slowdown=settings.slowdown,
-            yields=settings.yields,
-        )
+        plans = {policy: _plan(found, policy) for policy in policies}
     record = ComparisonRecord(
         model=f"{found.title}, simulated on {found.hardware.name}",
         degree=found.degree,
         cfg_parallel=found.cfg_parallel,
-        arms={name: arm_record(plan, found.problem, found.forwards) for name, plan in plans.items()},
+        arms={name: _arm_record(plan, found) for name, plan in plans.items()},
     )
     say(arguments, f"{record.model}; {found.parallel}, {found.calls}\n")
     say(arguments, table(record, _policy_columns(plans, found.forwards)))
-    write_json(arguments, record.to_json())
+    write_json(arguments, record.body)
     return 0
+
+
+def _plan(found: target.Target, policy: Policy) -> Plan:
+    """The plan of a policy, for the goal of the command if it has one."""
+    goal = found.settings
+    return found.plan(
+        policy=policy,
+        memory=goal.memory if policy in BUDGETED else None,
+        slowdown=goal.slowdown if policy == "chunkflow" else None,
+        yields=goal.yields if policy == "chunkflow" else "auto",
+    )
+
+
+def _arm_record(plan: Plan, found: target.Target) -> ArmRecord:
+    """The predicted cost of a plan, per denoising step."""
+    predicted = plan.predicted
+    assert predicted is not None
+    return ArmRecord(
+        step_s=predicted.step_s * found.forwards,
+        exposed_h2d_s=predicted.exposed_s * found.forwards,
+        collective_s=predicted.collective_s * found.forwards,
+        weights_device_bytes=plan.device_bytes,
+        weights_total_bytes=found.problem.total_bytes,
+        moved_bytes_per_step=plan.moved_bytes * found.forwards,
+    )
 
 
 def _policy_columns(plans: Mapping[Policy, Plan], forwards: int) -> dict[str, dict[str, object]]:

@@ -13,7 +13,6 @@ from typing import Any
 
 from chunkflow_compile.models.branches import BRANCHES
 from chunkflow_compile.models.presets import preset
-from chunkflow_compile.models.quiet import quiet_imports
 from chunkflow_compile.models.weightless import load_build, trace_without_weights
 from chunkflow_compile.options import ALIASES, Options
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
@@ -26,7 +25,7 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.units import parse_bytes, parse_rate
 from chunkflow_compile.weights.drive import for_the_drive, with_drive
 
-from .arguments import add_model
+from .arguments import add_model, sizes_given
 from .output import Progress, save_traceback
 
 
@@ -120,8 +119,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     if arguments.ulysses < 1 or (arguments.forwards is not None and arguments.forwards < 1):
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
     options = options_of(arguments)
-    given = {n: getattr(arguments, n) for n in ("frames", "height", "width", "batch", "text")}
-    given = {n: v for n, v in given.items() if v is not None}
+    given = sizes_given(arguments)
     quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
         raise ChunkflowError(
@@ -135,7 +133,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
                 f"--{next(iter(given))} is a size of a preset: leave it out, since your own function makes its inputs."
             )
         forwards = _forwards(arguments, arguments.model, 1)
-        with contextlib.redirect_stdout(sys.stderr), quiet_imports():
+        with contextlib.redirect_stdout(sys.stderr):
             build = load_build(arguments.model)
         with progress.phase(f"tracing {arguments.model}"):
             traced = _trace(
@@ -225,7 +223,7 @@ def _trace(arguments: argparse.Namespace, work: Callable[[], Traced]) -> Traced:
     import diffusers
 
     diffusers.utils.logging.set_verbosity_error()  # warnings about missing GPUs do not belong in a table
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr), quiet_imports():
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
         warnings.simplefilter("ignore")
         try:
             return work()

@@ -65,6 +65,7 @@ from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
 from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.call_site import bare
 from chunkflow_compile.runtime.codes import Code, Codes, Goal
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
 from chunkflow_compile.runtime.runner import HostConstants, Runner
@@ -129,7 +130,7 @@ def chunkflow(
         outside=outside,
         cache=DiskPlans.here(),
     )
-    settings = replace(settings, likes=_likes(placement, chosen, settings))
+    settings = replace(settings, likes=_likes(placement, settings))
     make_runner = _MakeRunner(
         chosen=chosen,
         settings=settings,
@@ -191,9 +192,7 @@ class _MakeRunner:
             folder=folder,
             kind=chosen.device_kind(),
             poison="poison" in chosen.debugging(),
-            verified="verify" not in chosen.disable,
             pin_bytes=chosen.pin_bytes(),
-            options=chosen,
             advice=partial(_room_advice, program, chosen, self.settings.outside, memory=self.settings.memory),
         )
         root = self.index.root
@@ -221,13 +220,12 @@ def _logged(notes: Sequence[str]) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def _likes(placement: Placement | None, chosen: Options, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
+def _likes(placement: Placement | None, settings: Settings) -> tuple[tuple[Problem, Plan], ...]:
     """The problems and plans of the model's programs for the same goal, for other sizes of its inputs."""
     if placement is None or settings.policy != "chunkflow" or settings.timings is not None:
         return ()
-    codes = [(s, s.code) for s in placement.sessions if not s.closed and s.code.options == chosen]
-    same = [s for s, c in codes if Goal.of(c.settings) == Goal.of(settings) and c.settings.timings is None]
-    return tuple((s.program.problem, s.plan) for s in same)
+    running = [s for s in placement.sessions if not s.closed]
+    return tuple((s.program.problem, s.plan) for s in running if bare(s.code.settings) == bare(settings))
 
 
 def _goal_of(parameters: Mapping[str, nn.Parameter]) -> Mapping[str, Any]:

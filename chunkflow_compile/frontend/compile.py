@@ -72,12 +72,11 @@ def compile(
         )
     chosen = parse_options(options, mode)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else options
+    if placement_of(model) is None:
+        offload(model, device, min_bytes=chosen.min_bytes, dtype=dtype, share=share, host_memory=host_memory)
     placement = placement_of(model)
-    min_bytes = chosen.min_bytes if placement is None else placement.min_bytes
-    if placement is None:
-        offload(model, device, min_bytes=min_bytes, dtype=dtype, share=share, host_memory=host_memory)
-        placement = placement_of(model)
-    compile_by_kind(model, placement, given, min_bytes, dynamic)
+    assert placement is not None
+    compile_by_kind(model, placement, given, dynamic)
     return model
 
 
@@ -104,9 +103,7 @@ def check_dynamic(dynamic: bool | None) -> None:
         raise ChunkflowError(f"dynamic={dynamic!r} must be True, False or None, as in torch.compile.")
 
 
-def compile_by_kind(
-    model: nn.Module, placement: Placement | None, options: Mapping[str, Any], min_bytes: int, dynamic: bool | None
-) -> None:
+def compile_by_kind(model: nn.Module, placement: Placement, options: Mapping[str, Any], dynamic: bool | None) -> None:
     """Compile a placed model, or a module of one, in place: each kind once; whole, if it has no repeated blocks.
 
     ``options``: those of the backend.  ``dynamic``: as in torch.compile.
@@ -117,18 +114,19 @@ def compile_by_kind(
         _compile_module(model, options, dynamic)
         _show_first_call(model, placement, 1)
         return
-    parts = parts_of(model, blocks.values(), min_bytes)
-    compiled = between_hooks(blocks, min_bytes)
+    parts = parts_of(model, blocks.values(), placement.min_bytes)
+    compiled = between_hooks(blocks, placement.min_bytes)
     kinds = kinds_of(compiled)
     for kind in kinds:
         _warn_of_counters(kind)
-    others = kinds_of(parts)
-    _log.info("%s is compiled by kind: %s", type(model).__name__, _said([*kinds, *others]))
-    for kind in (*kinds, *others):
+    kinds += kinds_of(parts)
+    said = ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
+    _log.info("%s is compiled by kind: %s", type(model).__name__, said)
+    for kind in kinds:
         code = _code_of_kind()
         for module in kind.members.values():
             _compile_module(module, options, dynamic, _with_hooks, code)
-    _show_first_call(model, placement, len(kinds) + len(others))
+    _show_first_call(model, placement, len(kinds))
 
 
 class Compiled:
@@ -166,10 +164,8 @@ def _eager(forward: Any) -> Any:
     return forward.eager if isinstance(forward, Compiled) else forward
 
 
-def _show_first_call(model: nn.Module, placement: Placement | None, kinds: int) -> None:
+def _show_first_call(model: nn.Module, placement: Placement, kinds: int) -> None:
     """Show the progress of the compilations in the first call of a model."""
-    if placement is None:
-        return
     progress = placement.progress = CompileProgress(kinds)
     called, seen = model._compiled_call_impl, weakref.ref(model)  # a model that is dropped is freed at once
 
@@ -226,10 +222,6 @@ def _through(call: Callable[..., Any]) -> FunctionType:
 def _code_of_kind() -> CodeType:
     """Code for the calls of one kind: Dynamo finds and counts compilations by code."""
     return _through(_code_of_kind).__code__.replace()
-
-
-def _said(kinds: list[Kind]) -> str:
-    return ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
 
 
 def _warn_of_counters(kind: Kind) -> None:

@@ -77,18 +77,14 @@ def _read_from(graph: GraphModule) -> list[nn.Module]:
     for node in graph.graph.find_nodes(op="placeholder"):
         source = getattr(getattr(node, "_dynamo_source", None), "base", None)
         while source is not None:
-            if (name := _source_name(source)) not in known:
+            name = str(source.name() if callable(source.name) else source.name)  # a method in some releases
+            if name not in known:
                 try:
                     known[name] = eval(name, scope)  # the names of sources are expressions, for Dynamo's guards
                 except _NO_VALUE:
                     known[name] = None
             source = getattr(source, "base", None)
     return [v for v in known.values() if issubclass(type(v), nn.Module)]
-
-
-def _source_name(source: Any) -> str:
-    """The name of a source, which is a method in some releases."""
-    return str(source.name() if callable(source.name) else source.name)
 
 
 def warn_if_no_module_holds(weights: Iterable[torch.Tensor], min_bytes: int) -> None:
@@ -250,14 +246,10 @@ def device_of(
     for position, value in enumerate(inputs):
         if not isinstance(value, torch.Tensor) or not value.dim() or value.device == device:
             continue
-        if not _is_moved(graph.graph.find_nodes(op="placeholder")[position]):
+        users = graph.graph.find_nodes(op="placeholder")[position].users
+        if not all(u.op == "call_method" and u.target in ("to", "cuda") for u in users):
             raise ChunkflowError(
                 f"The weights are on {device}, but input {position} is on {value.device}: move the input to {device}, "
                 "or place the model for the input's device with chunkflow_compile.offload(model, device)."
             )
     return device
-
-
-def _is_moved(node: Node) -> bool:
-    """Whether forward only moves an input to a device."""
-    return all(u.op == "call_method" and u.target in ("to", "cuda") for u in node.users)

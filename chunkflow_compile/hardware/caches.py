@@ -76,11 +76,13 @@ def settle(full: bool = False) -> Folder:
         return wanted
     for base in dict.fromkeys([temporary.path, *_ELSEWHERE]):
         path = os.path.join(base, f"torchinductor_uid_{os.getuid()}")
-        if os.path.isdir(base) and path != wanted.path and not (found := _looked_at(path)).fault and _is_mine(path):
+        if not os.path.isdir(base) or path == wanted.path or (found := _looked_at(path)).fault:
+            continue
+        if os.stat(path).st_uid == os.getuid():  # else another user has made it, to put programs into it
             os.environ[FOLDER_VARIABLE] = path
             if "torch._inductor.utils" in sys.modules:  # it remembers paths in the other folder
                 sys.modules["torch._inductor.utils"].clear_caches()
-            _warn_of_cache(
+            warn_once(
                 f"{path} is used as the compile cache, because {wanted.path} cannot be ({wanted.fault}). To keep it, {FIX}."
             )
             return found
@@ -95,7 +97,7 @@ def _settle_temporary() -> Folder:
     for base in _ELSEWHERE:
         if os.path.isdir(base) and not (found := _looked_at(base)).fault:
             os.environ["TMPDIR"], tempfile.tempdir = base, None
-            _warn_of_cache(
+            warn_once(
                 f"{base} is used for temporary files, because {usual.path} has {usual.free} bytes free: set TMPDIR to a "
                 "folder with room."
             )
@@ -130,18 +132,19 @@ def check_compile_cache(needed: bool) -> bool:
             f"temporary files. To go on, {FIX}, or run without it: options={{'lowering': 'eager'}}."
         )
     if found.fault:
-        _warn_of_cache(f"Plans are not saved: {found.path} cannot be used ({found.fault}). To save them, {FIX}.")
+        warn_once(f"Plans are not saved: {found.path} cannot be used ({found.fault}). To save them, {FIX}.")
     return not found.fault
 
 
 def warn_of_plans(folder: Path, error: OSError) -> None:
     """Warn that plans cannot be read or saved, once for each folder and cause."""
     cause = os.strerror(errno.ENOTDIR) if isinstance(error, FileExistsError) else error.strerror or str(error)
-    _warn_of_cache(f"Plans are not saved in {folder} ({cause}), and the next process searches for them again: {FIX}.")
+    warn_once(f"Plans are not saved in {folder} ({cause}), and the next process searches for them again: {FIX}.")
 
 
-@functools.cache  # once in a process, although each graph finds it again
-def _warn_of_cache(text: str) -> None:
+@functools.cache
+def warn_once(text: str) -> None:
+    """Warn once in a process, although each model and each graph finds it again."""
     warnings.warn(text, stacklevel=3)
 
 
@@ -162,11 +165,6 @@ def _looked_at(path: str) -> Folder:
     if free < _LEAST_BYTES:
         return Folder(path, free, f"{free} bytes are free")
     return Folder(path, free)
-
-
-def _is_mine(path: str) -> bool:
-    """Whether no other user has made a folder whose name is known, to put programs into it."""
-    return os.stat(path).st_uid == os.getuid()
 
 
 def _own_name() -> str:

@@ -7,10 +7,11 @@ call, H2D time against size, compute beside copies; on two ranks, a collective a
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,13 +38,9 @@ ROUNDS_BESIDE = 40
 LEAST_SLOWDOWN = 1.02
 _TIMEOUT = timedelta(minutes=2)
 
-
-@dataclass(frozen=True)
-class _Line:
-    """Seconds = latency + bytes / rate."""
-
-    latency: float
-    rate: float
+# A figure of a profile, its value, and how it was measured, or that it was not.
+_Figure = tuple[str, Any, str]
+_ASSUMED = "not measured, one device only"
 
 
 def calibrate(
@@ -55,99 +52,37 @@ def calibrate(
     profile use it.  ``loopback``: measure the collectives of one process, through host memory; one GPU is enough.
     Raises ChunkflowError if a rank fails, or if the machine is too busy to be measured.
     """
-    link = LINK_RANKS if device.type == "cpu" or loopback or torch.cuda.device_count() >= LINK_RANKS else 1
-    with tqdm(total=6, unit="stage") as progress:
-
-        def stage(text: str) -> None:
-            progress.set_description(text)
-
-        stage("GEMMs")
-        gemms = {str(d).removeprefix("torch."): _gemm_rate(device, d) for d in _dtypes(device)}
-        progress.update()
-        stage("attention")
-        main = max(gemms, key=lambda d: gemms[d])
-        attention = _attention_rate(device, getattr(torch, main))
-        progress.update()
-        stage("memory")
-        memory = _memory_rate(device)
-        progress.update()
-        stage("calls")
-        launch = _launch_seconds(device)
-        progress.update()
-        stage("copies")
-        copy = _line_through(
-            [(size, median_seconds(device, copier(device, size, _make_link(emulated)))) for size in COPY_SIZES]
-        )
-        progress.update()
-        stage("collectives and compute, alone and beside copies")
-        together = _on_ranks(device, emulated, loopback) if link > 1 else None
-        slowdown = together.compute_slowdown if together else compute_slowdown(device)
-        progress.update()
-    profile = _profile_from(name, device, gemms, attention, memory, launch, copy, slowdown, together)
-    return profile if emulated is None else replace(profile, link_emulation=emulated)
-
-
-@dataclass(frozen=True)
-class _Together:
-    """Measured on two ranks: the line of a collective, and the slowdowns of copies, collectives and compute."""
-
-    collective: _Line
-    copy_slowdown: float
-    collective_slowdown: float
-    compute_slowdown: float
-
-
-def _profile_from(
-    name: str,
-    device: torch.device,
-    gemms: dict[str, float],
-    attention: float,
-    memory: float,
-    launch: float,
-    copy: _Line,
-    slowdown: float,
-    together: _Together | None,
-) -> Hardware:
+    ranks = device.type == "cpu" or loopback or torch.cuda.device_count() >= LINK_RANKS
+    figures: dict[str, Any] = {"eta_pref": 1.0}
+    sources = {"eta_pref": "1: the bandwidth is measured, not nominal"}
+    link = partial(_on_ranks, device, emulated, loopback) if ranks else partial(_by_itself, device, figures)
+    stages: dict[str, Callable[[], Iterable[_Figure]]] = {
+        "GEMMs and attention": partial(_compute, device),
+        "memory": partial(_memory, device),
+        "calls": partial(_calls, device),
+        "copies": partial(_copies, device, emulated),
+        "collectives and compute, alone and beside copies": link,
+    }
     by = f"measured on {device_name(device)}, torch {torch.__version__}"
-    alone = "not measured, one device only: "
-    shared = together is None or max(together.copy_slowdown, together.collective_slowdown) > 1.05
-    return Hardware(
-        name=name,
-        peak_flops=gemms,
-        eta_comp=round(min(1.0, (1 + attention / max(gemms.values())) / 2), 3),
-        memory_bandwidth=memory,
-        h2d_bandwidth=copy.rate,
-        eta_pref=1.0,
-        launch_s=launch,
-        chunk_s=copy.latency,
-        collective_latency_s=together.collective.latency if together else 3e-5,
-        collective_bandwidth=together.collective.rate if together else copy.rate * 0.75,
-        shared_link=shared,
-        copy_slowdown=together.copy_slowdown if together and shared else 2.0 if shared else 1.0,
-        collective_slowdown=together.collective_slowdown if together and shared else 2.0 if shared else 1.0,
-        compute_slowdown=round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0,
-        sources={
-            "peak_flops": f"{by}: square GEMMs",
-            "eta_comp": f"{by}: mean of GEMM and attention rates over the GEMM rate",
-            "memory_bandwidth": f"{by}: a copy on the device, read and written",
-            "h2d_bandwidth": f"{by}: a copy of 64 MiB, less the time to start one",
-            "eta_pref": "1: the bandwidth is measured, not nominal",
-            "launch_s": f"{by}: a call that computes next to nothing",
-            "chunk_s": f"{by}: a copy of 4 KiB",
-            "collective_latency_s": f"{by}: an all-to-all of 4 KiB" if together else alone + "assumption",
-            "collective_bandwidth": f"{by}: an all-to-all of 16 MiB, less its latency"
-            if together
-            else alone + "3/4 of the link",
-            "shared_link": f"{by}: a factor above 1.05" if together else alone + "assumption",
-            "copy_slowdown": f"{by}: beside a collective" if together else alone + "a fair share",
-            "collective_slowdown": f"{by}: beside copies" if together else alone + "a fair share",
-            "compute_slowdown": f"{by}: an MLP beside copies",
-        },
-    )
+    with tqdm(stages.items(), unit="stage") as progress:
+        for text, measure in progress:
+            progress.set_description(text)
+            for figure, value, how in measure():
+                figures[figure], sources[figure] = value, how if how.startswith(_ASSUMED) else f"{by}: {how}"
+    return Hardware(name=name, **figures, sources=sources, link_emulation=emulated)
 
 
 def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
     return (torch.float32,) if device.type == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
+
+
+def _compute(device: torch.device) -> Iterator[_Figure]:
+    gemms = {str(d).removeprefix("torch."): _gemm_rate(device, d) for d in _dtypes(device)}
+    yield "peak_flops", gemms, "square GEMMs"
+    main = max(gemms, key=lambda d: gemms[d])
+    attention = _attention_rate(device, getattr(torch, main))
+    share = round(min(1.0, (1 + attention / gemms[main]) / 2), 3)
+    yield "eta_comp", share, "mean of GEMM and attention rates over the GEMM rate"
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -163,21 +98,42 @@ def _attention_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 4 * heads * tokens**2 * 128 / seconds
 
 
-def _memory_rate(device: torch.device) -> float:
+def _memory(device: torch.device) -> Iterator[_Figure]:
     size = (256 if device.type == "cpu" else 2048) * MIB
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
-    return round(2 * size / median_seconds(device, lambda: target.copy_(source)))
+    rate = round(2 * size / median_seconds(device, lambda: target.copy_(source)))
+    yield "memory_bandwidth", rate, "a copy on the device, read and written"
 
 
-def _launch_seconds(device: torch.device) -> float:
-    a = torch.ones(16, 16, device=device)
-    calls = 200
+def _calls(device: torch.device) -> Iterator[_Figure]:
+    a, calls = torch.ones(16, 16, device=device), 200
 
     def many() -> None:
         for _ in range(calls):
             torch.relu(a)
 
-    return median_seconds(device, many) / calls
+    yield "launch_s", median_seconds(device, many) / calls, "a call that computes next to nothing"
+
+
+def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_Figure]:
+    times = [(size, median_seconds(device, copier(device, size, _make_link(emulated)))) for size in COPY_SIZES]
+    start_s, rate = _line_through(times)
+    yield "h2d_bandwidth", rate, "a copy of 64 MiB, less the time to start one"
+    yield "chunk_s", start_s, "a copy of 4 KiB"
+
+
+def _by_itself(device: torch.device, figures: Mapping[str, Any]) -> Iterator[_Figure]:
+    """Without another device, what collectives take is assumed.  ``figures``: those measured before."""
+    yield "collective_latency_s", 3e-5, f"{_ASSUMED}: assumption"
+    yield "collective_bandwidth", 0.75 * figures["h2d_bandwidth"], f"{_ASSUMED}: 3/4 of the link"
+    yield "shared_link", True, f"{_ASSUMED}: assumption"
+    yield "copy_slowdown", 2.0, f"{_ASSUMED}: a fair share"
+    yield "collective_slowdown", 2.0, f"{_ASSUMED}: a fair share"
+    yield _slowed(compute_slowdown(device))
+
+
+def _slowed(slowdown: float) -> _Figure:
+    return "compute_slowdown", round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, "an MLP beside copies"
 
 
 def _make_link(emulated: LinkEmulation | None) -> Port | None:
@@ -185,13 +141,13 @@ def _make_link(emulated: LinkEmulation | None) -> Port | None:
     return None if emulated is None else make_port(emulated)
 
 
-def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> _Together:
+def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> list[_Figure]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             spawn(_measure_rank, (device.type, folder, emulated, loopback), nprocs=1 if loopback else LINK_RANKS)
         except ProcessException as error:
             raise ChunkflowError(f"A rank of the calibration failed: {error}") from error
-        result: _Together = torch.load(Path(folder) / "rank0.pt", weights_only=False)
+        result: list[_Figure] = torch.load(Path(folder) / "rank0.pt", weights_only=False)
         return result
 
 
@@ -212,22 +168,28 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
         for size in COLLECTIVE_SIZES:
             crossing = size * (LINK_RANKS - 1) // LINK_RANKS
             points.append((crossing, median_seconds(device, _all_to_all(device, size, port), ROUNDS_BESIDE)))
-        alone = _line_through(points)
         exchange, size = _all_to_all(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
         copy_alone = median_seconds(device, copier(device, size, port), own_stream=True)
         exchange_alone = median_seconds(device, exchange, ROUNDS_BESIDE, own_stream=True)
         copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, copier(device, size, port))
-        found = _Together(
-            alone,
-            copy_slowdown=round(factor(copy_beside, copy_alone), 2),
-            collective_slowdown=round(factor(exchange_beside, exchange_alone), 2),
-            compute_slowdown=compute_slowdown(device, port, dist.barrier),
-        )
+        factors = factor(copy_beside, copy_alone), factor(exchange_beside, exchange_alone)
+        slowdown = compute_slowdown(device, port, dist.barrier)
+        found = [*_link_figures(*_line_through(points), *(round(f, 2) for f in factors)), _slowed(slowdown)]
         if rank == 0:
             torch.save(found, Path(folder) / "rank0.pt")
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def _link_figures(latency_s: float, rate: float, copy: float, collective: float) -> Iterator[_Figure]:
+    """Of a collective, and the factors by which copies and collectives slow each other."""
+    shared = max(copy, collective) > 1.05
+    yield "collective_latency_s", latency_s, "an all-to-all of 4 KiB"
+    yield "collective_bandwidth", rate, "an all-to-all of 16 MiB, less its latency"
+    yield "shared_link", shared, "a factor above 1.05"
+    yield "copy_slowdown", copy if shared else 1.0, "beside a collective"
+    yield "collective_slowdown", collective if shared else 1.0, "beside copies"
 
 
 def _all_to_all(device: torch.device, size: int, port: Port | None = None) -> Callable[[], object]:
@@ -241,11 +203,12 @@ def _all_to_all(device: torch.device, size: int, port: Port | None = None) -> Ca
     return exchange
 
 
-def _line_through(points: Sequence[tuple[int, float]]) -> _Line:
-    """Latency: the seconds of the smallest size, a few KiB.  Rate: from the smallest to the largest size."""
+def _line_through(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
+    """Seconds = latency + bytes / rate.  Latency: the seconds of the smallest size, a few KiB.  Rate: from the smallest to
+    the largest size."""
     (small, latency), (large, seconds) = points[0], points[-1]
     if seconds <= latency:
         raise ChunkflowError(
             f"{large} bytes took no longer than {small}: the machine is too busy to measure. Try again when it is idle."
         )
-    return _Line(latency=latency, rate=round((large - small) / (seconds - latency)))
+    return latency, round((large - small) / (seconds - latency))

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from chunkflow_compile.runtime.cuda import register
 from chunkflow_compile.runtime.link import Port
+from chunkflow_compile.runtime.torch_cuda import register
 from chunkflow_compile.weights.bytes import copy_host_bytes
 from chunkflow_compile.weights.host_memory import near_cpus, own_pages
+
+from .stopwatch import Stopwatch, mark
 
 MIB = 1 << 20
 REPEATS = 7
@@ -128,32 +130,16 @@ def _copies_back_to_back(
     """Seconds of each copy on a stream that always holds more of them, by device events: host time does not count."""
     marks: list[Any] = []
     torch.cuda.set_device(device)
-    with torch.cuda.stream(torch.cuda.Stream(device)):
+    with torch.cuda.stream(stream := torch.cuda.Stream(device)):
         while not over.is_set():
-            marks.append(_mark())
+            marks.append(mark(stream))
             copy()
             if len(marks) > _AHEAD:
                 marks[-_AHEAD].synchronize()
                 begun.set()
-        marks.append(_mark())
+        marks.append(mark(stream))
         marks[-1].synchronize()
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
-
-
-def _mark() -> Any:
-    """A timed event, recorded on the current stream."""
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
-    return event
-
-
-def _timed_by_events(work: Callable[[], object]) -> float:
-    """Seconds of ``work`` on the current stream."""
-    begin = _mark()
-    work()
-    end = _mark()
-    end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
 
 
 def median_seconds(
@@ -161,22 +147,16 @@ def median_seconds(
 ) -> float:
     """Median seconds of ``work``, after one run that does not count.  ``own_stream``: time CUDA work by events of the
     caller's stream, without waiting for other streams."""
-
-    def finish() -> None:
-        if device.type == "cuda" and own_stream:  # another thread may keep issuing work on other streams
-            torch.cuda.current_stream(device).synchronize()
-        elif device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    work()
-    finish()
     times = []
-    for _ in range(repeats):
-        if own_stream and device.type == "cuda":
-            times.append(_timed_by_events(work))
+    for _ in range(1 + repeats):
+        if own_stream:  # another thread may keep issuing work on other streams
+            watch = Stopwatch(device)
+            work()
+            times.append(watch.stop())
             continue
         start = time.perf_counter()
         work()
-        finish()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         times.append(time.perf_counter() - start)
-    return float(f"{statistics.median(times):.4g}")  # further digits are noise
+    return float(f"{statistics.median(times[1:]):.4g}")  # further digits are noise

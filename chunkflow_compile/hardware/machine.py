@@ -7,6 +7,7 @@ import importlib.util
 import mmap
 import os
 import platform
+import resource
 import runpy
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from chunkflow_compile.hardware.caches import Folder, compile_cache, temporary_folder
-from chunkflow_compile.weights.limits import host_memory
+from chunkflow_compile.weights.limits import HostMemory, host_memory
 
 from .profiles import measured_profile
 
@@ -44,8 +45,7 @@ class Machine:
     """The facts that ``chunkflow doctor`` checks.
 
     ``cuda_build``: CUDA version torch was built for, None for a CPU build.  ``libraries``: name -> version, None if
-    missing.  ``memory_bytes``, ``available_bytes``: of the machine, or of the control group that leaves the least, whose
-    limit is the file ``memory_limit``.  ``huge_pages``: when the kernel gives them to private and to shared memory, empty if
+    missing.  ``huge_pages``: when the kernel gives them to private and to shared memory, empty if
     it does not say.  ``pinnable_bytes``: limit of locked memory, None for no limit.
     ``profile_fault``: why a measured profile cannot be looked for, empty if it can.
     """
@@ -57,9 +57,7 @@ class Machine:
     gpus: tuple[Gpu, ...]
     cpus: int
     numa_nodes: int
-    memory_bytes: int
-    available_bytes: int
-    memory_limit: str | None
+    memory: HostMemory
     huge_pages: tuple[str, str]
     pinnable_bytes: int | None
     gloo: bool
@@ -85,7 +83,7 @@ def look() -> Machine:
 
     To import torch takes more CPU time than all else, so a build for the CPU is only looked at.
     """
-    memory, folder, (profile, fault) = host_memory(), _torch_folder(), measured_profile()
+    folder, (profile, fault), driver = _torch_folder(), measured_profile(), _nvidia(("driver_version",))
     build = runpy.run_path(str(folder / "version.py"))
     for_gpus = bool(build["cuda"] or build["hip"])
     gloo, nccl = (True, False) if not for_gpus and _binds_gloo(folder) else _backends()
@@ -93,13 +91,11 @@ def look() -> Machine:
         python=platform.python_version(),
         torch=build["__version__"],
         cuda_build=build["cuda"],
-        driver=_nvidia(("driver_version",))[0][0] if _nvidia(("driver_version",)) else None,
+        driver=driver[0][0] if driver else None,
         gpus=tuple(_gpus()) if for_gpus else (),
         cpus=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         numa_nodes=len(list(Path("/sys/devices/system/node").glob("node[0-9]*"))) or 1,
-        memory_bytes=memory.total,
-        available_bytes=memory.free,
-        memory_limit=None if memory.limit is None else str(memory.limit),
+        memory=host_memory(),
         huge_pages=(_huge_pages("enabled"), _huge_pages("shmem_enabled")),
         pinnable_bytes=_locked_limit(),
         gloo=gloo,
@@ -197,10 +193,6 @@ def _huge_pages(name: str) -> str:
 
 
 def _locked_limit() -> int | None:
-    try:
-        import resource
-    except ImportError:  # no such limits on Windows
-        return None
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import warnings
 from pathlib import Path
@@ -10,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+
+from .caches import warn_once
 
 if TYPE_CHECKING:
     import torch
@@ -66,13 +67,8 @@ def _measured_path() -> Path | None:
     """The same, with a warning."""
     path, fault = measured_profile()
     if fault:
-        _warn_of_profile(f"A profile of chunkflow calibrate cannot be looked for. {fault}")
+        warn_once(f"A profile of chunkflow calibrate cannot be looked for. {fault}")
     return path
-
-
-@functools.cache  # once in a process, although each model finds it again
-def _warn_of_profile(text: str) -> None:
-    warnings.warn(text, stacklevel=4)
 
 
 def default_profile(device: torch.device) -> str:

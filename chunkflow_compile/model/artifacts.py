@@ -15,7 +15,7 @@ import platform
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,9 @@ def load(path: str | Path) -> int:
         return _ignored(path, f"it cannot be read ({first_line(error)})")
     if damaged:
         return _ignored(path, f"{damaged[0]} is not what was saved")
-    if found := next(_differences(manifest), None):
-        return _ignored(path, found)
+    for what, here in _machine_key().items():
+        if manifest.get(what) != here:
+            return _ignored(path, f"it was saved with {what} {manifest.get(what)}, here it is {here}")
     if torch._inductor.config.force_disable_caches:
         return _ignored(path, "Inductor's caches are switched off (force_disable_caches)")
     try:
@@ -156,12 +157,6 @@ def _machine_key() -> dict[str, Any]:
         "instructions": instructions,
         "gpu": "none" if gpu is None else f"{gpu.name} {gpu.major}.{gpu.minor}",
     }
-
-
-def _differences(manifest: dict[str, Any]) -> Iterator[str]:
-    for what, here in _machine_key().items():
-        if manifest.get(what) != here:
-            yield f"it was saved with {what} {manifest.get(what)}, here it is {here}"
 
 
 def _ignored(path: str | Path, why: str) -> int:

@@ -28,7 +28,7 @@ from chunkflow_compile.weights.staging import GpuStagings
 from chunkflow_compile.weights.streamable import refuse_fully_sharded, refuse_unknown_parts, why_not
 
 if TYPE_CHECKING:
-    from chunkflow_compile.runtime.route import Route
+    from chunkflow_compile.runtime.bound_cycle import BoundCycle
     from chunkflow_compile.runtime.session import Session
 
 
@@ -179,13 +179,13 @@ def programs(model: nn.Module) -> tuple[Session, ...]:
     return tuple(sorted(dict.fromkeys(sessions), key=lambda s: s.started))
 
 
-def cycles(model: nn.Module) -> tuple[Route, ...]:
+def cycles(model: nn.Module) -> tuple[BoundCycle, ...]:
     """The cycles that programs of a placed model run in, the one that runs now first: their plan and their jumps.
 
     Programs that run in turns become a cycle when their order has repeated and its plan is ready.
     """
     known = dict.fromkeys(session.cycles for session in programs(model))
-    found = [route for c in known for route in sorted(c.known, key=lambda route: route is not c.current)]
+    found = [bound for c in known for bound in sorted(c.known, key=lambda bound: bound is not c.current)]
     return tuple(found)
 
 

@@ -90,7 +90,7 @@ class Placement:
             if not other.closed and gone[other.reads]:
                 other.close()
             if not other.closed and other is not session and session.repeats(other):
-                session.adopt(other.measurements)
+                session.adopt(other)
                 other.close()
         self.sessions = [s for s in self.sessions if not s.closed and s is not session] + [session]
 
@@ -138,9 +138,9 @@ class Placement:
                         self.store.add(names, tensor, loader)
                         moved(loader.work(names[0]))
                     loader.finish()
+                    self.store.moved()
                     if node is not None:
                         self.store.agree(node)
-                self.store.moved()
                 align(self.root)
                 self.guards.add()
             except BaseException as error:
@@ -156,7 +156,8 @@ class Placement:
                 torch.cuda.empty_cache()  # the allocator keeps what the weights left, and the arena has another size
             if todo:
                 give_free_memory_back()
-                self.store.came(todo[-1][0][0])
+                how = "came after the model was placed, and such weights do not go to the drive"
+                self.store.entered(todo[-1][0][0], how)
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them.

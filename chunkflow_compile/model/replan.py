@@ -51,25 +51,25 @@ def replan(
             goal["yields"] = chosen.yields
     elif as_measured:
         goal = {"plan": None}  # a plan from a file would run whatever was measured
-    routes = cycles(model) if as_measured else ()
-    together = [p for p in found if any(p.key in route.keys for route in routes)]
+    running = cycles(model) if as_measured else ()
+    together = [p for p in found if any(p.key in bound.keys for bound in running)]
     if "policy" not in goal:
         found = [p for p in found if p not in together]
     codes, shared = [], dict[int, Code]()
     for program in found:
-        code = program.choice.code  # of the newest goal, which may not have run yet
+        code = program.current.code  # of the newest goal, which may not have run yet
         if as_measured and program not in together:
             codes.append(code.remade(**goal, timings=measured(program.plan, program.measurements).timings()))
         else:  # blocks of one kind share their code
             key = id(code)
             shared[key] = shared.get(key) or code.remade(**goal)
             codes.append(shared[key])
-    for route in routes if "policy" not in goal else ():
-        with route.arena.lock():
-            Cycles.of(route.arena).replan(route)
+    for bound in running if "policy" not in goal else ():
+        with bound.arena.lock():
+            Cycles.of(bound.arena).replan(bound)
     if goal.get("plan") is None and "policy" in goal:  # a given plan is for one size
         for placement in placements_of(model):
             placement.goal = {**placement.goal, **{name: goal[name] for name in goal if name != "plan"}}
     for program, code in zip(found, codes, strict=True):
-        program.choice.code, program.choice.by_itself = code, False
+        program.current.code, program.current.by_itself = code, False
     return model

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .sizes import Config, Shape
+from .sizes import Config, Shape, build_model
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,7 @@ class Family:
 
     def build(self, config: Config) -> nn.Module:
         """A model with random weights, in evaluation mode."""
-        import diffusers
-
-        model: nn.Module = getattr(diffusers, self.class_name)(**config).eval()
-        return model
+        return build_model(self.class_name, **config)
 
 
 def _wan_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -75,14 +76,10 @@ class Preset:
         """The model in bfloat16 with random weights on ``device``, and the inputs of one call."""
         import torch
 
-        from .families import FAMILIES
         from .weightless import default_dtype
 
-        family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
         with default_dtype(torch.bfloat16), device:
-            model = family.build(self.config).eval()
-            inputs = family.inputs(self.config, shape, None)
-        return model, {k: _as_bfloat16(v) for k, v in inputs.items()}
+            return self._model_and_inputs(sizes)
 
     def trace(
         self,
@@ -100,31 +97,32 @@ class Preset:
         """
         import torch
 
-        from .families import FAMILIES
-        from .quantised import quantised
         from .weightless import trace_without_weights
 
-        family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
         heads = self.config["num_attention_heads"]
         if degree < 1 or heads % degree:
             raise ChunkflowError(
                 f"{self.name} has {heads} attention heads: the Ulysses degree {degree} must divide them."
             )
-
-        def build() -> tuple[nn.Module, dict[str, Any]]:
-            inputs = family.inputs(self.config, shape, None)
-            model = family.build(self.config)
-            if quantize is not None:
-                quantised(model, quantize)
-            return model, {k: _as_bfloat16(v) for k, v in inputs.items()}
-
+        build = partial(self._model_and_inputs, sizes, quantize)
         return trace_without_weights(build, degree, min_bytes, torch.bfloat16, cfg_parallel)
 
+    def _model_and_inputs(
+        self, sizes: OutputSizes | None, quantize: Quantisation | None = None
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Made in the default dtype, on the default device; inputs in bfloat16."""
+        import torch
 
-def _as_bfloat16(value: Any) -> Any:
-    import torch
+        from .families import FAMILIES
+        from .quantised import quantised
 
-    return value.to(torch.bfloat16) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+        family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
+        model = family.build(self.config)
+        inputs = family.inputs(self.config, shape, None)
+        if quantize is not None:
+            quantised(model, quantize)
+        tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+        return model, {**inputs, **{k: v.to(torch.bfloat16) for k, v in tensors.items()}}
 
 
 _WAN_CONFIG: Config = {

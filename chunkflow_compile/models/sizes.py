@@ -1,10 +1,16 @@
-"""What a model is made by: its sizes, its configuration, and how its layers are quantised.  Imports no torch."""
+"""What a model is made by: its sizes, its configuration, and how its layers are quantised.
+
+Imports no torch until a model is made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from torch import nn
 
 Quantisation = Literal["int8", "fp8", "nf4"]
 Config = Mapping[str, Any]
@@ -42,3 +48,17 @@ class Size:
         """Dimensions of a head by axis: half for time, a quarter each for height and width, all even."""
         quarter = self.head_dim // 4 // 2 * 2
         return self.head_dim - 2 * quarter, quarter, quarter
+
+
+def build_model(class_name: str, **config: Any) -> nn.Module:
+    """A model of a class of diffusers or of transformers with random weights, in evaluation mode."""
+    import diffusers
+
+    if (cls := getattr(diffusers, class_name, None)) is not None:
+        made: nn.Module = cls(**config)
+    else:
+        import transformers
+
+        cls = getattr(transformers, class_name)
+        made = cls(cls.config_class(**config))
+    return made.eval()

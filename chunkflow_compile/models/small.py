@@ -14,61 +14,54 @@ from .sizes import Config, Shape, Size
 TEXT_WIDTH = 32
 
 
+def _blocks(size: Size, **own: Any) -> Config:
+    """The fields that all classes have, and a class's ``own``."""
+    sizes = {"num_layers": size.layers, "num_attention_heads": size.heads, "attention_head_dim": size.head_dim}
+    return {**sizes, **own}
+
+
 def _wan_config(size: Size) -> Config:
-    return {
-        "patch_size": (1, 2, 2),
-        "num_attention_heads": size.heads,
-        "attention_head_dim": size.head_dim,
-        "in_channels": 4,
-        "out_channels": 4,
-        "text_dim": TEXT_WIDTH,
-        "freq_dim": 32,
-        "ffn_dim": 4 * size.heads * size.head_dim,
-        "num_layers": size.layers,
-        "cross_attn_norm": True,
-        "rope_max_seq_len": 64,
-    }
+    return _blocks(
+        size,
+        patch_size=(1, 2, 2),
+        in_channels=4,
+        out_channels=4,
+        text_dim=TEXT_WIDTH,
+        freq_dim=32,
+        ffn_dim=4 * size.heads * size.head_dim,
+        cross_attn_norm=True,
+        rope_max_seq_len=64,
+    )
 
 
 def _flux_config(size: Size) -> Config:
-    return {
-        "in_channels": 16,
-        "num_layers": size.layers,
-        "num_single_layers": size.singles,
-        "attention_head_dim": size.head_dim,
-        "num_attention_heads": size.heads,
-        "joint_attention_dim": TEXT_WIDTH,
-        "pooled_projection_dim": TEXT_WIDTH,
-        "guidance_embeds": True,
-        "axes_dims_rope": size.rope,
-    }
+    return _blocks(
+        size,
+        in_channels=16,
+        num_single_layers=size.singles,
+        joint_attention_dim=TEXT_WIDTH,
+        pooled_projection_dim=TEXT_WIDTH,
+        guidance_embeds=True,
+        axes_dims_rope=size.rope,
+    )
 
 
 def _hunyuan_config(size: Size) -> Config:
-    return {
-        "in_channels": 4,
-        "out_channels": 4,
-        "num_attention_heads": size.heads,
-        "attention_head_dim": size.head_dim,
-        "num_layers": size.layers,
-        "num_single_layers": size.singles,
-        "num_refiner_layers": 1,
-        "text_embed_dim": TEXT_WIDTH,
-        "pooled_projection_dim": TEXT_WIDTH,
-        "rope_axes_dim": size.rope,
-    }
+    return _blocks(
+        size,
+        in_channels=4,
+        out_channels=4,
+        num_single_layers=size.singles,
+        num_refiner_layers=1,
+        text_embed_dim=TEXT_WIDTH,
+        pooled_projection_dim=TEXT_WIDTH,
+        rope_axes_dim=size.rope,
+    )
 
 
 def _qwen_config(size: Size) -> Config:
-    return {
-        "in_channels": 16,
-        "out_channels": 4,
-        "num_layers": size.layers,
-        "attention_head_dim": size.head_dim,
-        "num_attention_heads": size.heads,
-        "joint_attention_dim": TEXT_WIDTH,
-        "axes_dims_rope": size.rope,
-    }
+    rope = {"axes_dims_rope": size.rope}
+    return _blocks(size, in_channels=16, out_channels=4, joint_attention_dim=TEXT_WIDTH, **rope)
 
 
 SMALL_MODELS: Mapping[str, Callable[[Size], Config]] = {

@@ -101,11 +101,8 @@ def _group_of(degree: int) -> dist.ProcessGroup:
         return world
     # ranks of a group give up after the time that the user chose for all of them
     timeout = None if (all_ranks := group_of()) is None else all_ranks.timeout
-    made: list[dist.ProcessGroup] = [
-        dist.new_group(list(range(first, first + degree)), timeout=timeout, group_desc=wanted)
-        for first in range(0, world.size(), degree)
-    ]
-    return made[dist.get_rank() // degree]
+    mine: dist.ProcessGroup = dist.new_subgroups(degree, timeout=timeout, group_desc=wanted)[0]
+    return mine
 
 
 def _checked_degree(degree: int | None, group: Any) -> int:

@@ -6,7 +6,7 @@ import functools
 import inspect
 import logging
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -116,12 +116,17 @@ def _apply(
 
 def _shared_budget(pipe: Any, models: Mapping[str, nn.Module]) -> Budget | None:
     """The budget that a pipeline or its components have already.  Raises ChunkflowError if there are several."""
-    found = {id(b): b for owner in (pipe, *models.values()) if (b := budget_of(owner)) is not None}
+    found = _budgets((pipe, *models.values()))
     if len(found) > 1:
         raise ChunkflowError(
             "Components of this pipeline belong to several budgets: call remove(pipe) for the others first."
         )
-    return next(iter(found.values()), None)
+    return found[0] if found else None
+
+
+def _budgets(owners: Iterable[Any]) -> list[Budget]:
+    """Those of pipelines and components, each once."""
+    return [*{id(found): found for owner in owners if (found := budget_of(owner)) is not None}.values()]
 
 
 def _extend(
@@ -219,7 +224,9 @@ def remove(pipe: Any) -> Any:
     Components that another pipeline shares stay as they are until that is removed too.
     Raises ChunkflowError if a component finds no room where it was; the pipeline stays applied then.
     """
-    for budget in _budgets(pipe):
+    components = getattr(pipe, "components", None)
+    owners = components.values() if isinstance(components, Mapping) else ()
+    for budget in _budgets([pipe]) or _budgets(owners):  # those of a pipeline that is gone
         with budget.turn(), budget.lock():
             names = budget.pipelines.pop(pipe, None)
             try:
@@ -235,15 +242,6 @@ def remove(pipe: Any) -> Any:
     return pipe
 
 
-def _budgets(pipe: Any) -> list[Budget]:
-    """That of a pipeline; of one that was not applied, those of its components, which one that is gone had."""
-    if (budget := budget_of(pipe)) is not None:
-        return [budget]
-    components = getattr(pipe, "components", None)
-    owners = components.values() if isinstance(components, Mapping) else ()
-    return [*{id(found): found for owner in owners if (found := budget_of(owner)) is not None}.values()]
-
-
 def _compile_phase(
     phase: Phase, budget: Budget, options: Mapping[str, Any], chosen: Options, dynamic: bool | None
 ) -> None:
@@ -257,7 +255,7 @@ def _compile_phase(
         # Eager regions gain nothing, and AutoencoderKL's group norms fail as ATen ops on a CPU, under aot_eager too.
         if repeated_blocks(decoder) and not _keeps_frames(decoder) and chosen.lowering != "eager":
             # Its levels have different sizes, which Dynamo would make symbols; Inductor fails on some (HunyuanVideo).
-            compile_by_kind(decoder, placement, given, chosen.min_bytes, bool(dynamic))
+            compile_by_kind(decoder, placement, given, bool(dynamic))
         budget.add(phase, tuple(name for name in ("encode", "decode") if hasattr(model, name)))
         return
     if (reason := why_eager(model)) is not None:
@@ -267,7 +265,7 @@ def _compile_phase(
         return
     if not repeated_blocks(model):  # compiled whole, and its first plan may keep as much as it is given
         given["memory"] = max(0, budget.usable - kept_by(budget.phases))
-    compile_by_kind(model, placement, given, chosen.min_bytes, dynamic)
+    compile_by_kind(model, placement, given, dynamic)
     budget.add(phase, ())
 
 

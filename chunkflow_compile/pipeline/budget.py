@@ -25,7 +25,7 @@ from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.model.offload import cycles, programs
 from chunkflow_compile.model.replan import replan
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.pipeline.allocators import Allocator, allocator_of
+from chunkflow_compile.pipeline.allocators import Allocator
 from chunkflow_compile.pipeline.oom_retry import RngSnapshot, given_to, has_ranks, keeps_state, out_of_memory
 from chunkflow_compile.pipeline.phase import Entry, Phase, kept_by
 from chunkflow_compile.report.phases import PipelineFigures
@@ -55,7 +55,7 @@ class Budget:
         self.pipelines = weakref.WeakKeyDictionary[Any, frozenset[str]]()  # applied -> the components at that time
         self.arguments: dict[str, Any] = {}  # of the first apply, for components that come later
         self.generated = False  # whether a generation has ended since apply
-        self._allocator: Allocator = allocator_of(device)
+        self._allocator = Allocator(device)
         self.most: int | None = None  # bytes that the device held in a call since apply, if anything counts them
         self._told = False  # that phases run without gradients
         self._last: list[Phase] = []  # the newest last
@@ -191,7 +191,7 @@ class Budget:
     def _vacate(self, phases: Iterable[Phase]) -> None:
         """Free the arenas of ``phases``, and give their memory back to the device."""
         for phase in phases:
-            phase.arena.vacate()
+            phase.arena.evict()
         self._allocator.trim()
 
     def _make_room(self, phase: Phase) -> None:

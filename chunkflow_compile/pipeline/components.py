@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -140,45 +139,39 @@ def check_floor(
     models: Mapping[str, nn.Module], cast: Mapping[str, torch.dtype | None], budget: Budget, min_bytes: int
 ) -> None:
     """Raise ChunkflowError if a component's largest weight has no room beside those that stay on the device."""
-    found = {name: _weights(model, cast[name], min_bytes) for name, model in models.items()}
-    small = sum(w.nbytes for weights in found.values() for w in weights if w.stays == "")
-    fixed = {f"pipe.{n}.{w.name}": w for n, weights in found.items() for w in weights if w.stays}
-    small += kept_by(budget.phases)
-    unstreamed = sum(w.nbytes for w in fixed.values())
-    kept = small + unstreamed
-    largest = {n: max((w.nbytes for w in weights if w.stays is None), default=0) for n, weights in found.items()}
+    small, fixed, largest = kept_by(budget.phases), dict[str, tuple[int, str]](), dict.fromkeys(models, 0)
+    for name, model in models.items():
+        for path, nbytes, stays in _weights(model, cast[name], min_bytes):
+            if stays is None:
+                largest[name] = max(largest[name], nbytes)
+            elif stays:
+                fixed[f"pipe.{name}.{path}"] = nbytes, stays
+            else:
+                small += nbytes
+    unstreamed = sum(nbytes for nbytes, _ in fixed.values())
     name = max(largest, key=lambda n: largest[n], default="")
-    if not models or kept + largest[name] <= budget.usable:
+    if not models or small + unstreamed + largest[name] <= budget.usable:
         return
     said = f"small weights of all components take {small}"
     if fixed:
-        first, weight = max(fixed.items(), key=lambda item: item[1].nbytes)
+        first, (_, reason) = max(fixed.items(), key=lambda item: item[1][0])
         said += f", {len(fixed)} that cannot be streamed take {unstreamed}"
-        said += f" (the largest is {first}, {weight.stays})"
+        said += f" (the largest is {first}, {reason})"
     raise ChunkflowError(
         f"memory={budget.total} bytes is too little for pipe.{name}: its largest streamed weight has {largest[name]} bytes, "
-        f"{said}. Give at least memory={budget_for(kept + largest[name])}. Activations come on top, and other weights of the "
-        "same region: what they take is known after the first call of each component."
+        f"{said}. Give at least memory={budget_for(small + unstreamed + largest[name])}. Activations come on top, and other "
+        "weights of the same region: what they take is known after the first call of each component."
     )
 
 
-@dataclass(frozen=True)
-class _Weight:
-    """``nbytes``: once it is placed.  ``stays``: why it stays on the device, "" for a small one; None if it is streamed."""
-
-    name: str
-    nbytes: int
-    stays: str | None
-
-
-def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> list[_Weight]:
-    """The weights of a component as ``offload`` will place them, each once."""
+def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> Iterator[tuple[str, int, str | None]]:
+    """The weights of a component as ``offload`` will place them, each once: its name, its bytes once it is placed, and why
+    it stays on the device, "" for a small one, None if it is streamed."""
     index, dtype_of = ModelIndex.of(model), keep_dtype if dtype is None else cast_to(dtype, model)
-    found: dict[int, _Weight] = {}
+    seen = set[int]()
     for outer, tensor in tensors_of(model):
         for inside, leaf in leaves(tensor):
-            name = outer + inside
-            stays = "" if leaf.numel() * leaf.element_size() < min_bytes else why_not(leaf, index, inside)
-            nbytes = leaf.numel() * dtype_of(index.names[id(leaf)][0], leaf).itemsize
-            found.setdefault(id(leaf), _Weight(name, nbytes, stays))
-    return [*found.values()]
+            if id(leaf) not in seen:
+                seen.add(id(leaf))
+                stays = "" if leaf.numel() * leaf.element_size() < min_bytes else why_not(leaf, index, inside)
+                yield outer + inside, leaf.numel() * dtype_of(index.names[id(leaf)][0], leaf).itemsize, stays

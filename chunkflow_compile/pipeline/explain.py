@@ -13,7 +13,7 @@ from chunkflow_compile.pipeline.budget import budget_of
 from chunkflow_compile.report.calls import call_figures
 from chunkflow_compile.report.explain import Explanation, explain_plan
 from chunkflow_compile.report.phases import PipelineFigures
-from chunkflow_compile.runtime.measurement import measured, under
+from chunkflow_compile.runtime.measurement import measured
 
 
 def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
@@ -33,16 +33,16 @@ def explain(compiled: nn.Module | Any) -> Explanation | PipelineFigures:
     found = [p for p in programs(compiled) if p.measurements]
     if not found:
         raise ChunkflowError("No program of this model has run yet: compile it with ChunkFlow and call it first.")
-    route = next((r for r in cycles(compiled) if r.measurements), None)
-    if route is not None:
-        plan = route.cycle.plan
-        explanation = explain_plan(plan, measured(plan, route.measurements))
+    bound = next((r for r in cycles(compiled) if r.measurements), None)
+    if bound is not None:
+        plan = bound.cycle.plan
+        explanation = explain_plan(plan, measured(plan, bound.measurements))
         notes = dict.fromkeys(note for session in found for note in session.code.notes)
-        return replace(explanation, calls=tuple(call_figures(route.cycle)), jumps=route.jumps, notes=tuple(notes))
-    alone = [p for p in found if under(p.plan, p.measurements)]
+        return replace(explanation, calls=tuple(call_figures(bound.cycle)), jumps=bound.jumps, notes=tuple(notes))
+    alone = [p for p in found if p.alone.measurements]
     if not alone:
         raise ChunkflowError(
             "The programs of this model run as a cycle of which no pass was measured yet: call the model again."
         )
     newest = alone[-1]
-    return replace(explain_plan(newest.plan, measured(newest.plan, newest.measurements)), notes=newest.code.notes)
+    return replace(explain_plan(newest.plan, measured(newest.plan, newest.alone.measurements)), notes=newest.code.notes)

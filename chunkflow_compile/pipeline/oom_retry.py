@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from chunkflow_compile.frontend.block_kinds import caching_hook
 
@@ -33,19 +33,9 @@ class RngSnapshot:
             generator.set_state(state)
 
 
-def given_to(call: functools.partial[Any], kind: type[Given]) -> Iterator[Given]:
+def given_to(call: functools.partial[Any], kind: type[Given]) -> list[Given]:
     """The arguments of a call that are of a class, those in lists and dicts included."""
-    yield from _inside((call.args, call.keywords), kind)
-
-
-def _inside(value: Any, kind: type[Given]) -> Iterator[Given]:
-    if isinstance(value, kind):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            yield from _inside(inner, kind)
-    elif isinstance(value, Mapping):
-        yield from _inside([*value.values()], kind)
+    return [value for value in tree_leaves((call.args, call.keywords)) if isinstance(value, kind)]
 
 
 def out_of_memory(error: BaseException) -> bool:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from textwrap import fill
 
 from tabulate import tabulate
@@ -16,7 +15,7 @@ from chunkflow_compile.runtime.measurement import Measured
 
 from .calls import CallFigures, calls_table
 from .lanes import HELD, Lanes, lanes_of
-from .record import PROSE_WIDTH, fine, seconds, size
+from .record import PROSE_WIDTH, as_json, fine, region_title, seconds, size
 
 # Stalls and windows listed: as many as a person reads before acting.
 SHOWN = 5
@@ -29,7 +28,7 @@ _SHORT = 5e-5
 _WIDE = 56
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Figure:
     """One figure of a step, seconds unless ``unit`` says "bytes" or "bytes/s"; None if unknown."""
 
@@ -51,9 +50,13 @@ class Window:
     collective_s: tuple[float, float]
 
     @property
+    def parts(self) -> tuple[tuple[float, float], ...]:
+        return self.compute_s, self.exposed_s, self.collective_s
+
+    @property
     def off_s(self) -> float:
         """Measured minus predicted seconds of the window."""
-        return sum(m - p for p, m in (self.compute_s, self.exposed_s, self.collective_s))
+        return sum(m - p for p, m in self.parts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +98,7 @@ class Explanation:
         return sum(w.exposed_s[1] for w in self.windows)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
+        return as_json(self)
 
     def __str__(self) -> str:
         return self.report()
@@ -148,25 +151,19 @@ def explain_plan(plan: Plan, measured: Measured) -> Explanation:
     lanes = lanes_of(plan)
     windows = tuple(_compare(plan, lanes, measured))
     rate = plan.moved_bytes / predicted.copy_s if predicted.copy_s else None
+    reached = measured.moved_bytes / measured.copy_s if measured.copy_s else None
     figures: tuple[Figure, ...] = (
-        Figure(name="a call of the model", predicted=predicted.step_s, measured=measured.step_s),
-        Figure(name="compute", predicted=predicted.compute_s, measured=measured.compute_s),
-        Figure(name="waiting for weights", predicted=predicted.exposed_s, measured=measured.exposed_s),
-        Figure(name="collectives", predicted=predicted.collective_s, measured=measured.collective_s),
-        Figure(name="host, and the rest", predicted=0.0, measured=_rest(measured)),
-        Figure(name="copies, beside the rest", predicted=predicted.copy_s, measured=measured.copy_s),
-        Figure(name="copied", predicted=plan.moved_bytes, measured=measured.moved_bytes, unit="bytes"),
-        Figure(
-            name="rate of copies",
-            predicted=rate,
-            measured=measured.moved_bytes / measured.copy_s if measured.copy_s else None,
-            unit="bytes/s",
-        ),
+        Figure("a call of the model", predicted.step_s, measured.step_s),
+        Figure("compute", predicted.compute_s, measured.compute_s),
+        Figure("waiting for weights", predicted.exposed_s, measured.exposed_s),
+        Figure("collectives", predicted.collective_s, measured.collective_s),
+        Figure("host, and the rest", 0.0, _rest(measured)),
+        Figure("copies, beside the rest", predicted.copy_s, measured.copy_s),
+        Figure("copied", plan.moved_bytes, measured.moved_bytes, "bytes"),
+        Figure("rate of copies", rate, reached, "bytes/s"),
     )
     if plan.drive_rate is not None:
-        figures += (
-            Figure(name="rate of the drive", predicted=plan.drive_rate, measured=measured.drive_rate, unit="bytes/s"),
-        )
+        figures += (Figure("rate of the drive", plan.drive_rate, measured.drive_rate, "bytes/s"),)
     return Explanation(
         plan=plan.digest,
         policy=plan.policy,
@@ -186,14 +183,19 @@ def _rest(measured: Measured) -> float:
     return max(0.0, measured.step_s - measured.compute_s - measured.exposed_s - measured.collective_s)
 
 
+def _window_after(starts: Sequence[float], time: float) -> int:
+    """The first window whose region starts at ``time`` or after it, the last if none does."""
+    return min(bisect_left(starts, time), len(starts) - 1)
+
+
 def _compare(plan: Plan, lanes: Lanes, measured: Measured) -> Iterator[Window]:
     compute = lanes.lane("compute")
     starts = [b.start for b in compute]
     exposed, collective = [0.0] * len(compute), [0.0] * len(compute)
     for stall in lanes.stalls:
-        exposed[min(bisect_left(starts, stall.end - 1e-8), len(starts) - 1)] += stall.end - stall.start
+        exposed[_window_after(starts, stall.end - 1e-8)] += stall.end - stall.start
     for bar in lanes.lane("collective"):
-        collective[min(bisect_left(starts, bar.end - 1e-8), len(starts) - 1)] += bar.end - bar.start
+        collective[_window_after(starts, bar.end - 1e-8)] += bar.end - bar.start
     for k, region in enumerate(plan.regions):
         yield Window(
             index=k,
@@ -240,7 +242,7 @@ def _weights_held(plan: Plan, lanes: Lanes) -> dict[int, tuple[str, ...]]:
     found: dict[int, tuple[str, ...]] = {}
     for bar in lanes.lane("collective"):
         if bar.name in barriers:
-            index = min(bisect_left(starts, bar.start), len(starts) - 1)
+            index = _window_after(starts, bar.start)
             found[index] = (*found.get(index, ()), *barriers[bar.name])
     return found
 
@@ -286,7 +288,7 @@ def _figure_table(figures: Sequence[Figure]) -> str:
         both = figure.predicted and figure.measured is not None
         ratio = f"{figure.measured / figure.predicted:.2f}" if both else ""  # type: ignore[operator]
         rows.append((figure.name, *cells, ratio))
-    return tabulate(rows, headers=("", "predicted", "measured", "ratio"), tablefmt="simple", disable_numparse=True)
+    return tabulate(rows, headers=("", "predicted", "measured", "ratio"), disable_numparse=True)
 
 
 def _figure_text(value: float | None, unit: str) -> str:
@@ -298,31 +300,26 @@ def _figure_text(value: float | None, unit: str) -> str:
 
 
 def _stall_table(stalls: Sequence[WorstStall]) -> str:
-    rows = [
-        (s.window, _where(s.block, s.what), seconds(s.predicted_s), seconds(s.measured_s), _first(s.weights), s.why)
-        for s in stalls
-    ]
-    headers = ("window", "region", "predicted", "measured", "waits for", "why")
-    return tabulate(rows, headers=headers, tablefmt="simple", maxcolwidths=[None, None, None, None, None, _WIDE])
-
-
-def _first(names: Sequence[str]) -> str:
-    return "".join(names) if len(names) < 2 else f"{names[0]} and {len(names) - 1} more"
+    more = [f" and {len(s.weights) - 1} more" * (len(s.weights) > 1) for s in stalls]
+    columns = {
+        "window": [s.window for s in stalls],
+        "region": [_where(s.block, s.what) for s in stalls],
+        "predicted": [seconds(s.predicted_s) for s in stalls],
+        "measured": [seconds(s.measured_s) for s in stalls],
+        "waits for": ["".join([*s.weights[:1], others]) for s, others in zip(stalls, more, strict=True)],
+        "why": [s.why for s in stalls],
+    }
+    return tabulate(columns, headers="keys", maxcolwidths=[None, None, None, None, None, _WIDE])
 
 
 def _windows(windows: Sequence[Window]) -> str:
     rows = [
-        (w.index, _where(w.block, w.what), *(f"{p * 1e3:.2f} / {m * 1e3:.2f}" for p, m in _window_parts(w)))
-        for w in windows
+        (w.index, _where(w.block, w.what), *(f"{p * 1e3:.2f} / {m * 1e3:.2f}" for p, m in w.parts)) for w in windows
     ]
     headers = ("window", "region", "compute, ms", "waited, ms", "collectives, ms")
-    return f"{tabulate(rows, headers=headers, tablefmt='simple')}\n(predicted / measured)"
-
-
-def _window_parts(window: Window) -> tuple[tuple[float, float], ...]:
-    return window.compute_s, window.exposed_s, window.collective_s
+    return f"{tabulate(rows, headers=headers)}\n(predicted / measured)"
 
 
 def _where(block: str, what: str) -> str:
-    text = f"{block}: {what}" if block else what
+    text = region_title(block, what)
     return text if len(text) <= _WIDE else f"{text[: _WIDE - 4]} ..."

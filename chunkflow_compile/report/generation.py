@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from tabulate import tabulate
@@ -19,7 +19,7 @@ _WAY_COLOURS = ("#9aa0a6", "#f2a541", "#d64545", "#4c78a8")
 @dataclass(frozen=True, kw_only=True)
 class PhaseMemory:
     """A phase.  ``weights``, ``activations``: bytes on the device while it runs.  ``loading_s``: seconds before its first
-    call, in which nothing computes.  ``seconds``: of one call."""
+    call, in which nothing computes.  ``seconds``: of one call.  ``plan``: of its weights, None if it runs eagerly."""
 
     name: str
     weights: int
@@ -27,54 +27,45 @@ class PhaseMemory:
     calls: int
     seconds: float
     loading_s: float = 0.0
+    plan: Plan | None = None
 
     @property
     def bytes(self) -> int:
         return self.weights + self.activations
 
-
-@dataclass(frozen=True, kw_only=True)
-class Generation:
-    """The phases of a generation in one way to run it.  ``plans``: of those of its phases that have one."""
-
-    phases: tuple[PhaseMemory, ...]
-    plans: Mapping[str, Plan]
-
     @property
-    def peak(self) -> int:
-        return max(phase.bytes for phase in self.phases)
+    def figures(self) -> dict[str, object]:
+        """All but the plan."""
+        return {f.name: getattr(self, f.name) for f in fields(self) if f.name != "plan"}
 
-    @property
-    def seconds(self) -> float:
-        return sum(p.loading_s + p.calls * p.seconds for p in self.phases)
+
+# The phases of a generation, in one way to run it.
+Generation = Sequence[PhaseMemory]
 
 
 def generation_tables(found: Mapping[str, Generation], step: int) -> str:
     """A line for each way to run it, and for each phase of ours.  ``step``: calls of a transformer in a step."""
-    ways = [
-        (way, size(g.peak), max(g.phases, key=lambda p: p.bytes).name, f"{_step(g, step):.2f} s", f"{g.seconds:.1f} s")
-        for way, g in found.items()
-    ]
-    phases = [
+    ways = []
+    for way, phases in found.items():
+        worst = max(phases, key=lambda p: p.bytes)
+        step_s = max(step * p.seconds for p in phases if p.name.startswith("transformer"))  # the slowest of the experts
+        total_s = sum(p.loading_s + p.calls * p.seconds for p in phases)
+        ways.append((way, size(worst.bytes), worst.name, f"{step_s:.2f} s", f"{total_s:.1f} s"))
+    mine = [
         (p.name, p.calls, size(p.weights), size(p.activations), size(p.bytes), seconds(p.seconds))
-        for p in found["chunkflow"].phases
+        for p in found["chunkflow"]
     ]
     head = ("", "most on the device", "in", "a step", "a generation")
     ours = ("chunkflow", "calls", "weights on device", "activations", "both", "a call")
-    return f"{tabulate(ways, headers=head, disable_numparse=True)}\n\n{tabulate(phases, headers=ours, disable_numparse=True)}"
-
-
-def _step(generation: Generation, calls: int) -> float:
-    """Seconds of a denoising step, the slowest if experts differ."""
-    return max(calls * p.seconds for p in generation.phases if p.name.startswith("transformer"))
+    return f"{tabulate(ways, headers=head, disable_numparse=True)}\n\n{tabulate(mine, headers=ours, disable_numparse=True)}"
 
 
 def draw_generation(found: Mapping[str, Generation], memory: int, title: str, path: Path) -> None:
     """Draw bytes on the device over the seconds of one generation, a line for each way, and the budget."""
     figure, axes = new_axes(8.0, 4.2)
-    for (way, generation), colour in zip(found.items(), _WAY_COLOURS, strict=True):
+    for (way, phases), colour in zip(found.items(), _WAY_COLOURS, strict=True):
         at, times, heights = 0.0, list[float](), list[float]()
-        for phase in generation.phases:
+        for phase in phases:
             end = at + phase.loading_s + phase.calls * phase.seconds
             times += [at, end]
             heights += [phase.bytes / 2**30] * 2

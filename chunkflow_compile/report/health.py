@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Literal
 
 from tabulate import tabulate
@@ -50,22 +49,20 @@ def findings(machine: Machine) -> tuple[Finding, ...]:
     )
 
 
-def room_for(model: str, read_time: ReadTime, ranks: int, machine: Machine) -> Finding:
+def room_for(model: str, read_time: ReadTime, ranks: int, memory: HostMemory) -> Finding:
     """Whether the host has room for the streamed weights of a model, which ``ranks`` of this machine share.
 
     ``read_time``: of these weights, if they are not in the page cache."""
-    nbytes, copies = read_time.nbytes, f", one copy for {ranks} ranks" if ranks > 1 else ""
-    copies += f"; {read_time}"
-    found = f"{_gib(nbytes)} of host memory{copies}"
-    reserve = min(nbytes, HostMemory(machine.memory_bytes, machine.available_bytes).reserve)  # as offload leaves it
-    if (left := machine.available_bytes - nbytes) >= reserve:
+    copies = f", one copy for {ranks} ranks" if ranks > 1 else ""
+    found = f"{_gib(read_time.nbytes)} of host memory{copies}; {read_time}"
+    reserve = min(read_time.nbytes, memory.reserve)  # as offload leaves it
+    if (left := memory.free - read_time.nbytes) >= reserve:
         return Finding(model, f"{found}; {_gib(left)} left")
     fix = (
         "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory=, or free or add host "
         "memory; in a container, raise its memory limit"
     )
-    free = f"{_gib(machine.available_bytes)} free, and {_gib(reserve)} must stay free"
-    return Finding(model, f"{found}; {free}", "missing", fix)
+    return Finding(model, f"{found}; {_gib(memory.free)} free, and {_gib(reserve)} must stay free", "missing", fix)
 
 
 def engines(reason: str | None) -> Finding:
@@ -78,13 +75,18 @@ def engines(reason: str | None) -> Finding:
 def health_table(found: tuple[Finding, ...]) -> str:
     """The findings as a table, and the fixes below it."""
     rows = [(f.what, f.found, f.verdict) for f in found]
-    table = tabulate(rows, headers=("what", "found", ""), tablefmt="simple", disable_numparse=True)
+    table = tabulate(rows, headers=("what", "found", ""), disable_numparse=True)
     fixes = [f"{f.what}: {f.fix}" for f in found if f.fix]
     return "\n\n".join([table, *fixes]) if fixes else f"{table}\n\nnothing is missing"
 
 
-def health_json(found: tuple[Finding, ...]) -> str:
-    return json.dumps([asdict(f) for f in found], indent=1) + "\n"
+def _noted(what: str, found: str, fix: str) -> Finding:
+    """What runs go on with.  ``fix``: empty if all is well."""
+    return Finding(what, found, "note" if fix else "ok", fix)
+
+
+def _needed(what: str, found: str | None, fix: str) -> Finding:
+    return Finding(what, "none", "missing", fix) if found is None else Finding(what, found)
 
 
 def _gib(nbytes: int) -> str:
@@ -127,41 +129,33 @@ def _gpu(index: int, gpu: Gpu) -> Finding:
                 f"its link runs at generation {gpu.link[0]} of {gpu.most_link[0]}, as links do when idle: check again "
                 "while something copies"
             )
-    return Finding(f"GPU {index}", ", ".join(parts), "note" if fix else "ok", fix)
+    return _noted(f"GPU {index}", ", ".join(parts), fix)
 
 
 def _memory(machine: Machine) -> Iterator[Finding]:
-    found = f"{_gib(machine.available_bytes)} free of {_gib(machine.memory_bytes)}"
-    if machine.memory_limit is not None:
-        found += f" ({machine.memory_limit})"
-    if machine.available_bytes < _SMALL_HOST:
+    memory = machine.memory
+    found, fix = f"{_gib(memory.free)} free of {_gib(memory.total)}", ""
+    if memory.limit is not None:
+        found += f" ({memory.limit})"
+    if memory.free < _SMALL_HOST:
         fix = "the host holds all streamed weights: a model of 14 billion parameters takes 28 GB in bfloat16"
-        if machine.memory_limit is None:
+        if memory.limit is None:
             fix += f"; where memory grows as it is used, {VARIABLE}=64GiB says how much there will be"
-        yield Finding("host memory", found, "note", fix)
-    else:
-        yield Finding("host memory", found)
-    yield Finding(
-        "huge pages", " ".join(f"{kind}: {how or 'none'}" for kind, how in zip(_PAGES, machine.huge_pages, strict=True))
-    )
+    yield _noted("host memory", found, fix)
+    pages = [f"{kind}: {how or 'none'}" for kind, how in zip(_PAGES, machine.huge_pages, strict=True)]
+    yield Finding("huge pages", " ".join(pages))
     if machine.pinnable_bytes is None:
         yield Finding("pinnable memory", "no limit")
         return
     limit = f"limit {size(machine.pinnable_bytes)}"
-    if machine.gpus:
-        # The limit binds mlock, not cudaHostRegister: a low one says how the machine is set up; pinning still works.
-        fix = "copies from unpinned memory are slow: raise the limit with ulimit -l unlimited"
-        yield Finding("pinnable memory", limit, "note", fix)
-    else:
-        yield Finding("pinnable memory", f"{limit}, enough without a GPU")
+    # The limit binds mlock, not cudaHostRegister: a low one says how the machine is set up; pinning still works.
+    fix = "copies from unpinned memory are slow: raise the limit with ulimit -l unlimited" if machine.gpus else ""
+    yield _noted("pinnable memory", limit if machine.gpus else f"{limit}, enough without a GPU", fix)
 
 
 def _collectives(machine: Machine) -> Iterator[Finding]:
-    yield (
-        Finding("gloo", "available")
-        if machine.gloo
-        else Finding("gloo", "not in this torch", "note", "ranks on CPUs need it, and so does chunkflow demo")
-    )
+    fix = "" if machine.gloo else "ranks on CPUs need it, and so does chunkflow demo"
+    yield _noted("gloo", "available" if machine.gloo else "not in this torch", fix)
     if machine.nccl:
         yield Finding("NCCL", "available")
     elif machine.gpus:
@@ -172,17 +166,11 @@ def _collectives(machine: Machine) -> Iterator[Finding]:
 
 
 def _compilers(machine: Machine) -> Iterator[Finding]:
-    if machine.compiler:
-        yield Finding("C++ compiler", machine.compiler)
-    else:
-        fix = "Inductor needs one for the CPU: install g++ or set CXX; lowering='eager' works without"
-        yield Finding("C++ compiler", "none", "missing", fix)
-    if machine.gpus and not machine.triton:
-        yield Finding(
-            "triton", "none", "missing", "Inductor needs it for GPUs: install a CUDA build of torch, which includes it"
-        )
-    elif machine.gpus:
-        yield Finding("triton", "available")
+    fix = "Inductor needs one for the CPU: install g++ or set CXX; lowering='eager' works without"
+    yield _needed("C++ compiler", machine.compiler, fix)
+    if machine.gpus:
+        fix = "Inductor needs it for GPUs: install a CUDA build of torch, which includes it"
+        yield _needed("triton", "available" if machine.triton else None, fix)
 
 
 def _libraries(machine: Machine) -> Iterator[Finding]:
@@ -191,8 +179,7 @@ def _libraries(machine: Machine) -> Iterator[Finding]:
         "matplotlib": "pictures need it: pip install 'chunkflow-compile[pictures]'",
     }
     for name, version in machine.libraries.items():
-        fix = "" if version else fixes.get(name, "")
-        yield Finding(name, version or "not installed", "note" if fix else "ok", fix)
+        yield _noted(name, version or "not installed", "" if version else fixes.get(name, ""))
 
 
 def _folders(machine: Machine) -> Iterator[Finding]:

@@ -169,17 +169,12 @@ def _stalls_before(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Stall]:
         worst = weights[max(found, key=lambda s: s.end - s.start).name]
         names = tuple(s.name for s in found)
         yield Stall(before=compute[first].name, weights=names, start=found[0].start, end=found[-1].end, why=worst.why)
-    for span in spans:
-        if span.lane == "barrier":
-            before = _collective_held(plan, spans, span)
-            yield Stall(before=before, weights=(span.name,), start=span.start, end=span.end, why=HELD)
-
-
-def _collective_held(plan: Plan, spans: tuple[Span, ...], wait: Span) -> str:
-    """The collective that a barrier's wait holds back: the next one with a barrier for that weight."""
-    names = {b.collective for b in plan.barriers if wait.name in b.weights}
-    later = (s for s in spans if s.lane == "collective" and s.name in names and s.start >= wait.end - _TOLERANCE_S)
-    return min(later, key=lambda s: s.start).name
+    collectives = sorted((s for s in spans if s.lane == "collective"), key=lambda s: s.start)
+    for wait in (s for s in spans if s.lane == "barrier"):
+        # It holds back the next collective with a barrier for that weight.
+        held = {b.collective for b in plan.barriers if wait.name in b.weights}
+        before = next(c.name for c in collectives if c.name in held and c.start >= wait.end - _TOLERANCE_S)
+        yield Stall(before=before, weights=(wait.name,), start=wait.start, end=wait.end, why=HELD)
 
 
 def _slots(plan: Plan, spans: tuple[Span, ...]) -> Iterator[Slot]:

@@ -55,7 +55,9 @@ class Line:
 def stage_lines(stage: Stage) -> list[Line]:
     """The lines of a stage: of its program if it has one, else of its regions, else of the traced graph."""
     if stage.program is not None and stage.cut is not None:
-        return [*_proof(stage), *_program_lines(stage)]
+        proved = "# proved: no weight is read before it is there, or overwritten before its last reader"
+        proof = [] if stage.proof is None else [Line(text=f"{proved} ({stage.proof})", part=INPUTS)]
+        return [*proof, *_program_lines(stage)]
     if stage.cut is not None:
         ops = None
         if stage.plan is not None:
@@ -68,12 +70,6 @@ def stage_lines(stage: Stage) -> list[Line]:
 def op_counts(lines: Sequence[Line]) -> Counter[str]:
     """The number of lines of each op."""
     return Counter(line.op for line in lines if line.op)
-
-
-def _proof(stage: Stage) -> Iterator[Line]:
-    if (proof := stage.proof) is not None:
-        said = "# proved: no weight is read before it is there, or overwritten before its last reader"
-        yield Line(text=f"{said} ({proof})", part=INPUTS)
 
 
 def _graph_lines(stage: Stage) -> Iterator[Line]:
@@ -175,17 +171,12 @@ def _node_line(node: Node, part: str, item: ScheduleItem | None = None) -> Line:
         text=node_text(node),
         op=op,
         part=part,
-        like=_shape_text(node),
+        like=node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name),  # without any name
         defines=node.name,
         uses=_uses(node),
         item=item,
         node=node,
     )
-
-
-def _shape_text(node: Node) -> str:
-    """A node's line without any name: its shape, op and constants."""
-    return node_text(node, dict.fromkeys(node.all_input_nodes, "%")).removeprefix(node.name)
 
 
 def _uses(node: Node, names: Mapping[Node, str] | None = None) -> tuple[str, ...]:

@@ -24,40 +24,20 @@ ARTEFACT = "chunkflow"
 PACKAGE = "chunkflow_compile"
 
 
-def logged(
-    run: Iterable[Stage], hardware: Hardware, took: Callable[[Stage, float], None] | None = None
-) -> Iterator[Stage]:
-    """Yield the stages, and write the listing of each to the structured trace and, annotated and folded, to the log.
-
-    ``took``: called with each stage and its seconds.
-    """
-    log = _logger()
-    for stage, seconds in _timed(run):
-        if took is not None:
-            took(stage, seconds)
+def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
+    """Yield the stages, and write the listing of each to the structured trace and, annotated and folded, to the log."""
+    log, coming, start = _logger(), iter(run), time.perf_counter()
+    while (stage := next(coming, None)) is not None:
+        seconds = time.perf_counter() - start
         name = f"chunkflow_{STAGES.index(stage.name):02}_{stage.name}"
         _artifact(name, "string", lambda stage=stage: render(stage_lines(stage)))  # type: ignore[misc]
         if stage.name == "planned" and stage.plan is not None:
             _artifact("chunkflow_plan", "json", stage.plan.to_json)
         if log.isEnabledFor(logging.INFO):
-            log.info(
-                "%s, %.2f s:\n%s",
-                stage.name,
-                seconds,
-                render(stage_lines(stage), annotator(stage, hardware), full=False),
-            )
+            listing = render(stage_lines(stage), annotator(stage, hardware), full=False)
+            log.info("%s, %.2f s:\n%s", stage.name, seconds, listing)
         yield stage
-
-
-def _timed(run: Iterable[Stage]) -> Iterator[tuple[Stage, float]]:
-    """Each stage with the seconds that it took."""
-    coming = iter(run)
-    while True:
         start = time.perf_counter()
-        stage = next(coming, None)
-        if stage is None:
-            return
-        yield stage, time.perf_counter() - start
 
 
 def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from chunkflow_compile.passes.plan import Plan
-
-from .generation import PhaseMemory
-from .lanes import Lanes, around, lanes_of
+from .generation import Generation
+from .lanes import Lanes, lanes_of
 from .record import size
 
 # Two steps, so that copies that one step starts for the next are shown whole.
@@ -23,10 +21,10 @@ def trace_events(lanes: Lanes, title: str) -> str:
     return _trace_json(title, (*lanes.shown, "stall"), _events(lanes, TRACE_STEPS))
 
 
-def generation_events(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan], title: str) -> str:
+def generation_events(phases: Generation, title: str) -> str:
     """The same of a generation: its phases on a thread, with bytes on the device as a counter; on the others, the first two
-    calls of each phase that has a plan.  ``plans``: by phase, with predictions."""
-    return _trace_json(title, _THREADS, _generation(phases, plans))
+    calls of each phase that has a plan."""
+    return _trace_json(title, _THREADS, _generation(phases))
 
 
 def _trace_json(title: str, threads: Iterable[str], events: Iterable[dict[str, Any]]) -> str:
@@ -39,7 +37,7 @@ def _trace_json(title: str, threads: Iterable[str], events: Iterable[dict[str, A
     return json.dumps({"displayTimeUnit": "ms", "traceEvents": found}, indent=0) + "\n"
 
 
-def _generation(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan]) -> Iterator[dict[str, Any]]:
+def _generation(phases: Generation) -> Iterator[dict[str, Any]]:
     at = 0.0
     for phase in phases:
         begin, end = at + phase.loading_s, at + phase.loading_s + phase.calls * phase.seconds
@@ -48,8 +46,8 @@ def _generation(phases: Iterable[PhaseMemory], plans: Mapping[str, Plan]) -> Ite
             yield _event("phase", f"{phase.name} loads", at, begin, said)
         yield _event("phase", phase.name, begin, end, {**said, "calls": phase.calls})
         yield _counter("on the device", phase.bytes, at)
-        if phase.name in plans:
-            yield from _events(lanes_of(plans[phase.name]), min(TRACE_STEPS, phase.calls), begin)
+        if phase.plan is not None:
+            yield from _events(lanes_of(phase.plan), min(TRACE_STEPS, phase.calls), begin)
             yield _counter("arena", 0, end)
         at = end
     yield _counter("on the device", 0, at)
@@ -59,24 +57,18 @@ def _events(lanes: Lanes, calls: int, at: float = 0.0) -> Iterator[dict[str, Any
     """The first ``calls`` calls, from ``at`` seconds on."""
     call_s = round(lanes.step_s * 1e9) / 1e9  # whole nanoseconds, so that two calls do not overlap
     last = at + calls * call_s
-    for call in range(calls):
+    for call in range(calls + 1):  # of the one after the last, only the copies that start before it
         offset = at + call * call_s
         for bar in lanes.bars:
             start, end = max(at, bar.start + offset), min(last, bar.end + offset)
             if end > start:
                 said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": call}
                 yield _event(bar.lane, bar.name, start, end, said)
-        for stall in lanes.stalls:
+        for stall in lanes.stalls if call < calls else ():
             said = {"weights": ", ".join(stall.weights), "why": stall.why, "call": call}
             yield _event("stall", f"{stall.before} waits", stall.start + offset, stall.end + offset, said)
-        for time, level in lanes.occupancy():
+        for time, level in lanes.occupancy() if call < calls else ():
             yield _counter("arena", level, time + offset)
-    # Copies that the last call shown starts for the one after it, cut at the end of the calls.
-    for bar in lanes.bars:
-        if bar.start < 0:
-            begin, end = next(around(bar.start, bar.end, lanes.step_s))
-            said = {"block": bar.block, "what": bar.label, "detail": bar.detail, "call": calls}
-            yield _event(bar.lane, bar.name, begin + last - lanes.step_s, end + last - lanes.step_s, said)
 
 
 def _counter(name: str, nbytes: int, at: float) -> dict[str, Any]:

@@ -40,33 +40,19 @@ class PipelineFigures:
     most: int | None = None
 
     def __str__(self) -> str:
-        rows = [
-            (
-                p.name,
-                p.model,
-                size(p.weights),
-                size(p.streamed),
-                size(p.on_device),
-                size(p.activations),
-                p.calls,
-                seconds(p.predicted_s),
-                seconds(p.measured_s),
-            )
-            for p in self.phases
-        ]
-        sums = (size(sum(getattr(p, f) for p in self.phases)) for f in ("weights", "streamed", "on_device"))
-        head = (
-            "component",
-            "model",
-            "weights",
-            "streamed",
-            "on device",
-            "activations",
-            "calls",
-            "predicted",
-            "measured",
-        )
-        lines = [tabulate([*rows, ("all", "", *sums)], headers=head, disable_numparse=True)]
+        phases = self.phases
+        columns = {
+            "component": [*(p.name for p in phases), "all"],
+            "model": [p.model for p in phases],
+            "weights": _with_sum([p.weights for p in phases]),
+            "streamed": _with_sum([p.streamed for p in phases]),
+            "on device": _with_sum([p.on_device for p in phases]),
+            "activations": [size(p.activations) for p in phases],
+            "calls": [p.calls for p in phases],
+            "predicted": [seconds(p.predicted_s) for p in phases],
+            "measured": [seconds(p.measured_s) for p in phases],
+        }
+        lines = [tabulate(columns, headers="keys", disable_numparse=True)]
         most = f"; most at once so far: {size(self.most)}" if self.most is not None else ""
         lines.append(f"budget: {size(self.total)} on the device, weights and activations together{most}")
         if not any(p.calls for p in self.phases):
@@ -74,12 +60,12 @@ class PipelineFigures:
                 "The first call of each component compiles and measures it; its plan is made for the rest of the budget. "
                 "The predicted times follow after the first generation."
             )
-        lines += [
-            f"{p.name} ran out of memory {_times(p.retries)}; weights gave way." for p in self.phases if p.retries
-        ]
+        for p in (p for p in phases if p.retries):
+            times = "once" if p.retries == 1 else f"{p.retries} times"
+            lines.append(f"{p.name} ran out of memory {times}; weights gave way.")
         lines += [fill(f"{p.name}: {note}", PROSE_WIDTH) for p in self.phases for note in p.notes]
         return "\n".join(lines)
 
 
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
+def _with_sum(nbytes: list[int]) -> list[str]:
+    return [*map(size, nbytes), size(sum(nbytes))]

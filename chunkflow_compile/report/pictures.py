@@ -10,19 +10,13 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point
 
 
-def new_axes(width: float = 7.0, height: float = 4.2, columns: int = 1) -> tuple[Any, Any]:
-    """A figure and its axes, drawn without a display.  Raises ChunkflowError if matplotlib is not installed."""
-    figure = _figure(width, height)
-    return figure, figure.subplots(1, columns)
+def new_axes(
+    width: float = 7.0, height: float = 4.2, columns: int = 1, heights: Sequence[float] = (1.0,)
+) -> tuple[Any, Any]:
+    """A figure and its axes, drawn without a display.  ``heights``: relative ones of the axes below each other.
 
-
-def new_figure(width: float, height: float, heights: Sequence[float]) -> tuple[Any, Any]:
-    """A figure and its axes, one below the other, of the given relative ``heights``."""
-    figure = _figure(width, height)
-    return figure, figure.subplots(len(heights), 1, height_ratios=heights)
-
-
-def _figure(width: float, height: float) -> Any:
+    Raises ChunkflowError if matplotlib is not installed.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -30,13 +24,16 @@ def _figure(width: float, height: float) -> Any:
         raise ChunkflowError("Pictures need matplotlib: pip install 'chunkflow-compile[pictures]'.") from error
     figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure
+    return figure, figure.subplots(len(heights), columns, height_ratios=heights)
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a figure without its date, so that equal figures give equal files."""
+    """Write a figure without its date, so that equal figures give equal files.  Text in an SVG stays searchable."""
+    import matplotlib
+
     dated = {".png": {"Software": None}, ".svg": {"Date": None}}
-    figure.savefig(path, dpi=110, metadata=dated.get(path.suffix))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "chunkflow"}):
+        figure.savefig(path, dpi=110, metadata=dated.get(path.suffix))
 
 
 def draw_curve(points: Sequence[Point], forwards: int, title: str, path: Path) -> None:

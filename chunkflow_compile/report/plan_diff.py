@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from tabulate import tabulate
 
@@ -67,17 +65,12 @@ class PlanDiff:
     def equal(self) -> bool:
         return self.digests[0] == self.digests[1]
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
-
     def __str__(self) -> str:
         if self.equal:
             return f"the plans are the same ({self.digests[0]})"
         parts = [f"{name}: {a} -> {b}" for name, (a, b) in self.settings.items()]
         rows = [(n, *(_amount_text(n, v) for v in pair), _change(n, *pair)) for n, pair in self.figures.items()]
-        parts.append(
-            tabulate(rows, headers=("", "before", "after", "change"), tablefmt="simple", disable_numparse=True)
-        )
+        parts.append(tabulate(rows, headers=("", "before", "after", "change"), disable_numparse=True))
         for weights, which in zip(self.only, ("before", "after"), strict=True):
             if weights:
                 parts.append(f"only {which}: {', '.join(weights[:8])}{' ...' * (len(weights) > 8)}")
@@ -126,17 +119,19 @@ def _weight_move(before: Plan, after: Plan, old: WeightPlan, new: WeightPlan) ->
     )
 
 
-def _moves(title: str, moves: tuple[Move, ...], text: object) -> str:
+def _moves(title: str, moves: tuple[Move, ...], text: Callable[[Move], str]) -> str:
     """A table with one row for all weights of the same label and the same change, such as one weight in many blocks."""
     if not moves:
         return f"{title}: none"
-    cells: list[tuple[str, str, str]] = [(m.block, m.label, text(m)) for m in moves]  # type: ignore[operator]
-    rows = []
-    for (label, said), group in groupby(sorted(cells, key=lambda c: (c[1], c[2])), key=lambda c: (c[1], c[2])):
-        blocks = [block for block, _, _ in group]
-        rows.append((label, said, len(blocks), ", ".join(blocks[:4]) + " ..." * (len(blocks) > 4)))
+    found: dict[tuple[str, str], list[str]] = {}
+    for move in moves:
+        found.setdefault((move.label, text(move)), []).append(move.block)
+    rows = [
+        (*key, len(blocks), ", ".join(blocks[:4]) + " ..." * (len(blocks) > 4))
+        for key, blocks in sorted(found.items(), key=lambda item: item[0])
+    ]
     return f"{title}: {len(moves)} weights\n\n" + tabulate(
-        rows, headers=("weight", "what", "times", "blocks"), tablefmt="simple", disable_numparse=True
+        rows, headers=("weight", "what", "times", "blocks"), disable_numparse=True
     )
 
 

@@ -53,7 +53,7 @@ def blocks_table(plan: Plan, problem: Problem) -> str:
         names = [name for name, _ in group]
         label = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1].rpartition('.')[2]}"
         lines.append((label, *row))
-    return tabulate(lines, headers=("block", "weights", "streamed", "resident", "least slack"), tablefmt="simple")
+    return tabulate(lines, headers=("block", "weights", "streamed", "resident", "least slack"))
 
 
 def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
@@ -78,4 +78,4 @@ def _streamed_bytes(plan: Plan, weight: WeightPlan) -> int:
 def weights_table(plan: Plan) -> str:
     """One row per weight: its home and the reason."""
     rows = [(w.name, size(w.nbytes), w.home, w.why) for w in plan.weights]
-    return tabulate(rows, headers=("weight", "size", "home", "why"), tablefmt="simple")
+    return tabulate(rows, headers=("weight", "size", "home", "why"))

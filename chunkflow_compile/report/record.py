@@ -23,13 +23,13 @@ class ArmRecord:
     slowest rank.  ``weights_device_bytes``: arena and resident weights; ``weights_total_bytes``: all weights.
     """
 
-    step_s: float | None
-    exposed_h2d_s: float | None
-    collective_s: float | None
-    weights_device_bytes: int | None
-    weights_total_bytes: int | None
-    moved_bytes_per_step: int | None
-    equal_to_resident: bool | None
+    step_s: float | None = None
+    exposed_h2d_s: float | None = None
+    collective_s: float | None = None
+    weights_device_bytes: int | None = None
+    weights_total_bytes: int | None = None
+    moved_bytes_per_step: int | None = None
+    equal_to_resident: bool | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +38,18 @@ class ComparisonRecord:
 
     model: str
     degree: int
-    arms: Mapping[str, ArmRecord]
     cfg_parallel: int = 1
+    arms: Mapping[str, ArmRecord]
 
-    def to_json(self) -> str:
-        body = {"schema": SCHEMA, "model": self.model, "degree": self.degree, "cfg_parallel": self.cfg_parallel}
-        return json.dumps({**body, "arms": {n: asdict(a) for n, a in self.arms.items()}}, indent=1) + "\n"
+    @property
+    def body(self) -> dict[str, object]:
+        """What is written of it as JSON."""
+        return {"schema": SCHEMA, **asdict(self)}
+
+
+def as_json(body: object) -> str:
+    """A value, with dataclasses in it, as JSON."""
+    return json.dumps(body, indent=1, default=asdict) + "\n"
 
 
 def check_writable(path: Path) -> None:
@@ -73,7 +79,7 @@ def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]] | 
         if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation computes no output
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append(row)
-    return tabulate(rows, headers="keys", tablefmt="simple", disable_numparse=True)
+    return tabulate(rows, headers="keys", disable_numparse=True)
 
 
 def size(nbytes: int | None) -> str:
@@ -91,6 +97,10 @@ def seconds(value: float | None) -> str:
 def fine(value: float) -> str:
     """Seconds as text, in ms to the microsecond."""
     return f"{value * 1e3:.3f} ms"
+
+
+def region_title(block: str, what: str) -> str:
+    return f"{block}: {what}" if block else what
 
 
 def _share(part: int | None, whole: int | None) -> str:

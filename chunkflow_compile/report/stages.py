@@ -69,8 +69,10 @@ class StageWriter:
             path.write_text(render(lines, annotator(stage, self.hardware) if self.annotate else None))
             if self.written:
                 before = self.written[-1]
-                difference = list(_stage_diff(before, self._before, name, plain))
-                change = _count(difference)
+                files = before.path.name, path.name
+                difference = list(difflib.unified_diff(self._before, plain, *files, n=1, lineterm=""))
+                signs = Counter(line[0] for line in difference[2:])
+                change = signs["+"], signs["-"]
                 counts = [f"# {line}" for line in changed_counts(before.ops, ops) or ["op counts unchanged"]]
                 path.with_suffix(".diff").write_text("\n".join([*counts, *difference]) + "\n")
             if stage.plan is not None and self._newest is not None and self._newest.plan is None:
@@ -122,7 +124,7 @@ def counts_table(written: Iterable[Written]) -> str:
     columns = list(written)
     names = sorted({op for w in columns for op in w.ops}, key=lambda op: (tuple(-w.ops[op] for w in columns[::-1]), op))
     rows = [(op, *(w.ops[op] or "" for w in columns)) for op in names]
-    return tabulate(rows, headers=("op", *(w.name for w in columns)), tablefmt="simple")
+    return tabulate(rows, headers=("op", *(w.name for w in columns)))
 
 
 def changed_counts(before: Counter[str], after: Counter[str]) -> list[str]:
@@ -132,15 +134,6 @@ def changed_counts(before: Counter[str], after: Counter[str]) -> list[str]:
 
 def _file_stem(name: StageName) -> str:
     return f"{STAGES.index(name):02}_{name}"
-
-
-def _stage_diff(before: Written, old: list[str], name: str, new: list[str]) -> Iterable[str]:
-    return difflib.unified_diff(old, new, before.path.name, f"{name}.py", n=1, lineterm="")
-
-
-def _count(difference: list[str]) -> tuple[int, int]:
-    body = difference[2:]
-    return sum(line.startswith("+") for line in body), sum(line.startswith("-") for line in body)
 
 
 @contextlib.contextmanager

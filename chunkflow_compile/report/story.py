@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import difflib
-import json
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from tabulate import tabulate
 
@@ -13,10 +12,10 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.placement.place import DEFAULT_SLOWDOWN
 from chunkflow_compile.passes.plan import Plan, WeightPlan, chunk_count, runs, span_name
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Problem, Weight
 
 from .lanes import Lanes, around, lanes_of
-from .record import fine, seconds, size
+from .record import fine, region_title, seconds, size
 
 # Most candidates listed for an ambiguous name: they fit on a screen.
 _CANDIDATES = 12
@@ -72,26 +71,21 @@ class Story:
     limit: str
     changes: tuple[Change, ...]
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1) + "\n"
-
     def __str__(self) -> str:
         parts = [
             f"{self.name}: {self.dtype}{list(self.shape)}, {size(self.nbytes)}",
             tabulate(self._facts(), tablefmt="plain"),
         ]
         if self.copies:
-            rows = [
-                (
-                    f"{c.first}" if c.end == c.first + 1 else f"{c.first} to {c.end - 1}",
-                    size(c.nbytes),
-                    c.window,
-                    *(fine(t) for t in (c.opens_s, c.starts_s, c.arrives_s)),
-                )
-                for c in self.copies
-            ]
-            headers = ("chunks", "bytes", "window", "opens at", "copied from", "to")
-            parts.append(tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True))
+            columns = {
+                "chunks": [f"{c.first}" if c.end == c.first + 1 else f"{c.first} to {c.end - 1}" for c in self.copies],
+                "bytes": [size(c.nbytes) for c in self.copies],
+                "window": [c.window for c in self.copies],
+                "opens at": [fine(c.opens_s) for c in self.copies],
+                "copied from": [fine(c.starts_s) for c in self.copies],
+                "to": [fine(c.arrives_s) for c in self.copies],
+            }
+            parts.append(tabulate(columns, headers="keys", disable_numparse=True))
             if any(c.opens_s < 0 for c in self.copies):
                 parts[-1] += "\n(negative: in the call before)"
         if self.changes:
@@ -119,19 +113,18 @@ class Story:
                 rows.append((change.what, change.impossible, "", "", ""))
                 continue
             kept = f"{100 * (change.streamed or 0.0):.0f} %"
-            slack = "" if change.slack_s is None else _slack(change.slack_s)
+            slack = "" if change.slack_s is None else f"{'waits ' * (change.slack_s < 0)}{fine(abs(change.slack_s))}"
             rows.append((change.what, kept, slack, seconds(change.step_s), size(change.device_bytes)))
         headers = ("with", "streamed", "slack", "a call", "weights on the device")
-        return tabulate(rows, headers=headers, tablefmt="simple", disable_numparse=True)
+        return tabulate(rows, headers=headers, disable_numparse=True)
 
 
-def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()) -> Story:
-    """The story of the weight ``name``, which must be in the plan."""
+def tell(known: Weight, plan: Plan, changes: Iterable[Change] = ()) -> Story:
+    """The story of a weight, which must be in the plan."""
+    name = known.name
     weight = next(w for w in plan.weights if w.name == name)
-    known = next(w for w in problem.weights if w.name == name)
     lanes = lanes_of(plan)
-    compute = lanes.lane("compute")
-    uses = known.uses
+    compute, reads, uses = lanes.lane("compute"), lanes.of("read", name), known.uses
     return Story(
         name=name,
         shape=known.shape,
@@ -142,9 +135,9 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
         streamed_chunks=weight.streamed_chunks,
         slot=None if weight.offset is None else (weight.offset, weight.offset + weight.nbytes),
         copies=tuple(_copies(plan, weight, lanes)),
-        readers={k: _region_title(plan, k) for k in uses},
+        readers={k: region_title(*plan.regions[k]) for k in uses},
         reads_s=(compute[uses[0]].start, compute[uses[-1]].end) if uses else None,
-        drive_s=_read_times(weight, lanes),
+        drive_s=(min(b.start for b in reads), max(b.end for b in reads)) if reads else None,
         slack_s=weight.slack_s,
         why=weight.why,
         limit=_what_limits(plan, weight, known.keep, lanes),
@@ -152,36 +145,51 @@ def tell(problem: Problem, plan: Plan, name: str, changes: Iterable[Change] = ()
     )
 
 
-def find_weight(problem: Problem, part: str) -> str:
+def find_weight(problem: Problem, part: str) -> Weight:
     """The only weight whose name is or contains ``part``.  Raises ChunkflowError if none or several match."""
-    names = [w.name for w in problem.weights]
+    weights = {w.name: w for w in problem.weights}
     aliases = {alias: w.name for w in problem.weights for alias in w.names}
-    if part in aliases:
-        return aliases[part]
     found = list(dict.fromkeys(name for alias, name in aliases.items() if part in alias))
-    if len(found) == 1:
-        return found[0]
+    if part in aliases or len(found) == 1:
+        return weights[aliases.get(part) or found[0]]
     if found:
         shown = "\n".join(f"  {n}" for n in found[:_CANDIDATES])
         more = f"\n  and {len(found) - _CANDIDATES} more" if len(found) > _CANDIDATES else ""
         raise ChunkflowError(f"{part!r} is part of {len(found)} names; use a longer part:\n{shown}{more}")
-    if not names:
+    if not weights:
         raise ChunkflowError("A call of this model reads no weights.")
-    close = difflib.get_close_matches(part, names, n=3, cutoff=0.0)
+    close = difflib.get_close_matches(part, list(weights), n=3, cutoff=0.0)
     raise ChunkflowError(f"No weight has {part!r} in its name; the nearest are {', '.join(close)}.")
 
 
-def alternatives(settings: Settings, drive: bool = False) -> Iterator[tuple[str, Settings]]:
-    """Variants of ``settings`` with one thing changed in each, and what it is.  ``drive``: whether a weight is on it."""
+def changes(weight: Weight, settings: Settings, plan_for: Callable[[Settings], Plan]) -> Iterator[Change]:
+    """The effect of other settings on a weight, with one thing changed in each; none if no plan moves it."""
+    for what, other in _alternatives(settings, weight.drive) if weight.keep is None else ():
+        try:
+            plan = plan_for(other)
+        except ChunkflowError as error:
+            yield Change(what=what, impossible=f"no such plan: {str(error).partition(':')[0]}")
+            continue
+        planned = next(w for w in plan.weights if w.name == weight.name)
+        yield Change(
+            what=what,
+            streamed=planned.streamed_chunks / max(1, chunk_count(weight.nbytes, plan.chunk_bytes)),
+            slack_s=planned.slack_s,
+            step_s=plan.predicted.step_s if plan.predicted is not None else None,
+            device_bytes=plan.device_bytes,
+        )
+
+
+def _alternatives(settings: Settings, drive: bool) -> Iterator[tuple[str, Settings]]:
+    """What is changed, and the settings.  ``drive``: whether the weight is there."""
     if settings.memory is not None:
         for factor in (0.75, 1.25):
             memory = int(settings.memory * factor)
             yield f"memory {size(memory)}", replace(settings, memory=memory)
     else:
         now = settings.slowdown or DEFAULT_SLOWDOWN
-        for slowdown in (1.0, 1.1):
-            if slowdown != now:
-                yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
+        for slowdown in (s for s in (1.0, 1.1) if s != now):
+            yield f"slowdown {slowdown:g}", replace(settings, slowdown=slowdown)
     machine = settings.hardware
     for factor, said in ((2.0, "a link twice as fast"), (0.5, "a link half as fast")):
         yield said, replace(settings, hardware=replace(machine, h2d_bandwidth=machine.h2d_bandwidth * factor))
@@ -191,26 +199,6 @@ def alternatives(settings: Settings, drive: bool = False) -> Iterator[tuple[str,
     if settings.chunk_bytes >= 4 * 256:
         quarter = settings.chunk_bytes // 4 // 256 * 256
         yield f"chunks of {size(quarter)}", replace(settings, chunk_bytes=quarter)
-
-
-def changed(name: str, what: str, make: Callable[[], Plan]) -> Change:
-    """The effect on a weight of the plan that ``make`` returns."""
-    try:
-        plan = make()
-    except ChunkflowError as error:
-        return Change(what=what, impossible=f"no such plan: {str(error).partition(':')[0]}")
-    weight = next(w for w in plan.weights if w.name == name)
-    return Change(
-        what=what,
-        streamed=weight.streamed_chunks / max(1, chunk_count(weight.nbytes, plan.chunk_bytes)),
-        slack_s=weight.slack_s,
-        step_s=plan.predicted.step_s if plan.predicted is not None else None,
-        device_bytes=plan.device_bytes,
-    )
-
-
-def _slack(value: float) -> str:
-    return fine(value) if value >= 0 else f"waits {fine(-value)}"
 
 
 def _home_sentence(weight: WeightPlan, drive: bool) -> str:
@@ -241,12 +229,6 @@ def _what_limits(plan: Plan, weight: WeightPlan, keep: str | None, lanes: Lanes)
     return "nothing: it costs the call no time"
 
 
-def _read_times(weight: WeightPlan, lanes: Lanes) -> tuple[float, float] | None:
-    """When the drive reads a weight, from the start of a call; None if it does not."""
-    reads = lanes.of("read", weight.name)
-    return (min(b.start for b in reads), max(b.end for b in reads)) if reads else None
-
-
 def _waits_for_the_drive(weight: WeightPlan, lanes: Lanes) -> bool:
     """Whether a copy of a weight starts at the moment at which its bytes are read."""
     read = {b.name: b.end for b in lanes.of("read", weight.name)}
@@ -263,11 +245,6 @@ def _collectives_beside(weight: WeightPlan, lanes: Lanes) -> list[str]:
         for c in lanes.lane("collective")
         if any(min(end, c.end) - max(start, c.start) > 1e-9 for start, end in times)
     ]
-
-
-def _region_title(plan: Plan, region: int) -> str:
-    label = plan.regions[region]
-    return f"{label.block}: {label.what}" if label.block else label.what
 
 
 def _copies(plan: Plan, weight: WeightPlan, lanes: Lanes) -> Iterator[ChunkCopy]:

@@ -1,7 +1,7 @@
 """The runtime: runs a verified program on a device.
 
 In: a program, its lowered regions, the weights of a model.  Out: the outputs of a call, and what each step took.
-Read: streams, device, cuda, cuda_time, staged; call_site, arena, instructions, executor; codes, route, cycles, session,
+Read: device_base, streams, device, cuda; call_site, arena, instructions, executor; codes, bound_cycle, cycles, session,
 runner; traffic, measurement.
-The rest serves one of these: locks, host_clock, first_call (copies out of slots), link (emulated).
+The rest serves one of these: torch_cuda, cuda_streams, cuda_time, locks, host_clock, first_call, link (emulated).
 """

@@ -14,9 +14,11 @@ import torch
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.ops import Prefetch
-from chunkflow_compile.passes.plan import ALIGNMENT, Plan
+from chunkflow_compile.passes.plan import ALIGNMENT
 from chunkflow_compile.passes.program.arrivals import Arrivals
+from chunkflow_compile.passes.program.cycle import Cycle
+from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.host_store import ring_of
@@ -26,20 +28,20 @@ from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
-from .call_site import Key, Shared, Tenant
-from .codes import Code
-from .device import Device, DeviceKind, check_device, make_device
+from .call_site import Bound, CallKey, Learnt, Tenant
+from .device import DeviceKind, check_device, make_device
+from .device_base import Device
 from .locks import ProcessLock
 from .read_ahead import ReadAhead
 
 Make = Callable[[torch.device, DeviceKind], Device]
 
 
-class Occupancy:
+class SlotState:
     """What lies in the memory for one placement of weights.  Programs with the same placement share it, and the programs
     of a cycle.
 
-    ``arrived``: an event for each mark of the copies.  ``writes``: the prefetches, in the order of their newest issue.
+    ``arrived``: an event for each mark of the copies.
     ``next``: the call of the cycle for which the chunks are in order, None while a call runs.  ``marked``: whether the
     calls of the pass that runs are measured.  ``turns``: the calls so far.  ``ended``: the number of the newest measured
     one, and the time of its end.
@@ -47,7 +49,6 @@ class Occupancy:
 
     def __init__(self, device: Device, marks: int) -> None:
         self.arrived = [device.event() for _ in range(marks)]
-        self.writes: dict[Prefetch, None] = {}
         self.next: int | None = None
         self.marked = True
         self.turns = 0
@@ -62,7 +63,7 @@ class Binding:
     ``values``: offloaded weight -> the tensor that its readers get, a slot or a resident copy.  Readers of any other
     weight get the parameter, which is an input of every call.
     ``slots``, ``hosts``: streamed weight -> its bytes on the device, and on the host or the drive, uint8.
-    ``occupancy``: what lies in the slots, if it is shared with other programs: of the same placement, or of the cycle.
+    ``state``: what lies in the slots, if it is shared with other programs: of the same placement, or of the cycle.
     ``marks``: the marks of the copies, if they were computed already.
     ``ring``: of the ranks that share the weights on the drive, if they are all of one model.
     """
@@ -71,7 +72,7 @@ class Binding:
     values: Mapping[str, torch.Tensor]
     slots: Mapping[str, torch.Tensor]
     hosts: Mapping[str, Source]
-    occupancy: Occupancy | None = None
+    state: SlotState | None = None
     marks: Arrivals | None = None
     ring: SharedRing | None = None
 
@@ -89,7 +90,7 @@ class Arena:
         """``make``: creates the streams for a device and its kind.  Raises ChunkflowError for an unsupported device."""
         self.device = check_device(torch.device(device))
         self.lock = ProcessLock()  # held for a step
-        self.holder: Occupancy | None = None  # that of the program that ran last
+        self.holder: SlotState | None = None  # that of the program that ran last
         self.outdated = False  # whether a weight of a tenant was dropped since the last step
         self.running: tuple[int, str] | None = None  # the process and the name of the call that runs now
         self.grows: Callable[[int], object] | None = None  # called with the bytes that the memory is about to have
@@ -103,12 +104,12 @@ class Arena:
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
         self._tenants: list[weakref.ref[Tenant]] = []
-        # a program or a cycle -> the weights that it keeps on the device beside the memory; several have the same copies
-        self._residents: weakref.WeakKeyDictionary[object, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
+        # what is bound -> the weights that it keeps on the device beside the memory; several have the same copies
+        self._residents: weakref.WeakKeyDictionary[Bound, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
         )
-        self._occupancies: weakref.WeakValueDictionary[object, Occupancy] = weakref.WeakValueDictionary()
-        self.cycles: Shared | None = None  # what the tenants run as cycles (cycles.py)
+        self._states: weakref.WeakValueDictionary[object, SlotState] = weakref.WeakValueDictionary()
+        self.cycles: Learnt | None = None  # what the tenants run as cycles (cycles.py)
         self._proved: weakref.WeakKeyDictionary[GraphModule, weakref.WeakSet[GraphModule]] = weakref.WeakKeyDictionary()
 
     def called(self, groups: Collection[tuple[int, ...]]) -> None:
@@ -134,7 +135,7 @@ class Arena:
         distinct = {id(value): value.nbytes for kept in self._residents.values() for value in kept.values()}
         return self.nbytes + sum(distinct.values())
 
-    def vacate(self) -> None:
+    def evict(self) -> None:
         """Free the memory and the resident weights; the next step of each tenant brings back what it needs."""
         with self.lock():
             self.refuse_inside()
@@ -143,26 +144,25 @@ class Arena:
 
     def bind(
         self,
-        owner: object,
-        plan: Plan,
+        owner: Bound,
+        cycle: Cycle,
         buffers: Mapping[str, HostBuffer],
         marks: Arrivals,
-        structure: object = None,
         *,
-        pin_bytes: int | None = None,
-        advice: Callable[[], str] = str,
+        pin_bytes: int | None,
+        advice: Callable[[], str],
     ) -> Binding:
-        """Bind a plan on these offloaded weights to the memory.  The caller holds the lock.
+        """Bind a cycle on these offloaded weights to the memory.  The caller holds the lock.
 
-        ``owner``: the program or cycle that keeps weights on the device, until it leaves them (:meth:`give_up`) or ends.
-        ``structure``: of the problem, if programs of it with the same placement of the same weights share what lies in the
-        memory.  ``pin_bytes``: see :func:`pin_all`.  ``advice``: see :meth:`reserve`.
+        ``owner``: keeps weights on the device until it lets go of them (:meth:`release`) or ends.  ``pin_bytes``: see
+        :func:`pin_all`.  ``advice``: see :meth:`reserve`.
         Raises ChunkflowError if the device has no room.
         """
+        plan = cycle.plan
         outside = {w.name: buffers[w.name] for w in plan.weights if w.offset is None and w.name in buffers}
         inside = {w.name: w for w in plan.streamed if w.offset is not None and w.name in buffers}
         missing = {buffer for buffer in outside.values() if buffer.on_device is None}
-        self.make_way(plan.arena_bytes, sum(buffer.nbytes for buffer in missing))
+        self._evict_for(plan.arena_bytes, sum(buffer.nbytes for buffer in missing))
         memory = self.reserve(plan.arena_bytes, advice)
         kept = self._keep(owner, outside.values(), advice)
         slots = {name: slot_bytes(memory, w.offset or 0, w.nbytes) for name, w in inside.items()}
@@ -171,15 +171,16 @@ class Arena:
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].source for name in slots}
-        if structure is None:
-            occupancy = Occupancy(self.streams, len(marks.marked))
-        else:
-            weights = tuple((name, id(buffers[name]), buffers[name].version) for name in slots)
-            occupancy = self._occupancy((plan.placement, structure, marks.order, weights), len(marks.marked))
-        return Binding(self, values, slots, hosts, occupancy, marks, ring_of(buffers[name] for name in slots))
+        weights = tuple((name, id(buffers[name]), buffers[name].version) for name in slots)
+        # cycles with the same placement of the same weights share what lies in the memory
+        placement = plan.placement, cycle.problem.structure, cycle.starts, marks.order, weights
+        state = self._states.get(placement)
+        if state is None:
+            state = self._states[placement] = SlotState(self.streams, len(marks.marked))
+        return Binding(self, values, slots, hosts, state, marks, ring_of(buffers[name] for name in slots))
 
     def _keep(
-        self, owner: object, buffers: Collection[HostBuffer], advice: Callable[[], str]
+        self, owner: Bound, buffers: Collection[HostBuffer], advice: Callable[[], str]
     ) -> Mapping[HostBuffer, torch.Tensor]:
         """Copies of these weights on the device, beside the memory.  Others that the owner had are given up."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
@@ -195,27 +196,26 @@ class Arena:
                         f"{advice()}Free memory on the device, or lower the option memory."
                     ) from error
                 placed(buffer.nbytes)
-        self.streams.hold(kept[buffer] for buffer in missing)
+        self.streams.record_stream(kept[buffer] for buffer in missing)
         self._residents[owner] = weakref.WeakKeyDictionary(kept)
         return kept
 
-    def step_aside(self, keys: Collection[Key]) -> None:
-        """Unbind the programs with these keys, and give up what they keep: a cycle has their weights in the memory."""
-        for tenant in self.tenants:
-            if tenant.key in keys:
-                tenant.unbind()
-                self.give_up(tenant)
-
-    def give_up(self, owner: object) -> None:
-        """Let go of the weights that a program or a cycle keeps on the device beside the memory."""
+    def release(self, owner: Bound) -> None:
+        """Let go of the weights that ``owner`` keeps on the device beside the memory."""
         self._residents.pop(owner, None)
 
-    def make_way(self, nbytes: int, beside: int) -> None:
-        """Free everything if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.
+    def release_alone(self, keys: Collection[CallKey | None]) -> None:
+        """Release the programs with these keys outside cycles: a cycle has their weights in the memory."""
+        for tenant in self.tenants:
+            if tenant.key in keys:
+                tenant.release()
 
-        What a program leaves may be more than the next one's plan has room for.  The caller holds the lock.
+    def _evict_for(self, nbytes: int, beside: int) -> None:
+        """Evict all if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.
+
+        What a program leaves may be more than the next one's plan has room for.
         """
-        budgets: dict[object, int | None] = {}
+        budgets: dict[int, int | None] = {}
         for tenant in self.tenants:
             model, budget = tenant.budget
             known = budgets.get(model, 0)
@@ -224,7 +224,7 @@ class Arena:
         if self.most is not None:
             most = min(most, self.most)
         if self.held + max(0, nbytes - self.nbytes) + beside > most:
-            self.vacate()
+            self.evict()
 
     @property
     def streams(self) -> Device:
@@ -250,13 +250,16 @@ class Arena:
         """The programs that are bound to the memory, oldest first."""
         return [t for ref in self._tenants if (t := ref()) is not None]
 
-    def prove(self, code: Code, together: Callable[[Code], None]) -> None:
-        """Call ``together`` with the code of each other tenant, once for each pair of modules with their transfers."""
-        mine = code.program.module
-        for other in [t.code for t in self.tenants]:
-            theirs = other.program.module
+    def prove(self, program: Program) -> None:
+        """Verify a program together with each that runs here, once for each pair of modules with their transfers.
+
+        Raises FindingError if they are not safe in one arena.
+        """
+        mine = program.module
+        for other in [t.program for t in self.tenants]:
+            theirs = other.module
             if theirs is not mine and mine not in self._proved.setdefault(theirs, weakref.WeakSet()):
-                together(other)
+                verify_together(other, program)
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
@@ -307,27 +310,17 @@ class Arena:
 
     def _unbind(self) -> None:
         """Free the memory."""
-        if self.cycles is not None:
-            self.cycles.unbind()
-        for tenant in self.tenants:
-            tenant.unbind()
+        for bound in list(self._residents):
+            bound.unbind()
         self._memory = self.holder = None
         if self._streams is not None:
             self._streams.release()
-        self._occupancies.clear()
-
-    def _occupancy(self, placement: object, marks: int) -> Occupancy:
-        """The occupancy for a placement: the weights, their versions, slots and windows, and the marks of the copies."""
-        found = self._occupancies.get(placement)
-        if found is None:
-            found = self._occupancies[placement] = Occupancy(self.streams, marks)
-        return found
+        self._states.clear()
 
     def leave(self, tenant: Tenant) -> None:
         """Remove a tenant.  When the last one leaves, the memory is freed and the streams are closed."""
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not tenant]
-            self.give_up(tenant)
             self.sweep()
 
     def close_outlived(self) -> None:
@@ -336,8 +329,6 @@ class Arena:
         for tenant in self.tenants:
             if tenant.outlived:
                 tenant.close()
-        if self.cycles is not None:
-            self.cycles.prune()
 
     def sweep(self) -> None:
         """Remove tenants that were garbage-collected without being closed."""
@@ -350,7 +341,7 @@ class Arena:
                 self.alone()  # the streams close when their copies have ended
                 streams, memory = self._streams, self._memory
                 self._streams = self._memory = self.holder = None
-                self._occupancies.clear()  # a program that was closed may still hold one, with events of these streams
+                self._states.clear()  # a program that was closed may still hold one, with events of these streams
                 streams.close()
                 if self._reader is not None:
                     self._reader.close()

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Protocol
 
 from chunkflow_compile.passes.pipeline import Settings
-from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.cycle import Call, block_of
+from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.host_buffer import HostBuffer
 
 from .codes import Code
@@ -21,7 +21,7 @@ from .measurement import StepMeasurement
 _NOT_OFFLOADED = "on the device: not offloaded"
 
 
-class Key:
+class CallKey:
     """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key.
 
     ``settings``: of the newest program with this key.  ``site``: what it tells, None if it has ended.
@@ -42,11 +42,12 @@ class Key:
 class CallSite:
     """What a program tells the cycles of its arena.  It ends with the program's session.
 
-    ``buffers``: of its offloaded weights, with their ``versions`` in this order.  ``in_place``: its other weights, which have
-    ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes the measurement of each step.
+    ``key``: None if it is never a call of a cycle.  ``buffers``: of its offloaded weights, with their ``versions`` in this
+    order.  ``in_place``: its other weights, which have ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes
+    the measurement of each step.
     """
 
-    key: Key
+    key: CallKey | None
     code: Code
     buffers: Mapping[str, HostBuffer]
     versions: tuple[int, ...]
@@ -56,11 +57,8 @@ class CallSite:
     file: Callable[[StepMeasurement], None]
 
     def __post_init__(self) -> None:
-        self.key.site = weakref.ref(self)
-
-    @property
-    def settings(self) -> Settings:
-        return self.code.settings
+        if self.key is not None:
+            self.key.site = weakref.ref(self)
 
     @property
     def part(self) -> bool:
@@ -83,47 +81,44 @@ class CallSite:
         return found
 
 
+class Bound(Protocol):
+    """What is bound to the memory: a cycle, of several calls or of a program alone."""
+
+    def unbind(self) -> None:
+        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
+
+
 class Tenant(Protocol):
-    """A program that is bound to an arena.  The memory holds the chunks of one tenant at a time, the arena's holder."""
+    """A program that runs in an arena.  The memory holds the chunks of one tenant at a time, or of one cycle of them."""
 
-    @property
-    def plan(self) -> Plan: ...
+    program: Program
 
-    code: Code
-    """The compiled program, compared by identity: it outlives the tenant, and a proof about it stays valid."""
-
-    key: Key | None
+    key: CallKey | None
     """What its calls read, if it may run in a cycle."""
 
     @property
     def outlived(self) -> bool:
         """Whether a weight of the tenant is gone, so that it can never run again."""
 
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        """The model, and most bytes of its offloaded weights on the device; None for any."""
+
+    def release(self) -> None:
+        """Unbind the program outside cycles, and let go of the weights that it keeps on the device."""
+
     def close(self) -> None:
         """Leave the arena.  The next call of the program creates a new tenant."""
 
-    def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
 
-    @property
-    def budget(self) -> tuple[object, int | None]:
-        """The model, and most bytes of its offloaded weights on the device; None for any."""
-
-
-class Shared(Protocol):
-    """What several tenants have in the memory together."""
-
-    def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory, which is allocated again."""
-
-    def prune(self) -> None:
-        """Drop what belongs to weights that no longer exist."""
+class Learnt(Protocol):
+    """The cycles that the tenants run in."""
 
     def close(self) -> None:
         """Unbind for good."""
 
 
-def sites_of(keys: Iterable[Key]) -> list[CallSite] | None:
+def sites_of(keys: Iterable[CallKey]) -> list[CallSite] | None:
     """The newest site of each key, None if one has ended."""
     found = [key.site() for key in keys]
     sites = [site for site in found if site is not None]
@@ -162,10 +157,10 @@ def bare(settings: Settings) -> Settings:
 
 def common(sites: Sequence[CallSite]) -> Settings | None:
     """The settings of a cycle, None if those of its calls do not agree.  The budget is the largest."""
-    shared = [replace(bare(s.settings), memory=None) for s in sites]
+    shared = [replace(bare(s.code.settings), memory=None) for s in sites]
     if any(s != shared[0] for s in shared):
         return None
-    memory = max((m for s in sites if (m := s.settings.memory) is not None), default=None)
+    memory = max((m for s in sites if (m := s.code.settings.memory) is not None), default=None)
     return replace(shared[0], memory=memory, outside=_outside(sites))
 
 
@@ -173,7 +168,7 @@ def _outside(sites: Sequence[CallSite]) -> int:
     """Bytes on the device of the weights of these models that none of the calls reads."""
     left: dict[int, int] = {}
     for site in {id(s.key): s for s in sites}.values():
-        left[site.model] = left.get(site.model, site.settings.outside + site.kept_bytes) - site.kept_bytes
+        left[site.model] = left.get(site.model, site.code.settings.outside + site.kept_bytes) - site.kept_bytes
     return sum(max(0, nbytes) for nbytes in left.values())
 
 

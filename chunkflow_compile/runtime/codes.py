@@ -50,8 +50,6 @@ class Code:
     ``make``: runs the passes on other pieces or with other settings, passed by name; returns the last stage and folder.
     ``replan_after``: the number of warm steps after which to plan again from their times; 0 for never.
     ``folder``: where measurements are written.  ``kind``: of device.  ``poison``: see :class:`Executor`.
-    ``verified``: whether the program was verified, and is to be verified together with others in its arena.
-    ``options``: those that it was compiled with.
     ``pin_bytes``: most host bytes to pin, None for what the machine leaves.
     ``notes``: for the user, on what was compiled.  ``advice``: returns a sentence on what would fit if the arena does not.
     """
@@ -65,11 +63,14 @@ class Code:
     folder: Path | None = None
     kind: DeviceKind
     poison: bool = False
-    verified: bool = True
     pin_bytes: int | None = None
-    options: object = None
     notes: tuple[str, ...] = ()
     advice: Callable[..., str] = str
+
+    @property
+    def verified(self) -> bool:
+        """Whether the program was verified, and is to be verified together with others in its arena."""
+        return "verify" not in self.settings.disabled
 
     def remade(self, **settings: Any) -> Code:
         """The code for other settings, without compiling.  Raises ChunkflowError if no plan meets them."""
@@ -97,7 +98,7 @@ class Code:
 
 
 @dataclass(eq=False)
-class Choice:
+class CurrentCode:
     """The code that runs on the weights of one model.  It outlives the model's sessions.
 
     ``by_itself``: ``replan_after`` chose the code, not the user, so a failure to start it is logged and not raised.
@@ -135,15 +136,12 @@ class Codes:
             self._used[known] = next(self._clock)
         return known
 
-    def goal(self, changed: Mapping[str, Any]) -> Goal:
-        """The goal of a model.  ``changed``: what replan has set there."""
-        return replace(self._goal, **changed)
-
-    def plan(self, inputs: Sequence[Any], goal: Goal) -> None:
+    def plan(self, inputs: Sequence[Any], changed: Mapping[str, Any]) -> None:
         """Plan for the sizes of a call, and forget the plan that was used longest ago if there are too many.
 
-        Raises ChunkflowError if no plan meets the goal.
+        ``changed``: what replan has set for the model, as fields of Goal.  Raises ChunkflowError if no plan meets the goal.
         """
+        goal = replace(self._goal, **changed)
         sizes = tuple(inputs[position] for position in self._symbols.values())
         values = estimated(dict(zip(self._symbols, sizes, strict=True)), self._traced.unknown)
         code = _under(goal, self._firsts).at(replace(self._traced, sizes=values))
@@ -158,9 +156,9 @@ class Codes:
             del self._codes[oldest], self._used[oldest]
             self._same = {other: known for other, known in self._same.items() if known != oldest}
 
-    def code(self, sizes: Sizes, goal: Goal) -> Code:
-        """The code for known sizes.  Raises ChunkflowError if no plan meets the goal."""
-        return _under(goal, self._codes[sizes])
+    def code(self, sizes: Sizes, changed: Mapping[str, Any]) -> Code:
+        """The code for known sizes.  ``changed``: as in :meth:`plan`.  Raises ChunkflowError if no plan meets the goal."""
+        return _under(replace(self._goal, **changed), self._codes[sizes])
 
     def __contains__(self, sizes: Sizes) -> bool:
         return sizes in self._codes

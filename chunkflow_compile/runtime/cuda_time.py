@@ -11,9 +11,10 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from functools import cache
-from typing import Any
 
-from .streams import Over, Waited, Watch
+import torch
+
+from .device_base import StepEnd, Waited, Watch
 
 # A mark costs the host 1 to 2 us to record and 3 to 5 us to read, and a pass over 60 blocks has two thousand.  So after the
 # first FIRST_STEPS passes, only two consecutive passes in every EVERY are marked.  The second one
@@ -31,22 +32,22 @@ MOST_EVENTS = 8192
 class Frame:
     """The marks of a call.  ``whole``: whether the call of its program before it was measured too."""
 
-    def __init__(self, event: Callable[[], Any]) -> None:
+    def __init__(self, event: Callable[[], torch.cuda.Event]) -> None:
         self._event = event
-        self._events: list[Any] = []
+        self._events: list[torch.cuda.Event] = []
         self._used = 0
         self._told: list[Callable[[Callable[[int], float]], None]] = []
         self._lock = threading.Lock()  # a second thread marks copies from pageable memory
         self._ends: tuple[int, ...] = ()
         self.whole = True
 
-    def open(self, stream: Any, whole: bool) -> None:
+    def open(self, stream: torch.cuda.Stream | None, whole: bool) -> None:
         """Begin a call on ``stream``."""
         self._used, self._ends, self.whole = 0, (), whole
         self._told.clear()
         self.mark(stream)
 
-    def mark(self, stream: Any) -> int:
+    def mark(self, stream: torch.cuda.Stream | None) -> int:
         """Record a mark at this point of ``stream``; return its number."""
         with self._lock:
             number, self._used = self._used, self._used + 1
@@ -71,7 +72,7 @@ class Frame:
     def stood(self, begin: int, end: int, waited: Waited) -> None:
         self._told.append(lambda at: waited(at(end) - at(begin)))
 
-    def close(self, compute: Any, copy: Any, over: Over) -> None:
+    def close(self, compute: torch.cuda.Stream | None, copy: torch.cuda.Stream | None, over: StepEnd) -> None:
         end, whole = self.mark(compute), self.whole
         self._ends = end, self.mark(copy)
         self._told.append(lambda at: over(at(0), at(end), whole))
@@ -105,7 +106,7 @@ class Clock:
     ``event``: creates a timed event.  ``most``: events of all frames, beyond which no more frames are made.
     """
 
-    def __init__(self, event: Callable[[], Any], most: int = MOST_EVENTS) -> None:
+    def __init__(self, event: Callable[[], torch.cuda.Event], most: int = MOST_EVENTS) -> None:
         self._event = event
         self._most = most
         # A queue: the first calls use the frames in turn and create the events of all, so later ones create none, unless
@@ -113,7 +114,7 @@ class Clock:
         self._free = deque(Frame(event) for _ in range(FRAMES))
         self._made = FRAMES
         self._pending: deque[Frame] = deque()
-        self._open: Frame | None = None
+        self.open: Frame | None = None  # of the call that runs, if it is measured
         self._left: int | None = None  # passes that are still to be marked; None to choose them
         self._newest: tuple[Frame, float] | None = None  # the frame read last, and the time of its first mark
         self._lock = threading.RLock()
@@ -131,21 +132,28 @@ class Clock:
             self._left = max(0, (before := self._left) - 1)
             return before > 0
 
-    def frame(self, stream: Any, known: bool) -> Frame | None:
-        """A frame for a call; None if none is free.  ``known``: whether the program's call before it was measured."""
-        with self._lock:
-            if self._open is not None:  # its call failed
-                self._free.append(self._open)
-            self._open = self._free.popleft() if self._free else self._another()
-            if self._open is not None:
-                self._open.open(stream, known)
-            return self._open
+    def begin(self, stream: torch.cuda.Stream, marked: bool, known: bool) -> Frame | None:
+        """The frame of a call that begins; None if it is not ``marked``, or if no frame is free.
 
-    def close(self, frame: Frame, compute: Any, copy: Any, over: Over) -> None:
+        ``known``: whether the program's call before it was measured.
+        """
+        with self._lock:
+            if self.open is not None:  # its call failed
+                self._free.append(self.open)
+                self.open = None
+            if marked:
+                self.open = self._free.popleft() if self._free else self._another()
+            if self.open is not None:
+                self.open.open(stream, known)
+            return self.open
+
+    def end(
+        self, frame: Frame, compute: torch.cuda.Stream | None, copy: torch.cuda.Stream | None, over: StepEnd
+    ) -> None:
         """End a call.  ``over`` is called by :meth:`collect` after the GPU has passed it."""
         with self._lock:
             frame.close(compute, copy, over)
-            self._open = None
+            self.open = None
             self._pending.append(frame)
 
     def _another(self) -> Frame | None:

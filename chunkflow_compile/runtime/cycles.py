@@ -16,6 +16,7 @@ import itertools
 import logging
 import threading
 import weakref
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -29,9 +30,9 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle
 from chunkflow_compile.weights.host_buffer import HostBuffer
 
 from .arena import Arena
-from .call_site import CallSite, Key, bare, calls_of, common, folder_of, sites_of
+from .bound_cycle import BoundCycle, BufferRefs
+from .call_site import CallKey, CallSite, bare, calls_of, common, folder_of, sites_of
 from .executor import Executor
-from .route import Homes, Route
 
 _log = logging.getLogger(__name__)
 
@@ -49,20 +50,18 @@ class _Job:
     """A cycle that is being planned on another thread.
 
     ``settings``: without measured times.  ``folder``: of the dump of one of its calls, if there is one.  ``instead``: the
-    cycle that runs on these calls now, if it is planned again.  ``cycle``, ``marks``: the result.  ``error``: why there is
-    none.  ``hurried``: whether another thread waits for it.
+    cycle that runs on these calls now, if it is planned again.  ``result``: None until it ends, and if the process exits.
+    ``hurried``: whether another thread waits for it.
     """
 
-    keys: tuple[Key, ...]
+    keys: tuple[CallKey, ...]
     calls: Sequence[Call]
-    buffers: Homes
+    buffers: BufferRefs
     settings: Settings
     folder: Path | None
-    instead: Route | None = None
+    instead: BoundCycle | None = None
     thread: threading.Thread | None = None
-    cycle: Cycle | None = None
-    marks: Arrivals | None = None
-    error: ChunkflowError | None = None
+    result: tuple[Cycle, Arrivals] | ChunkflowError | None = None
     hurried: bool = False
 
     def start(self, timings: Timings | None = None) -> None:
@@ -75,10 +74,9 @@ class _Job:
         give_way(self._hurried)
         try:
             cycle = make_cycle(self.calls, settings)
-            self.marks = arrivals(cycle)
-            self.cycle = cycle  # last: it says that all is done
+            self.result = cycle, arrivals(cycle)
         except ChunkflowError as error:
-            self.error = error.with_traceback(None)
+            self.result = error.with_traceback(None)
 
     def _hurried(self) -> bool:
         if not threading.main_thread().is_alive():
@@ -90,16 +88,15 @@ class Cycles:
     """What an arena has learnt of the order in which its programs run."""
 
     def __init__(self, arena: Arena) -> None:
-        self._arena = weakref.ref(arena)
-        self._keys: weakref.WeakValueDictionary[object, Key] = weakref.WeakValueDictionary()
-        self._history: list[Key] = []
-        self._where: dict[Key, list[int]] = {}
+        self._arena = arena
+        self._keys: weakref.WeakValueDictionary[object, CallKey] = weakref.WeakValueDictionary()
+        self._history: deque[CallKey] = deque(maxlen=2 * MOST_CALLS + 1)
         self._job: _Job | None = None
-        self._refused: set[tuple[Key, ...]] = set()
+        self._refused: set[tuple[CallKey, ...]] = set()
         self._unexpected = 0
-        self._fresh: Route | None = None  # planned, and not yet asked whether it has the call that comes
-        self.known: list[Route] = []
-        self.current: Route | None = None
+        self._fresh: BoundCycle | None = None  # planned, and not yet asked whether it has the call that comes
+        self.known: list[BoundCycle] = []
+        self.current: BoundCycle | None = None
 
     @staticmethod
     def of(arena: Arena) -> Cycles:
@@ -108,71 +105,74 @@ class Cycles:
             arena.cycles = Cycles(arena)
         return arena.cycles
 
-    def key(self, buffers: Sequence[Sequence[HostBuffer]], collectives: object, settings: Settings) -> Key:
+    def key(self, buffers: Sequence[Sequence[HostBuffer]], collectives: object, settings: Settings) -> CallKey:
         """The key of the calls that read ``buffers``, region by region, with these collectives between."""
         found = tuple(tuple(sorted(id(buffer) for buffer in region)) for region in buffers), collectives
         key = self._keys.get(found)
         if key is None or not key.lasts:
-            key = self._keys[found] = Key((buffer for region in buffers for buffer in region), settings)
+            key = self._keys[found] = CallKey((buffer for region in buffers for buffer in region), settings)
         elif bare(key.settings) != bare(settings):
             self._start_anew(key, settings)  # it was planned again for another goal
         key.settings = settings
         return key
 
-    def leave(self, buffers: Iterable[HostBuffer]) -> None:
+    def forget(self, buffers: Iterable[HostBuffer]) -> None:
         """Forget the cycles of these weights: the user has chosen another placement for them."""
         chosen = {id(buffer) for buffer in buffers}
-        for route in list(self.known):
-            if any(id(ref()) in chosen for ref in route.buffers.values()):
-                self._forget(route)
+        for bound in list(self.known):
+            if any(id(ref()) in chosen for ref in bound.buffers.values()):
+                self._forget(bound)
 
     def executor(self, site: CallSite) -> Executor | None:
         """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock."""
         key = site.key
+        assert key is not None
         previous = self._history[-1] if self._history else None
-        self._record(key)
-        route = self.current
-        if route is not None and not route.ready:
+        self._history.append(key)
+        bound = self.current
+        if bound is not None and not bound.ready:
             self.prune()
-            route = self.current
-        if route is not None and route.keys[route.position] is key:
+            bound = self.current
+        if bound is not None and bound.keys[bound.position] is key:
             self._unexpected = 0
-            return self._run(route, site, route.position)
-        if route is None and key is previous and not site.part:
+            return self._run(bound, site, bound.position)
+        if bound is None and key is previous and not site.part:
             return None  # a whole model, again and again
         return self._unforeseen(key, previous, site)
 
-    def settle(self) -> None:
+    def wait_planned(self) -> None:
         """Wait for a cycle that is being planned; the next call runs in it."""
         if self._job is not None and self._job.thread is not None:
             self._job.hurried = True
             self._job.thread.join()
 
-    def replan(self, route: Route) -> None:
+    def replan(self, bound: BoundCycle) -> None:
         """Plan a cycle again from its times so far; the next pass runs it.  Raises ChunkflowError if there are none."""
-        self.settle()
-        route.replan_after = 0
-        if not self._replan(route, 1):
+        self.wait_planned()
+        bound.replan_after = 0
+        if not self._replan(bound, 1):
             raise ChunkflowError("No pass over the calls of this cycle was measured yet: call the model again.")
-        self.settle()
-        if self._job is not None and self._job.error is not None:
-            raise self._job.error
+        self.wait_planned()
+        if self._job is not None and isinstance(self._job.result, ChunkflowError):
+            raise self._job.result
 
-    def unbind(self) -> None:
-        for route in self.known:
-            route.unbind()
+    def release(self) -> None:
+        """Release all cycles, and forget those whose weights no longer exist."""
+        self.prune()
+        for bound in self.known:
+            bound.release()
 
     def prune(self) -> None:
         """Forget the cycles whose weights no longer exist."""
-        for route in [r for r in self.known if not r.lasts]:
-            self._forget(route)
+        for bound in [r for r in self.known if not r.lasts]:
+            self._forget(bound)
 
     def close(self) -> None:
-        self.unbind()
+        self.release()
         self.known.clear()
         self.current = self._job = self._fresh = None
 
-    def _unforeseen(self, key: Key, previous: Key | None, site: CallSite) -> Executor | None:
+    def _unforeseen(self, key: CallKey, previous: CallKey | None, site: CallSite) -> Executor | None:
         """A call that the current cycle does not expect, or that no cycle runs."""
         self.prune()
         self._unexpected += 1
@@ -182,89 +182,78 @@ class Cycles:
         elif self.current is not None and self._unexpected > len(self.current.keys):
             self.current = None
         self._learn(key)
-        for route in [r for r in (self.current, *self.known) if r is not None]:
-            call = route.find(key)
-            if call is None or (route is not self.current and not site.part and route.keys[call - 1] is not previous):
+        for bound in [r for r in (self.current, *self.known) if r is not None]:
+            call = bound.find(key)
+            if call is None or (bound is not self.current and not site.part and bound.keys[call - 1] is not previous):
                 continue
-            route.jumps += route is not self.current or call != route.position
-            self.current = route
-            return self._run(route, site, call)
+            bound.jumps += bound is not self.current or call != bound.position
+            self.current = bound
+            return self._run(bound, site, call)
         return None
 
-    def _run(self, route: Route, site: CallSite, call: int) -> Executor | None:
+    def _run(self, bound: BoundCycle, site: CallSite, call: int) -> Executor | None:
         if call == 0 and self._job is not None:
-            again = self._job.instead is route
+            again = self._job.instead is bound
             made = self._finished()
             if again:
-                self.current = route = made or route
+                self.current = bound = made or bound
             else:
                 self._fresh = made or self._fresh
-        if call == 0 and route.replan_after and self._job is None:
-            self._replan(route, route.replan_after)
+        if call == 0 and bound.replan_after and self._job is None:
+            self._replan(bound, bound.replan_after)
         try:
-            return route.executor(site, call)
+            return bound.begin(site, call)
         except ChunkflowError as error:  # the program alone still runs
-            _log.warning("%s calls do not run as a cycle: %s", len(route.keys), error)
-            self._refuse(route.keys)
-            self._forget(route)
+            _log.warning("%s calls do not run as a cycle: %s", len(bound.keys), error)
+            self._refuse(bound.keys)
+            self._forget(bound)
             return None
 
-    def _forget(self, route: Route) -> None:
-        route.unbind()
-        self.known.remove(route)
-        if self.current is route:
+    def _forget(self, bound: BoundCycle) -> None:
+        bound.release()
+        self.known.remove(bound)
+        if self.current is bound:
             self.current = None
-        if self._job is not None and self._job.instead is route:
+        if self._job is not None and self._job.instead is bound:
             self._job = None
 
-    def _start_anew(self, key: Key, settings: Settings) -> None:
+    def _start_anew(self, key: CallKey, settings: Settings) -> None:
         """Forget what is known of the cycles of a call, but for those that are as good for its new settings."""
-        routes = [r for r in self.known if key in r.keys]
-        gone = [r for r in routes if not r.serves(settings)]
-        for route in gone:
-            self._forget(route)
-        if routes and not gone and (self._job is None or key not in self._job.keys):
+        found = [r for r in self.known if key in r.keys]
+        gone = [r for r in found if not r.serves(settings)]
+        for bound in gone:
+            self._forget(bound)
+        if found and not gone and (self._job is None or key not in self._job.keys):
             return
         self._job = self._fresh = None
         self._refused.clear()
         self._history.clear()
-        self._where.clear()
 
-    def _record(self, key: Key) -> None:
-        if len(self._history) >= 4 * MOST_CALLS:
-            del self._history[: 2 * MOST_CALLS]
-            self._where.clear()
-            for i, known in enumerate(self._history):
-                self._where.setdefault(known, []).append(i)
-        self._where.setdefault(key, []).append(len(self._history))
-        self._history.append(key)
-
-    def _learn(self, key: Key) -> None:
+    def _learn(self, key: CallKey) -> None:
         """Plan the calls since an earlier one of the same weights: at once if no cycle runs, else when they have repeated
         and are more than those of the cycle that runs."""
         current = self.current
         if self._job is not None or (current is not None and len(self.known) >= _MOST_CYCLES):
             return
         for keys, repeated in self._periods(key):
-            known = itertools.chain(self._refused, (route.keys for route in self.known))
+            known = itertools.chain(self._refused, (bound.keys for bound in self.known))
             if any(_turned(keys, others) for others in known):
                 continue
             if (current is None or (repeated and len(keys) > len(current.keys))) and self._plan(keys):
                 return
 
-    def _periods(self, key: Key) -> Iterator[tuple[tuple[Key, ...], bool]]:
+    def _periods(self, key: CallKey) -> Iterator[tuple[tuple[CallKey, ...], bool]]:
         """The calls since each of the newest earlier calls of ``key``, and whether the same calls came before them."""
-        end = len(self._history) - 1
-        for begin in reversed(self._where[key][-1 - _TRIES : -1]):
-            length = end - begin
-            if length > MOST_CALLS:
-                return
-            keys = self._history[begin:end]
-            repeated = begin >= length and self._history[begin - length : begin] == keys
+        history = list(self._history)
+        end = len(history) - 1
+        earlier = (i for i in range(end - 1, max(-1, end - MOST_CALLS - 1), -1) if history[i] is key)
+        for begin in itertools.islice(earlier, _TRIES):
+            length, keys = end - begin, history[begin:end]
+            repeated = begin >= length and history[begin - length : begin] == keys
             once = _once(tuple(keys))
             yield once, repeated or len(once) < length
 
-    def _plan(self, keys: tuple[Key, ...]) -> bool:
+    def _plan(self, keys: tuple[CallKey, ...]) -> bool:
         """Plan a cycle on another thread.  Returns whether it can be one."""
         sites = sites_of(keys)
         if sites is None:
@@ -281,84 +270,89 @@ class Cycles:
         self._job.start()
         return True
 
-    def _replan(self, route: Route, passes: int) -> bool:
+    def _replan(self, bound: BoundCycle, passes: int) -> bool:
         """Plan a cycle again on another thread, if at least ``passes`` warm passes were measured.  Returns whether."""
-        sites, timings = sites_of(route.keys), route.timings(passes)
+        sites, timings = sites_of(bound.keys), bound.timings(passes)
         settings = None if sites is None else common(sites)
         if sites is None or settings is None or timings is None:
             return False
-        self._job = _Job(route.keys, route.calls, route.buffers, settings, folder_of(sites), instead=route)
+        self._job = _Job(bound.keys, bound.calls, bound.buffers, settings, folder_of(sites), instead=bound)
         self._job.start(timings)
         return True
 
-    def _refuse(self, keys: tuple[Key, ...]) -> None:
+    def _refuse(self, keys: tuple[CallKey, ...]) -> None:
         if len(self._refused) >= 4 * _MOST_CYCLES:
             self._refused.clear()
         self._refused.add(keys)
 
-    def _finished(self) -> Route | None:
+    def _finished(self) -> BoundCycle | None:
         """The cycle that has been planned since the last call."""
-        job, arena = self._job, self._arena()
-        if job is None or arena is None or (job.thread is not None and job.thread.is_alive()):
+        job = self._job
+        if job is None or (job.thread is not None and job.thread.is_alive()):
             return None
         self._job = None
-        if job.cycle is None:
-            if job.instead is not None:
-                job.instead.replan_after = 0
-                _log.warning("the current plan of %s calls is kept: %s", len(job.keys), job.error)
-                return None
-            self._refuse(job.keys)
-            if job.error is not None:
-                _log.warning(
-                    "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
-                    len(job.keys),
-                    job.error,
-                )
+        if not isinstance(job.result, tuple):
+            self._not_planned(job)
             return None
-        assert job.marks is not None
-        route = Route(arena, job.keys, job.calls, job.buffers, job.settings, job.cycle, job.marks)
-        if not route.lasts:
+        cycle, marks = job.result
+        made, before = (
+            BoundCycle(self._arena, job.calls, job.buffers, job.settings, cycle, marks, keys=job.keys),
+            job.instead,
+        )
+        if not made.lasts:
             return None
-        if job.instead is not None:
-            if job.instead.replan_after and job.instead.cycle.plan.placement == job.cycle.plan.placement:
-                job.instead.replan_after = 0
-                return None
-            route.jumps = job.instead.jumps
-            self._forget(job.instead)
+        if before is None:
+            made.replan_after = max((s.code.replan_after for s in sites_of(job.keys) or ()), default=0)
+        elif before.replan_after and before.cycle.plan.placement == cycle.plan.placement:
+            before.replan_after = 0
+            return None
         else:
-            route.replan_after = max((s.code.replan_after for s in sites_of(job.keys) or ()), default=0)
+            made.jumps = before.jumps
+            self._forget(before)
         for old in [r for r in self.known if r is not self.current][: max(0, len(self.known) + 1 - _MOST_CYCLES)]:
             self._forget(old)
-        self.known.append(route)
+        self.known.append(made)
         if job.folder is not None:
             with contextlib.suppress(OSError):  # a full disk is no error
-                _write(route, job.folder)
-        _log.info(
-            "%s calls repeat and run as a cycle: %s bytes on the device", len(job.keys), job.cycle.plan.device_bytes
-        )
-        return route
+                _write(made, job.folder)
+        _log.info("%s calls repeat and run as a cycle: %s bytes on the device", len(job.keys), cycle.plan.device_bytes)
+        return made
+
+    def _not_planned(self, job: _Job) -> None:
+        """There is no plan: the calls run as they do now."""
+        if job.instead is not None:
+            job.instead.replan_after = 0
+            _log.warning("the current plan of %s calls is kept: %s", len(job.keys), job.result)
+            return
+        self._refuse(job.keys)
+        if job.result is not None:
+            _log.warning(
+                "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",
+                len(job.keys),
+                job.result,
+            )
 
 
-def _write(route: Route, dump: Path) -> None:
+def _write(bound: BoundCycle, dump: Path) -> None:
     """Write the plan and the calls of a cycle into a folder of its own, beside ``dump``, that of one of its calls."""
-    plan, rank = route.cycle.plan, dump.name.partition("_")[0]
-    folder = dump.parent / f"{rank}_cycle_of_{len(route.keys)}_{plan.digest}"
+    plan, rank = bound.cycle.plan, dump.name.partition("_")[0]
+    folder = dump.parent / f"{rank}_cycle_of_{len(bound.keys)}_{plan.digest}"
     folder.mkdir(exist_ok=True)
     (folder / "plan.json").write_text(plan.to_json())
     calls = (
-        f"# call {number}: {plan.regions[call.start].block}\n{call}" for number, call in enumerate(route.cycle.calls)
+        f"# call {number}: {plan.regions[call.start].block}\n{call}" for number, call in enumerate(bound.cycle.calls)
     )
     (folder / "calls.txt").write_text("\n\n".join(calls))
-    route.folder = folder
+    bound.folder = folder
 
 
-def _once(keys: tuple[Key, ...]) -> tuple[Key, ...]:
+def _once(keys: tuple[CallKey, ...]) -> tuple[CallKey, ...]:
     """The shortest cycle that these calls are repetitions of."""
     length = len(keys)
     return next(keys[:n] for n in range(1, length + 1) if length % n == 0 and keys == keys[:n] * (length // n))
 
 
-def _turned(keys: tuple[Key, ...], others: tuple[Key, ...]) -> bool:
+def _turned(keys: tuple[CallKey, ...], others: tuple[CallKey, ...]) -> bool:
     """Whether two cycles are the same, wherever they begin."""
     if len(keys) != len(others):
         return False

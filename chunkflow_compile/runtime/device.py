@@ -1,16 +1,10 @@
-"""The protocol between the executor and a device: in-order streams, and events between them.
-
-There are three devices.  ``cpu``, the default, computes on the calling thread and copies on one thread that stands for
-the copy engine.  ``threads`` has a thread for every stream, compute included, so the host runs ahead as on a GPU.
-``cuda`` is a GPU.  The executor issues the same operations on all of them.  The first two can emulate a link.
-"""
+"""Devices of host threads, and the choice of a device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -18,108 +12,28 @@ import torch.distributed as dist
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.weights.bytes import copy_host_bytes
-from chunkflow_compile.weights.reader import HostReader
 from chunkflow_compile.weights.source import Source, take
 
-from .cuda import CudaDevice, TorchCuda
+from .cuda import CudaDevice
+from .device_base import Device, StepEnd
 from .host_clock import MONOTONIC, HostClock
 from .link import Port
 from .read_ahead import Reading
-from .streams import CallingStream, Choose, Engine, HostEvent, Over, ThreadStream, Watch, end_with
+from .streams import CallingStream, Choose, Engine, HostEvent, ThreadStream, end_with
+from .torch_cuda import TorchCuda
 
 
-class Stream(Protocol):
-    """A queue of work that runs in order."""
+class _HostDevice(Device):
+    """The common part of devices made of host threads, which read any host memory and a clock that takes no time.
 
-    def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        """Enqueue ``work``.  ``watch``: receives its times.  ``name``: shown by profilers of the device."""
-
-    def record(self, event: Any) -> None:
-        """Mark this point of the stream."""
-
-    def wait(self, event: Any, waited: Callable[[float], None] | None = None) -> None:
-        """Make the work enqueued from here on start after the event's newest mark.
-
-        ``waited`` is called with the seconds that the stream stalled.
-        """
-
-    def synchronize(self) -> None:
-        """Block the host until the stream is empty.  Raises what the stream's work raised."""
-
-
-class Device(HostReader, Protocol):
-    """A device: the memory of the arena, and the streams.
-
-    ``collective``: the stream that collectives run on; the same object as ``compute`` if they run in its order.
-    ``clock``: of its host threads.
+    ``port``: the emulated link, or None.
     """
 
-    compute: Any
-    copy: Any
-    collective: Any
-    clock: HostClock
-
-    def event(self) -> Any:
-        """A new event, with no mark."""
-
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        """Memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
-
-    def release(self) -> None:
-        """Keep the memory of the arena no longer: nothing in flight uses it."""
-
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Name memory outside the arena that steps read: it must not be reused under a step in flight."""
-
-    def stage(self) -> None:
-        """From now on, some copies come from memory that could not be pinned."""
-
-    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
-        """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
-
-    def received(self, nbytes: int) -> None:
-        """Called as work of the collective stream, after a collective has brought ``nbytes`` into this rank."""
-
-    def deliver(self) -> None:
-        """Return when all enqueued work has produced its Python objects; raise what the work raised.
-
-        The contents of the tensors among them may still be in flight, as on a GPU.
-        """
-
-    def measure(self, passes: int | None) -> None:
-        """Where it takes time, measure the next ``passes`` passes, and none after them; None to choose them.
-
-        What was measured is known when :meth:`collect` waits for it.
-        """
-
-    def choose(self, step: int) -> bool:
-        """Whether to measure the calls of the pass that begins.  ``step``: of its program, counted from 0."""
-
-    def start(self, marked: bool, known: bool) -> Any:
-        """Begin a call of a program; return what :meth:`finish` needs as ``begun``, None if the call is not measured.
-
-        ``marked``: as chosen for its pass.  ``known``: whether the program's call before it was measured.
-        """
-
-    def finish(self, begun: Any, over: Over) -> None:
-        """End a call.  ``over`` is called once its times are known, or never if it is not measured."""
-
-    def collect(self, wait: bool = False) -> None:
-        """Report the times known by now of the steps issued; with ``wait``, wait for those of all steps."""
-
-    def close(self) -> None:
-        """Close the streams."""
-
-
-class _HostDevice:
-    """The common part of devices made of host threads.  ``port``: the emulated link, or None."""
-
-    compute: Any
+    copy: ThreadStream
 
     def __init__(self, engine: Engine, port: Port | None) -> None:
         self.engine = engine
         self.clock = engine.clock
-        self.closed = False
         self.copy = ThreadStream(engine, "copy")
         self.port = port
         end_with(self, engine)
@@ -127,24 +41,12 @@ class _HostDevice:
     def event(self) -> HostEvent:
         return HostEvent(self.engine.bell)
 
-    def allocate(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8)
-
-    def release(self) -> None:
-        """Nothing to do: host memory lives as long as work refers to it."""
-
-    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Nothing to do: host memory lives as long as work refers to it."""
-
-    def stage(self) -> None:
-        """Nothing to do: threads read any host memory."""
-
     def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
         since = self.copy.since
         if isinstance(source, Reading):
-            values, came = source.take()
+            values, came = source.acquire()
             copy_host_bytes(target, values)
-            source.free()
+            source.release()
             since = max(since, came)
         else:
             take(target, source)
@@ -155,27 +57,11 @@ class _HostDevice:
         if self.port is not None:
             self.port.send("collective", nbytes)
 
-    def pin(self, host: torch.Tensor) -> Callable[[], None]:
-        """Nothing to pin: threads read any host memory."""
-        return lambda: None
-
-    def measure(self, passes: int | None) -> None:
-        """Nothing to choose: to read a clock of the host takes no time."""
-
-    def choose(self, step: int) -> bool:
-        return True
-
     def start(self, marked: bool, known: bool) -> float:
         return self.clock.now()
 
-    def finish(self, begun: float, over: Over) -> None:
+    def finish(self, begun: float, over: StepEnd) -> None:
         self.compute.run(lambda: over(begun, self.clock.now(), True))
-
-    def collect(self, wait: bool = False) -> None:
-        """Nothing to collect: threads report times at once."""
-
-    def settle(self) -> None:
-        """Nothing to wait for: a delivered step has read its weights."""
 
     def close(self) -> None:
         self.closed = True
@@ -190,9 +76,6 @@ class CpuDevice(_HostDevice):
     def __init__(self, port: Port | None = None, clock: HostClock = MONOTONIC) -> None:
         super().__init__(Engine(("copy",), clock=clock), port)
         self.compute = self.collective = CallingStream(clock)
-
-    def deliver(self) -> None:
-        return None
 
 
 class ThreadsDevice(_HostDevice):

@@ -40,14 +40,10 @@ from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.shared_ring import Number
 from chunkflow_compile.weights.source import Source
 
-from .arena import Binding, Occupancy
-from .drive_runs import Order
+from .arena import Binding, SlotState
 from .instructions import Cost, Issue, Issuer, Step
 from .measurement import StepMeasurement, no_seconds
-from .read_ahead import Start
-
-# An hour of steps of one second; older measurements are dropped.
-KEPT_MEASUREMENTS = 3600
+from .read_thread import Order
 
 
 @dataclass(frozen=True)
@@ -91,8 +87,8 @@ class Executor:
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
         self.marks = marks = binding.marks or arrivals(self.cycle)
-        self.occupancy = binding.occupancy or Occupancy(device, len(marks.marked))
-        self._issuer = Issuer(program, regions, binding, occupancy=self.occupancy, arrivals=marks, poison=poison)
+        self.state = binding.state or SlotState(device, len(marks.marked))
+        self._issuer = Issuer(program, regions, binding, state=self.state, arrivals=marks, poison=poison)
         self.traffic = self._issuer.traffic
         names = {placeholder: weight for weight, placeholder in program.weight_inputs.items()}
         placeholders = [names.get(n.name) for n in self._issuer.number if n.op == "placeholder"]
@@ -127,30 +123,30 @@ class Executor:
         for position, value in self._values:
             env[position] = value
         step = self._step(env)
-        ready = self.binding.arena.holder is self.occupancy and self.occupancy.next == self.call
-        if self.call == 0 or self.occupancy.next != self.call:  # a pass begins, or it is a jump
-            self.occupancy.marked = self.device.choose(self._steps)
-        begun = self.device.start(self.occupancy.marked, self._known)
+        ready = self.binding.arena.holder is self.state and self.state.next == self.call
+        if self.call == 0 or self.state.next != self.call:  # a pass begins, or it is a jump
+            self.state.marked = self.device.choose(self._steps)
+        begun = self.device.start(self.state.marked, self._known)
         self._known = begun is not None
         self._steps += 1
         # a program that streams nothing leaves the arena to the others
         step.cost.primed = 0 if ready or not self._streams else self._prime()
         if ready and self._ring is not None and self._issuer.on_drive:
-            self.device.copy.run(partial(self.binding.arena.reader.goes_on, self._number()))
-        self.occupancy.next = None
+            self.device.copy.run(partial(self.binding.arena.reader.on_call, self._number()))
+        self.state.next = None
         for issue in self._instructions:
             issue(step)
-        self.occupancy.next = (self.call + 1) % len(self.cycle.calls)
+        self.state.next = (self.call + 1) % len(self.cycle.calls)
         # not the step: its values would live too long
-        self.device.finish(begun, partial(self._finish, step.cost, self.occupancy.turns))
-        self.occupancy.turns += 1
+        self.device.finish(begun, partial(self._finish, step.cost, self.state.turns))
+        self.state.turns += 1
         return step
 
     def _step(self, env: list[Any]) -> Step:
         return Step(env, Cost(no_seconds(self._windows)), self._steps)
 
     def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
-        before, self.occupancy.ended = self.occupancy.ended, (turn, end)
+        before, self.state.ended = self.state.ended, (turn, end)
         copied = self.traffic.settle(end)
         if not whole:
             return
@@ -176,10 +172,9 @@ class Executor:
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
-        holds = self.binding.arena.holder is self.occupancy
+        holds = self.binding.arena.holder is self.state
         if holds:
             self.binding.arena.holder = None
-        self.occupancy.writes.clear()
         if self._issuer.flag is not None:
             self._issuer.flag.drop()  # an error in a collective left it set
         if self._issuer.on_drive and holds:
@@ -199,30 +194,6 @@ class Executor:
         self._instructions, self._values, self._cold = [], [], None
         self.binding = self._issuer.binding = Binding(self.binding.arena, {}, {}, {})
 
-    def intact_slots(self) -> dict[str, torch.Tensor]:
-        """Streamed weights that are complete in their slots now: weight -> slot, uint8.
-
-        Waits for copies in flight.  A weight is complete until a newer prefetch over any of its bytes is issued.
-        """
-        try:
-            self.device.copy.synchronize()
-        except ChunkflowError:
-            self.binding.arena.alone()
-            self.forget()
-            raise
-        if self.binding.arena.holder is not self.occupancy:
-            return {}
-        plan = self.program.plan
-        plans = {w.name: w for w in plan.streamed}
-        broken = {op.weight for _, _, op in self.cycle.prefetches if op not in self.occupancy.writes}
-        newer: list[tuple[str, int, int]] = []
-        for op in reversed(self.occupancy.writes):
-            begin, end = ((plans[op.weight].offset or 0) + b for b in plan.span(plans[op.weight], op.first, op.end))
-            if any(name != op.weight and a < end and begin < b for name, a, b in newer):
-                broken.add(op.weight)
-            newer.append((op.weight, begin, end))
-        return {name: slot for name, slot in self.binding.slots.items() if name not in broken}
-
     def _prime(self) -> int:
         """Take over the arena, or jump to this call of the cycle: copy the chunks that stay, and those that are on their way
         or in use here in a pass without jumps.
@@ -230,16 +201,14 @@ class Executor:
         Returns the bytes copied.
         """
         compute, copy, arena = self.device.compute, self.device.copy, self.binding.arena
-        jumps = arena.holder is self.occupancy  # then the chunks that stay are there
+        jumps = arena.holder is self.state  # then the chunks that stay are there
         arena.holder = None  # if this is interrupted, the chunks of no program are complete
         cold = self._cold = self._cold or self._make_cold()
         step = self._step([])
-        self.occupancy.writes.clear()
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.reads.repeated:
-            start = Start(self._number(), self._ring, self.cycle.plan.placement)
-            copy.run(partial(self._read, cold.reads, start))
+            copy.run(partial(self._read, cold.reads, self._number()))
         for weight, target, source in () if jumps else cold.kept:
             self._issuer.copy(target, source, f"keep {weight}")
             self._issuer.mark(weight)
@@ -249,7 +218,7 @@ class Executor:
         if cold.waits:
             copy.record(self._primed)
             compute.wait(self._primed)
-        arena.holder = self.occupancy
+        arena.holder = self.state
         return step.cost.moved
 
     def _number(self) -> Number:
@@ -262,13 +231,12 @@ class Executor:
         reads = reads_from(self.cycle, self.call, found, self._issuer.on_drive)
         return _Cold(list(self._kept()), [self._issuer.prefetch(p, n) for p, n in ops], found.waits, reads)
 
-    def _read(self, reads: Reads, start: Start) -> None:
+    def _read(self, reads: Reads, call: Number) -> None:
         """Let the drive be read in the order of the copies from this call on."""
-        first, repeated = (
-            [(r.key, r.source) for r in map(self._issuer.reading, ops)] for ops in (reads.first, reads.repeated)
-        )
-        order = Order(first, repeated, reads.begin)
-        self.binding.arena.reader.restart(order, self.cycle.plan.drive_rate, start)
+        first, repeated = ([self._issuer.reading(op).source for op in ops] for ops in (reads.first, reads.repeated))
+        plan = "" if self._ring is None else repr(self.cycle.plan.placement)
+        order = Order(first, repeated, reads.begin, plan)
+        self.binding.arena.reader.reset(order, self.cycle.plan.drive_rate, call, self._ring)
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,11 +22,10 @@ from chunkflow_compile.passes.program.lifetimes import over
 from chunkflow_compile.passes.program.rewrite import SOURCE, Program
 from chunkflow_compile.weights.source import DriveBytes, Source
 
-from .arena import Binding, Occupancy
+from .arena import Binding, SlotState
 from .first_call import owning, reading, undeclared
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
-from .streams import Bell
 from .traffic import Traffic
 
 
@@ -68,29 +68,42 @@ class HostFlag:
     """
 
     def __init__(self) -> None:
-        self._bell = Bell()
-        self._set = 0
+        self._clear = threading.Event()
+        self._inside = 0  # collectives in flight, counted by the thread that issues
+        self.drop()
 
     def set(self) -> None:
         """Add a collective in flight: no chunk starts from here on."""
-        with self._bell.lock:
-            self._set += 1
+        self._inside += 1
+        self._clear.clear()
 
     def clear(self) -> None:
         """Remove a collective in flight: chunks start again if no other is left."""
-        with self._bell.lock:
-            self._set = max(0, self._set - 1)
-            self._bell.ring()
+        self._inside -= 1
+        if self._inside <= 0:
+            self.drop()
 
     def drop(self) -> None:
         """Remove all collectives in flight: chunks start again."""
-        with self._bell.lock:
-            self._set = 0
-            self._bell.ring()
+        self._inside = 0
+        self._clear.set()
 
     def hold(self) -> None:
         """Wait while the flag is set; called on the copy stream before a chunk."""
-        self._bell.wait_for(lambda: True if not self._set else None, lambda: not self._set)
+        while not self._clear.is_set():  # it may be set again before this thread wakes up
+            self._clear.wait()
+
+    def around(self, issue: Issue, node: Node, ends: bool) -> Iterator[Issue]:
+        """The instruction of a node, between those of the flag.  ``ends``: whether it completes a collective."""
+        if collective_kind(node) is not None:
+            yield lambda step: self.set()
+        if node.target is WAIT and issue is not _nothing:
+            yield (
+                lambda step: self.drop()
+            )  # no deadlock: compute beside a collective would wait for a copy that is held
+        yield issue
+        if ends:
+            yield lambda step: self.clear()
 
 
 class Issuer:
@@ -106,11 +119,11 @@ class Issuer:
         regions: Mapping[str, Callable[..., Sequence[Any]]],
         binding: Binding,
         *,
-        occupancy: Occupancy,
+        state: SlotState,
         arrivals: Arrivals,
         poison: bool,
     ) -> None:
-        """``binding``, ``occupancy``: the memory of the program, and what lies in it.  ``arrivals``: of its cycle.
+        """``binding``, ``state``: the memory of the program, and what lies in it.  ``arrivals``: of its cycle.
 
         ``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
         """
@@ -124,7 +137,7 @@ class Issuer:
         self._program = program
         self._regions = regions
         self._device = device = binding.arena.streams
-        self._occupancy = occupancy
+        self._state = state
         self._arrivals = arrivals
         self._poison = poison
         self._opening, self._started, self._ended = device.event(), device.event(), device.event()
@@ -145,7 +158,7 @@ class Issuer:
                 if prefetch.window != opened:
                     issue = partial(self._open, issue)
                 opened = prefetch.window
-            yield issue
+            yield from (issue,) if self.flag is None else self.flag.around(issue, node, self._ends(node))
             if values := self._program.releases.get(node.name):
                 yield partial(self._drop, tuple(number[value] for value in values))
 
@@ -164,7 +177,7 @@ class Issuer:
             return self.prefetch(prefetch, node)
         if node.target is WAIT:
             awaited = self._arrivals.awaited.get(node)
-            return _nothing if awaited is None else partial(self._wait, self._occupancy.arrived[awaited], window)
+            return _nothing if awaited is None else partial(self._wait, self._state.arrived[awaited], window)
         if node.target is EVICT:
             return self._evict(str(node.args[0]))
         if node.op == "get_attr":
@@ -189,7 +202,7 @@ class Issuer:
     def mark(self, copied: Node | str) -> None:
         """Record the arrival after a copy, if a region waits for it."""
         if (number := self._arrivals.marked.get(copied)) is not None:
-            self._device.copy.record(self._occupancy.arrived[number])
+            self._device.copy.record(self._state.arrived[number])
 
     def prefetch(self, prefetch: Prefetch, node: Node) -> Issue:
         """A function that issues the copies of a prefetch, and marks their arrival."""
@@ -202,23 +215,20 @@ class Issuer:
         parts = [slice(begin, min(begin + length, end)) for begin in range(first, end, length)]
         reading = weight in self.on_drive
         copies = [(slot[part], self.reading(prefetch) if reading else host[part]) for part in parts]
-        stream, flag, writes = self._device.copy, self.flag, self._occupancy.writes
         name = f"prefetch {weight}[{prefetch.first}:{prefetch.end}] window {prefetch.window}"
 
         def issue(step: Step) -> None:
             for target, source in copies:
-                if flag is not None:
-                    stream.run(flag.hold)
                 self.copy(target, source, name)
             self.mark(node)
             step.cost.moved += nbytes
-            writes.pop(prefetch, None)
-            writes[prefetch] = None
 
         return issue
 
     def copy(self, target: torch.Tensor, source: Source | Reading, name: str) -> None:
         """Enqueue a copy on the copy stream."""
+        if self.flag is not None:
+            self._device.copy.run(self.flag.hold)
         work = partial(self._device.copy_bytes, target, source)
         self._device.copy.run(work, self.traffic.copy(source.numel()), name)
 
@@ -226,8 +236,7 @@ class Issuer:
         """The bytes of a prefetch as the reader of the drive brings them."""
         source, size = self.binding.hosts[op.weight], self._program.plan.chunk_bytes
         assert isinstance(source, DriveBytes)
-        part = source[op.first * size : op.end * size]
-        return Reading(self.binding.arena.reader, (op.weight, op.first, op.end), part)
+        return Reading(self.binding.arena.reader, source[op.first * size : op.end * size])
 
     def _open(self, issue: Issue, step: Step) -> None:
         self._device.compute.record(self._opening)
@@ -240,8 +249,6 @@ class Issuer:
         def waited(seconds: float) -> None:
             exposed[window] += seconds
 
-        if self.flag is not None:
-            self.flag.drop()  # no deadlock: compute beside a collective would wait for a copy that the flag holds
         self._device.compute.wait(arrival, waited)
 
     def _call(
@@ -295,8 +302,7 @@ class Issuer:
         """
         compute, stream, started, ended = self._device.compute, self._device.collective, self._started, self._ended
         number, function, read = self.number[node], self._told(node), self._reader(node)
-        begins = collective_kind(node) is not None
-        ends = is_wait_tensor(node) or (begins and over(node, self.number) is node)
+        begins, ends = collective_kind(node) is not None, self._ends(node)
         name = str(node.meta.get(SOURCE, node.name))
 
         def issue(step: Step) -> None:
@@ -306,8 +312,6 @@ class Issuer:
                 args, kwargs = read(env)
                 env[number] = function(at, *args, **kwargs)
 
-            if begins and self.flag is not None:
-                self.flag.set()
             if begins and stream is not compute:
                 compute.record(started)
                 stream.wait(started)
@@ -316,10 +320,12 @@ class Issuer:
             if ends and stream is not compute:
                 stream.record(ended)
                 compute.wait(ended)
-            if ends and self.flag is not None:
-                self.flag.clear()
 
         return issue
+
+    def _ends(self, node: Node) -> bool:
+        """Whether a node completes a collective."""
+        return is_wait_tensor(node) or (collective_kind(node) is not None and over(node, self.number) is node)
 
     def _told(self, node: Node) -> Callable[..., Any]:
         """The op of a node of a collective, which gets the number of the step too, with errors that name the collective and

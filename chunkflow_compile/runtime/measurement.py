@@ -18,6 +18,8 @@ from chunkflow_compile.passes.plan import Plan
 SCHEMA = 2
 # Its name in the folder of a dump, next to the plan.
 MEASURED_FILE = "measured.json"
+# An hour of steps of one second; older measurements are dropped.
+KEPT_MEASUREMENTS = 3600
 
 
 class WindowSeconds(NamedTuple):
@@ -84,11 +86,11 @@ class StepMeasurement(NamedTuple):
 
 class Passes:
     """The measured passes over the calls of a cycle.  A pass that a jump has ended, or of which a call was not measured, is
-    none.  ``most``: how many are kept.
+    none.
     """
 
-    def __init__(self, calls: int, most: int) -> None:
-        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=most)
+    def __init__(self, calls: int) -> None:
+        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
         self._calls = calls
         self._newest: list[StepMeasurement] = []
 
@@ -188,12 +190,6 @@ def save(folder: Path, found: Measured) -> None:
     part.replace(path)
 
 
-def under(plan: Plan, steps: Iterable[StepMeasurement]) -> list[StepMeasurement]:
-    """The steps that ran under this plan."""
-    digest = plan.digest
-    return [step for step in steps if step.plan == digest]
-
-
 def warm_timings(
     plan: Plan, passes: Iterable[Sequence[StepMeasurement]], least: int, starts: Sequence[int] = ()
 ) -> Timings | None:
@@ -227,7 +223,8 @@ def measured(plan: Plan, steps: Sequence[StepMeasurement]) -> Measured:
 
     Raises ChunkflowError if there are none.
     """
-    steps = under(plan, steps)
+    digest = plan.digest
+    steps = [step for step in steps if step.plan == digest]
     if not steps:
         raise ChunkflowError("No step was measured yet: call the compiled model first.")
     warm = [s for s in steps if not s.primed_bytes] or list(steps)

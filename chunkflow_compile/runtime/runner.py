@@ -18,11 +18,9 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
-from .codes import Choice, Codes, Sizes
+from .codes import Codes, CurrentCode, Sizes
 from .instructions import tuple_getter
 from .locks import ProcessLock
 from .session import Session, aside
@@ -80,7 +78,8 @@ class Runner:
         self._changed = changed
         self._arena = arena
         self._sessions: weakref.WeakValueDictionary[_Key, Session] = weakref.WeakValueDictionary()
-        self._choices: list[tuple[weakref.ref[nn.Parameter], Sizes, Choice]] = []  # by the model's first parameter
+        # by the id of the model's first weight, which is with it: once it is gone, the id may be another's
+        self._current: dict[tuple[int, Sizes], tuple[weakref.ref[nn.Parameter], CurrentCode]] = {}
         self._lock = ProcessLock()
         weakref.finalize(self, _close_all, self._sessions).atexit = False
         program = codes.first.program
@@ -113,9 +112,6 @@ class Runner:
                         return session.run(inputs)
             noticed = True
             parameters = dict(zip(self._position, weights, strict=True))
-            for weight in parameters.values():
-                if isinstance(weight, HostWeight):
-                    arrive(weight.buffer.arriving)
             with self._lock():
                 if (
                     self._sessions.get(key) is session and sizes in self.codes
@@ -126,48 +122,47 @@ class Runner:
         """Plan for the sizes of a call; end the programs of sizes that were forgotten for it."""
         with self._lock():
             if self.codes.sizes(inputs) is None:  # no other thread has planned for them meanwhile
-                self.codes.plan(inputs, self.codes.goal(self._changed(parameters)))
-                self._choices = [choice for choice in self._choices if choice[1] in self.codes]
+                self.codes.plan(inputs, self._changed(parameters))
+                self._current = {key: found for key, found in self._current.items() if key[1] in self.codes}
                 for key, session in [*self._sessions.items()]:
                     if key[2] not in self.codes:
                         session.close()
                         del self._sessions[key]
 
     def _renew(self, key: _Key, stale: Session | None, parameters: Mapping[str, nn.Parameter]) -> None:
-        choice = self._choice(parameters, key[2])
+        current = self._current_code(parameters, key[2])
         if stale is not None:
             stale.close()
-        wanted = choice.code.program.offloaded
+        wanted = current.code.program.offloaded
         try:
-            fresh = self._place(parameters, wanted, partial(self._start, choice, parameters))
+            fresh = self._place(parameters, wanted, partial(self._start, current, parameters))
         except BaseException as error:
-            if stale is None or choice.code is stale.code:
+            if stale is None or current.code is stale.code:
                 raise
-            choice.code = replace(stale.code, replan_after=0)  # the next call runs the previous code
-            if not choice.by_itself or not isinstance(error, ChunkflowError):
+            current.code = replace(stale.code, replan_after=0)  # the next call runs the previous code
+            if not current.by_itself or not isinstance(error, ChunkflowError):
                 raise
             _log.warning("the current plan is kept: %s", error)
             return
         if stale is not None and stale.plan == fresh.plan:
-            fresh.adopt(stale.measurements)
+            fresh.adopt(stale)
         self._sessions[key] = fresh
 
-    def _choice(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> Choice:
-        """The choice of a model at sizes, created if there is none.
+    def _current_code(self, parameters: Mapping[str, nn.Parameter], sizes: Sizes) -> CurrentCode:
+        """The current code of a model at sizes, created if there is none.
 
         Not in a weak dictionary: its callbacks run in the garbage collector, where Python drops a Ctrl-C.
         """
         first = next(iter(parameters.values()))
-        self._choices = [(ref, at, choice) for ref, at, choice in self._choices if ref() is not None]
-        for ref, at, choice in self._choices:
-            if ref() is first and at == sizes:
-                return choice
-        made = Choice(self.codes.code(sizes, self.codes.goal(self._changed(parameters))))
-        self._choices.append((weakref.ref(first), sizes, made))
-        return made
+        self._current = {key: found for key, found in self._current.items() if found[0]() is not None}
+        key = id(first), sizes
+        if key not in self._current:
+            code = self.codes.code(sizes, self._changed(parameters))
+            self._current[key] = weakref.ref(first), CurrentCode(code)
+        return self._current[key][1]
 
-    def _start(self, choice: Choice, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
-        return Session(choice, self._arena or arena, parameters)
+    def _start(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
+        return Session(current, self._arena or arena, parameters)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

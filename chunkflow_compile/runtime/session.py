@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -21,21 +20,20 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
-from chunkflow_compile.passes.program.cycle import block_of
-from chunkflow_compile.passes.program.verify import verify_together
+from chunkflow_compile.passes.program.cycle import Cycle, block_of
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
-from chunkflow_compile.weights.undeclared import arrive
 
 from .arena import Arena
-from .call_site import CallSite, Key
-from .codes import Choice
+from .bound_cycle import BoundCycle
+from .call_site import CallKey, CallSite
+from .codes import CurrentCode
 from .cycles import Cycles
 from .device import check_kind, refuse_capture
-from .executor import KEPT_MEASUREMENTS, Executor
+from .executor import Executor
 from .instructions import tuple_getter
-from .measurement import StepMeasurement, measured, save, under, warm_timings
+from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 
 _log = logging.getLogger(__name__)
 
@@ -43,16 +41,15 @@ _log = logging.getLogger(__name__)
 class Session:
     """A program bound to memory: its place in an arena, and its resident copies."""
 
-    def __init__(self, choice: Choice, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, current: CurrentCode, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it."""
-        self.choice = choice
-        self.code = code = choice.code
+        self.current = current
+        self.code = code = current.code
         self._replan_after = code.replan_after
         self.program = code.program
         self.arena = arena
         check_kind(arena.device, code.kind, code.program.plan.policy)
         refuse_capture(arena.device)
-        self._folder = code.folder
         self.steps = 0  # so far
         self.started = time.monotonic()
         self.closed = False
@@ -71,26 +68,25 @@ class Session:
         self._others = tuple_getter([order.index(name) for name in self._in_place])
         self._kinds = [type(p) for p in self._in_place.values()]
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
-        self._executor: Executor | None = None
         died = partial(_weight_died, weakref.ref(arena))
         self._weights = [weakref.ref(buffer.weight, died) for buffer in self.buffers.values()]
         self._gone = weakref.finalize(self, _sweep, weakref.ref(arena))
         self._gone.atexit = False
+        self._groups = {ranks_of(name) for name in group_names(self.program.module.graph)}
+        self._called = self._name()
         with arena.lock():
             if code.verified:
-                arena.prove(code, lambda other: verify_together(other.program, code.program))
+                arena.prove(self.program)
             arena.join(self, kind=code.kind)
-            self._device = arena.streams
             try:
-                self._executor = self._bound()
+                self.cycles = Cycles.of(arena)
+                self.key = self._key()
+                self._site: CallSite | None = self._described()
+                self.alone = self._as_a_cycle(self._site)
+                self.alone.executor(self._site, 0)
             except BaseException:
                 arena.leave(self)
                 raise
-            self.cycles = Cycles.of(arena)
-            self.key = self._key()
-            self._call_site = None if self.key is None else self._site(self.key)
-            self._groups = {ranks_of(name) for name in group_names(self.program.module.graph)}
-        self._called = self._name()
 
     @property
     def plan(self) -> Plan:
@@ -99,11 +95,9 @@ class Session:
     @property
     def executor(self) -> Executor:
         """The executor of the program outside cycles.  Raises ChunkflowError if the session is closed."""
-        if self.closed:
+        if self._site is None:
             raise ChunkflowError("This program has ended: call the compiled model again.")
-        if self._executor is None:
-            self._executor = self._bound()
-        return self._executor
+        return self.alone.executor(self._site, 0)
 
     @property
     def part(self) -> bool:
@@ -113,21 +107,18 @@ class Session:
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The newest measured steps, oldest first; waits for those in flight."""
-        return self._measurements(wait=True)
-
-    def _measurements(self, wait: bool = False) -> tuple[StepMeasurement, ...]:
-        self._device.collect(wait)
+        if not self.closed:
+            self.arena.streams.collect(wait=True)
         return tuple(self.measured)
 
-    def adopt(self, steps: Iterable[StepMeasurement]) -> None:
+    def adopt(self, other: Session) -> None:
         """Take over the measurements of the session that this one replaces."""
-        self.measured.extend(steps)
+        self.measured.extend(other.measurements)
+        self.alone.adopt(other.alone)
 
     def notice(self) -> None:
         """Notice what was written unseen since the last call.  No lock of the arena is held."""
         for store in self._stores:
-            if store.arriving:
-                arrive(store.arriving)
             if store.lent:
                 store.reclaim()
 
@@ -136,7 +127,7 @@ class Session:
 
         ``weights``: in the order of the parameters.  Every call comes here, so what loops over them is in C.
         """
-        if self.closed or self.choice.code is not self.code:
+        if self.closed or self.current.code is not self.code:
             return False
         try:
             # another buffer: it was restored, replaced, or given other memory; other numbers: it was written, so copies of it
@@ -170,25 +161,23 @@ class Session:
         if self.arena.outdated:
             self.arena.close_outlived()
         self.arena.called(self._groups)
-        in_cycle = None if self._call_site is None else self.cycles.executor(self._call_site)
-        executor = in_cycle or self.executor
+        site = self._site
+        assert site is not None, "it fits"
+        in_cycle = None if self.key is None else self.cycles.executor(site)
+        executor = in_cycle or self.alone.begin(site, 0)
         self.arena.running = os.getpid(), self._called
         try:
             outputs = executor.run(inputs)
         finally:
             self.arena.running = None
         self.steps += 1
-        if not self.steps & (self.steps - 1):  # after steps 1, 2, 4, 8, ...: a killed run leaves measurements too
-            self._save()
         if self._replan_after and in_cycle is None and not (self.part and self.key):  # a cycle plans itself again
             self._replan()
         return outputs
 
     def _replan(self) -> None:
         """After ``replan_after`` warm steps, plan from their times; a new placement runs from the next step on."""
-        # step 0 pays for first touches
-        alone = ((step,) for step in under(self.plan, self._measurements()[1:]))
-        if (timings := warm_timings(self.plan, alone, self._replan_after)) is None:
+        if (timings := self.alone.timings(self._replan_after)) is None:
             return
         self._replan_after = 0
         try:
@@ -197,57 +186,47 @@ class Session:
             _log.warning("the current plan is kept: %s", error)
             return
         if code.program.plan.placement != self.plan.placement:
-            self.choice.code, self.choice.by_itself = code, True
+            self.current.code, self.current.by_itself = code, True
+
+    def release(self) -> None:
+        """Unbind the program outside cycles, and let go of the weights that it keeps on the device."""
+        self.alone.release()
 
     def close(self) -> None:
         """Wait for the step and the copies in flight, then leave the arena."""
         with self.arena.lock():
             if not self.closed:
                 try:
-                    self._save(wait=True)
-                    self.unbind()
-                    self.cycles.unbind()  # its programs move the weights of this session too
+                    self.alone.release()
+                    self.cycles.release()  # its programs move the weights of this session too
                 finally:  # also after an interrupt: the memory must be released
-                    self.closed, self._call_site = True, None
+                    self.closed, self._site = True, None
                     self.buffers, self._in_place, self._weights = {}, {}, []
                     self._as_they_are, self._bare, self._stores = [], [], []
                     self._gone.detach()
                     self.arena.leave(self)
 
-    def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory; the next step binds the program again."""
-        executor, self._executor = self._executor, None
-        if executor is not None:
-            executor.vacate()
-
     @property
-    def budget(self) -> tuple[object, int | None]:
+    def budget(self) -> tuple[int, int | None]:
         """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any.
 
         A program without such weights is not known to be one of a model's, and needs no budget.
         """
         if not self.buffers:
             return self.model, 0
-        settings = self.choice.code.settings
+        settings = self.current.code.settings
         if settings.memory is None:
             return self.model, None
         return self.model, max(0, settings.memory - settings.outside - self.in_place)
 
-    def _save(self, wait: bool = False) -> None:
-        """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
-        if self._folder is None:
-            return
-        with contextlib.suppress(OSError, ChunkflowError):
-            save(self._folder, measured(self.plan, self._measurements(wait)))
-
-    def _bound(self) -> Executor:
-        """The executor of the program outside cycles, on the arena's memory."""
-        code, marks = self.code, arrivals(self.program)
-        structure = self.program.problem.structure
-        binding = self.arena.bind(
-            self, self.plan, self.buffers, marks, structure, pin_bytes=code.pin_bytes, advice=code.advice
-        )
-        return Executor(self.program, code.regions, binding, code.poison, file=(self.measured.append,))
+    def _as_a_cycle(self, site: CallSite) -> BoundCycle:
+        """The program outside cycles of several calls."""
+        code, cycle = self.code, Cycle.of(self.program)
+        buffers = {name: weakref.ref(buffer) for name, buffer in self.buffers.items()}
+        call = site.call({weight.name: weight.name for weight in self.program.problem.weights})
+        made = BoundCycle(self.arena, [call], buffers, code.settings, cycle, arrivals(cycle), advice=code.advice)
+        made.folder = code.folder
+        return made
 
     def _name(self) -> str:
         """The name of its calls, the same on every rank, whose shards may differ in size."""
@@ -257,12 +236,12 @@ class Session:
         name = "the model" if whole else block
         return f"{name} ({len(problem.regions)} regions, {len(problem.collectives)} collectives)"
 
-    def _key(self) -> Key | None:
+    def _key(self) -> CallKey | None:
         """What its calls read, for a cycle; None if the user chose its placement."""
         settings = self.code.settings
         chosen = settings.policy != "chunkflow" or settings.plan is not None or settings.timings is not None
         if chosen or "cycle" in settings.disabled or not self.buffers:
-            self.cycles.leave(self.buffers.values())
+            self.cycles.forget(self.buffers.values())
             return None
         problem = self.program.problem
         regions = [
@@ -271,9 +250,10 @@ class Session:
         collectives = tuple((c.kind, c.before, c.until) for c in problem.collectives)
         return self.cycles.key(regions, collectives, settings)
 
-    def _site(self, key: Key) -> CallSite:
+    def _described(self) -> CallSite:
+        """What the program tells the cycles that run it."""
         return CallSite(
-            key=key,
+            key=self.key,
             code=self.code,
             buffers=self.buffers,
             versions=tuple(buffer.version for buffer in self.buffers.values()),

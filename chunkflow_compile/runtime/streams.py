@@ -15,12 +15,13 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .device_base import Waited, Watch
 from .host_clock import MONOTONIC, HostClock
 
 # How long an exiting process waits for work that hangs, such as a collective whose peer is gone.
@@ -28,24 +29,6 @@ EXIT_SECONDS = 5.0
 
 _T = TypeVar("_T")
 
-# Called with the seconds that a stream stalled.
-Waited = Callable[[float], None]
-
-
-class Watch(Protocol):
-    """Called with the times when a piece of work begins and ends, seconds of the device's clock.
-
-    ``cuda`` calls it only after the step.
-    """
-
-    def begins(self, at: float) -> None: ...
-
-    def ends(self, at: float) -> None: ...
-
-
-# Called with the times when a step began and ended, seconds of the device's clock, and whether the previous step was
-# measured too.  If it was not, its copies that ran beside the collectives of this step are unknown.
-Over = Callable[[float, float, bool], None]
 # Chooses the stream to run next: gets the names of those that can run, returns one of them.
 Choose = Callable[[Sequence[str]], str]
 
@@ -60,29 +43,29 @@ class Bell:
     def __init__(self, clock: HostClock = MONOTONIC) -> None:
         self.now = clock.now
         self.lock = threading.RLock()
-        self._waiting: dict[threading.Lock, Callable[[], object]] = {}
+        self._waiting: dict[threading.Lock, Callable[[], bool]] = {}
 
     def ring(self) -> None:
-        """Wake the waiters whose ``worth`` is true.  To wake a thread in vain costs more than to call its ``worth``."""
+        """Wake the waiters that are ready.  To wake a thread in vain costs more than to ask."""
         with self.lock:
-            for waiter, worth in list(self._waiting.items()):
-                if worth():
+            for waiter, ready in list(self._waiting.items()):
+                if ready():
                     if waiter.locked():
                         waiter.release()
                     self._waiting.pop(waiter, None)
 
-    def wait_for(self, look: Callable[[], _T | None], worth: Callable[[], object]) -> _T:
-        """Wait until ``look`` returns something other than None, and return that.
+    def wait_for(self, ready: Callable[[], bool], take: Callable[[], _T]) -> _T:
+        """Wait until ``ready`` is true, asked at once and after every ring; return what ``take`` returns then.
 
-        ``look`` is called under the lock, at once and after every ring that finds ``worth`` true.
+        Both are called under the lock.
         """
         while True:
             with self.lock:
-                if (found := look()) is not None:
-                    return found
+                if ready():
+                    return take()
                 waiter = threading.Lock()
                 waiter.acquire()
-                self._waiting[waiter] = worth
+                self._waiting[waiter] = ready
             waiter.acquire()
 
 
@@ -108,8 +91,7 @@ class HostEvent:
 
     def block(self, mark: int) -> None:
         """Block the calling thread until ``mark`` is reached; raise if the stream failed before it."""
-        self._bell.wait_for(lambda: True if self.reached >= mark else None, lambda: self.reached >= mark)
-        self.check()
+        self._bell.wait_for(lambda: self.reached >= mark, self.check)
 
     def check(self) -> None:
         if self.error is not None:
@@ -118,22 +100,18 @@ class HostEvent:
 
 @dataclass
 class _Item:
-    """An entry of a queue: work to run, a mark to reach (``record``) or to wait for, or a lock to release (``over``).
-
-    A failed stream runs no work; it still reaches marks and releases locks.  ``waited`` is called with the
-    seconds that a wait stalled.  ``made``: when the host enqueued the entry, seconds of the device's clock.
+    """An entry of a queue.  ``run``: what the stream does, unless it has failed.  ``awaits``: an event, and the mark that
+    must be reached before.  ``end``: called with the stream's failure or None, also after a failure.  ``made``: when the
+    host enqueued the entry, seconds of the device's clock.
     """
 
-    work: Callable[[], None] | None = None
-    event: HostEvent | None = None
-    mark: int = 0
-    record: bool = False
-    over: threading.Lock | None = None
-    waited: Waited | None = None
+    run: Callable[[_Queue, float], None] | None = None
+    awaits: tuple[HostEvent, int] | None = None
+    end: Callable[[BaseException | None], None] | None = None
     made: float = 0.0
 
     def ready(self) -> bool:
-        return self.event is None or self.record or self.event.reached >= self.mark
+        return self.awaits is None or self.awaits[0].reached >= self.awaits[1]
 
 
 _OVER = ("", _Item())
@@ -205,12 +183,6 @@ class Engine:
     def of(self, name: str) -> _Queue:
         return self._queues[name]
 
-    def take_failure(self, name: str) -> BaseException | None:
-        """Return and clear the error of a stream, which is then usable again; None if there is none."""
-        with self.bell.lock:
-            failure, self._queues[name].failure = self._queues[name].failure, None
-            return failure
-
     def end(self) -> None:
         """Let the threads end once their queues are empty.  Does not wait: the collector may call it anywhere."""
         if os.getpid() != self._process:
@@ -238,53 +210,37 @@ class Engine:
             )
 
     def _drain(self, share: Sequence[str]) -> None:
-        take, worth = partial(self._take, share), partial(self._could_take, share)
-        while (taken := self.bell.wait_for(take, worth)) != _OVER:
+        ready, take = partial(self._ready, share), partial(self._take, share)
+        while (taken := self.bell.wait_for(ready, take)) is not _OVER:
             name, item = taken
             queue = self._queues[name]
             try:
-                self._run(name, queue, item)
+                if item.run is not None and queue.failure is None:
+                    if item.awaits is None and self._before is not None:
+                        self._before(name)
+                    item.run(queue, max(queue.since, item.made))
             except BaseException as error:  # noqa: BLE001  (kept for the thread that waits)
                 queue.failure = _told(name, error)
             finally:
-                if item.record and item.event is not None:
-                    item.event.reach(item.mark, queue.failure)
-                if item.over is not None:
-                    item.over.release()
+                if item.end is not None:
+                    item.end(queue.failure)
                 del item, taken  # their references must not live until the next item comes
         with self.bell.lock:
             self._running -= 1
             if not self._running:
                 atexit.unregister(self._close_at_exit)  # the registration would keep the engine alive
 
-    def _run(self, name: str, queue: _Queue, item: _Item) -> None:
-        if queue.failure is not None:
-            return
-        if item.work is not None:
-            if self._before is not None:
-                self._before(name)
-            queue.since, queue.ended = max(queue.since, item.made), None
-            item.work()
-            queue.since = queue.ended or self.clock.now()
-        elif item.event is not None and not item.record:
-            stood = max(0.0, item.event.reached_at - max(queue.since, item.made))
-            queue.since = max(queue.since, item.event.reached_at)
-            item.event.check()
-            if item.waited is not None:
-                item.waited(stood)
+    def _ready(self, share: Sequence[str]) -> bool:
+        """Whether there is an item that a thread may run, or no more will come."""
+        over = self._closed and not any(self._queues[name].items for name in share)
+        return over or bool(not self._paused and self._able(share))
 
-    def _take(self, share: Sequence[str]) -> tuple[str, _Item] | None:
-        """The next item that a thread may run; None while there is none, _OVER when no more will come."""
-        if self._closed and not any(self._queues[name].items for name in share):
+    def _take(self, share: Sequence[str]) -> tuple[str, _Item]:
+        """The next item that a thread may run, _OVER if no more will come."""
+        if not (able := self._able(share)):
             return _OVER
-        able = self._able(share)
-        if not able or self._paused:
-            return None
         name = self._choose(able)
         return name, self._queues[name].items.popleft()
-
-    def _could_take(self, share: Sequence[str]) -> bool:
-        return self._closed or bool(not self._paused and self._able(share))
 
     def _able(self, share: Sequence[str]) -> list[str]:
         return [n for n in share if self._queues[n].items and self._queues[n].items[0].ready()]
@@ -316,34 +272,50 @@ class ThreadStream:
     """One of an engine's threads as a stream."""
 
     def __init__(self, engine: Engine, name: str) -> None:
-        self._engine = engine
         self._name = name
+        self._now = engine.clock.now
+        self._queue = engine.of(name)
+        self._put = partial(engine.put, name)
 
     @property
     def since(self) -> float:
         """When the running work could have begun, by the clock; its thread may have woken up later."""
-        return self._engine.of(self._name).since
+        return self._queue.since
 
     def ended(self, at: float) -> None:
         """Set the time when the running work ended, by the clock, if that is not when it returns."""
-        self._engine.of(self._name).ended = at
+        self._queue.ended = at
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        self._engine.put(self._name, _Item(work=_as_here(_watched(work, watch, self._engine.clock.now))))
+        work = _as_here(_watched(work, watch, self._now))
+
+        def run(queue: _Queue, since: float) -> None:
+            queue.since, queue.ended = since, None
+            work()
+            queue.since = queue.ended or self._now()
+
+        self._put(_Item(run))
 
     def record(self, event: HostEvent) -> None:
-        self._engine.put(self._name, _Item(event=event, mark=event.mark(), record=True))
+        self._put(_Item(end=partial(event.reach, event.mark())))
 
     def wait(self, event: HostEvent, waited: Waited | None = None) -> None:
-        self._engine.put(self._name, _Item(event=event, mark=event.made, waited=waited))
+        def run(queue: _Queue, since: float) -> None:
+            queue.since = max(queue.since, event.reached_at)
+            event.check()
+            if waited is not None:
+                waited(max(0.0, event.reached_at - since))
+
+        self._put(_Item(run, awaits=(event, event.made)))
 
     def synchronize(self) -> None:
         over = threading.Lock()
         over.acquire()
-        self._engine.put(self._name, _Item(over=over))
+        self._put(_Item(end=lambda _: over.release()))
         over.acquire()  # a plain lock, as in Bell
-        if (error := self._engine.take_failure(self._name)) is not None:
-            raise ChunkflowError(str(error)) from error
+        failure, self._queue.failure = self._queue.failure, None  # the stream is usable again
+        if failure is not None:
+            raise ChunkflowError(str(failure)) from failure
 
 
 def _watched(work: Callable[[], None], watch: Watch | None, now: Callable[[], float]) -> Callable[[], None]:
@@ -384,6 +356,6 @@ def _told(name: str, error: BaseException) -> BaseException:
     return failure
 
 
-def end_with(owner: Any, engine: Engine) -> None:
+def end_with(owner: object, engine: Engine) -> None:
     """End an engine's threads when ``owner`` is garbage-collected."""
     weakref.finalize(owner, engine.end)

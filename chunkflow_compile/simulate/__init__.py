@@ -1,4 +1,4 @@
-"""Simulation: a problem or a program and a hardware profile come in; plans, records or a timeline go out.
+"""Simulation: a program or the components of a pipeline, and a hardware profile, come in; a timeline or phases go out.
 
-One file: arms.py.  Nothing here needs weights or a device.
+arms.py plays a program, generation.py plans a whole pipeline.  Nothing here needs weights or a device.
 """

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from chunkflow_compile.hardware.headroom import budget_for, usable
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES
 from chunkflow_compile.passes.placement.place import least_memory, place
-from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.report.generation import Generation, PhaseMemory
-
-_Made = tuple[PhaseMemory, Plan | None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,57 +30,41 @@ class Component:
     seconds: float = 0.0
 
 
-def generations(
-    components: Sequence[Component], hardware: Hardware, chunk_bytes: int, memory: int
-) -> Mapping[str, Generation]:
+def generations(components: Sequence[Component], hardware: Hardware, memory: int) -> Mapping[str, Generation]:
     """The same generation with all weights on the device, with one component at a time there, with two blocks at a time,
     and planned within ``memory`` bytes.  Raises ChunkflowError if that is below the least."""
     total = sum(c.weights for c in components)
     rate = hardware.h2d_bandwidth * hardware.eta_pref
-    resident = {c.name: _placed(c, hardware, chunk_bytes, policy="resident") for c in components}
+    plain = [replace(_phase(c, hardware, policy="resident"), weights=total) for c in components]
+    alone = [replace(p, weights=c.weights, loading_s=c.weights / rate) for p, c in zip(plain, components, strict=True)]
 
-    def plain(c: Component) -> _Made:
-        return _phase_and_plan(c, resident[c.name], weights=total)
+    def blocks(c: Component) -> PhaseMemory:
+        phase = _phase(c, hardware, policy="layerwise")
+        return phase if phase.plan is not None else replace(phase, loading_s=c.weights / rate)
 
-    def one_model(c: Component) -> _Made:
-        return _phase_and_plan(c, resident[c.name], weights=c.weights, loading_s=c.weights / rate)
-
-    def blocks(c: Component) -> _Made:
-        plan = _placed(c, hardware, chunk_bytes, policy="layerwise")
-        return _phase_and_plan(c, plan, loading_s=c.weights / rate if plan is None else 0.0)
-
-    def planned(c: Component) -> _Made:
+    def planned(c: Component) -> PhaseMemory:
         beside = _small_beside(c, components)
         room = usable(memory) - c.activations - beside
         if c.problem is None and c.weights > room:
-            raise _too_little(c, beside, hardware, chunk_bytes, memory)
+            raise _too_little(c, beside, hardware, memory)
         try:
-            plan = _placed(c, hardware, chunk_bytes, memory=max(0, room))
+            phase = _phase(c, hardware, memory=max(0, room))
         except ChunkflowError as error:
-            raise _too_little(c, beside, hardware, chunk_bytes, memory) from error
-        held = c.weights if plan is None else plan.device_bytes
-        return _phase_and_plan(
-            c, plan, weights=held + beside, loading_s=min(held, c.weights) / rate
-        )  # a phase begins cold
+            raise _too_little(c, beside, hardware, memory) from error
+        # a phase begins cold
+        return replace(phase, weights=phase.weights + beside, loading_s=min(phase.weights, c.weights) / rate)
 
-    ways: Mapping[str, Callable[[Component], _Made]] = {
-        "plain": plain,
-        "one model at a time": one_model,
-        "two blocks at a time": blocks,
-        "chunkflow": planned,
-    }
-    found = {way: [make(component) for component in components] for way, make in ways.items()}
     return {
-        way: Generation(
-            phases=tuple(phase for phase, _ in made), plans={p.name: plan for p, plan in made if plan is not None}
-        )
-        for way, made in found.items()
+        "plain": plain,
+        "one model at a time": alone,
+        "two blocks at a time": [blocks(c) for c in components],
+        "chunkflow": [planned(c) for c in components],
     }
 
 
-def least_budget(components: Sequence[Component], hardware: Hardware, chunk_bytes: int) -> int:
+def least_budget(components: Sequence[Component], hardware: Hardware) -> int:
     """The least budget in which all components run, bytes."""
-    return max(_needed(c, _small_beside(c, components), hardware, chunk_bytes) for c in components)
+    return max(_needed(c, _small_beside(c, components), hardware) for c in components)
 
 
 def _small_beside(component: Component, components: Sequence[Component]) -> int:
@@ -90,41 +72,32 @@ def _small_beside(component: Component, components: Sequence[Component]) -> int:
     return sum(other.small for other in components if other is not component)
 
 
-def _needed(component: Component, beside: int, hardware: Hardware, chunk_bytes: int) -> int:
+def _needed(component: Component, beside: int, hardware: Hardware) -> int:
     problem = component.problem
-    weights = component.weights if problem is None else least_memory(problem, hardware, chunk_bytes)
+    weights = component.weights if problem is None else least_memory(problem, hardware, DEFAULT_CHUNK_BYTES)
     return budget_for(weights + beside + component.activations)
 
 
-def _too_little(component: Component, beside: int, hardware: Hardware, chunk_bytes: int, memory: int) -> ChunkflowError:
-    least = _needed(component, beside, hardware, chunk_bytes)
+def _too_little(component: Component, beside: int, hardware: Hardware, memory: int) -> ChunkflowError:
+    least = _needed(component, beside, hardware)
     return ChunkflowError(
         f"memory={memory} bytes is too little for {component.name}: its activations take up to {component.activations} "
         f"bytes, and with the least of its weights it needs {least}. Give --memory {-(-least // 2**20)}MiB or more."
     )
 
 
-def _placed(component: Component, hardware: Hardware, chunk_bytes: int, **goal: Any) -> Plan | None:
-    """A plan for ``goal``; None for what runs eagerly."""
-    if component.problem is None:
-        return None
-    return place(component.problem, hardware, chunk_bytes=chunk_bytes, **goal)
-
-
-def _phase_and_plan(
-    component: Component, plan: Plan | None, *, weights: int | None = None, loading_s: float = 0.0
-) -> _Made:
-    """A phase and its plan.  ``weights``: bytes on the device, if they are not those of the plan."""
-    held, seconds = component.weights, component.seconds
-    if plan is not None:
+def _phase(component: Component, hardware: Hardware, **goal: Any) -> PhaseMemory:
+    """A phase, planned for ``goal`` unless it runs eagerly."""
+    weights, seconds, plan = component.weights, component.seconds, None
+    if component.problem is not None:
+        plan = place(component.problem, hardware, chunk_bytes=DEFAULT_CHUNK_BYTES, **goal)
         assert plan.predicted is not None
-        held, seconds = plan.device_bytes, plan.predicted.step_s
-    phase = PhaseMemory(
+        weights, seconds = plan.device_bytes, plan.predicted.step_s
+    return PhaseMemory(
         name=component.name,
-        weights=held if weights is None else weights,
+        weights=weights,
         activations=component.activations,
         calls=component.calls,
         seconds=seconds,
-        loading_s=loading_s,
+        plan=plan,
     )
-    return phase, plan

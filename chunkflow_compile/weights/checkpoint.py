@@ -111,30 +111,6 @@ def unread(tensors: Iterable[torch.Tensor]) -> int:
     return sum(part.nbytes for part in parts.values())
 
 
-@dataclass(frozen=True)
-class Mapped:
-    """A weight as ``from_pretrained`` left it: ``values``, a mapping of a part of a file.
-
-    ``unread``: whether another rank was to read it, so that its values may be nowhere else.
-    """
-
-    values: torch.Tensor
-    part: FilePart
-    unread: bool
-
-    @property
-    def intact(self) -> bool:
-        """Whether the mapping still has what it had.  A file that was replaced stays as it was for who has mapped it."""
-        part, last = self.part, self.values.data_ptr() + self.values.nbytes - 1
-        with contextlib.suppress(OSError):
-            status = os.stat(part.path)
-            if (status.st_dev, status.st_ino) == part.inode:
-                return status.st_mtime_ns == part.modified
-        with contextlib.suppress(OSError), open("/proc/self/mem", "rb", buffering=0) as memory:
-            return len(os.pread(memory.fileno(), 1, last)) == 1  # an error, where to touch it would kill
-        return False
-
-
 class CheckpointReader:
     """Reads parts of files into host memory, with a few threads.
 
@@ -160,7 +136,7 @@ class CheckpointReader:
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
         todo: list[Future[None]] = []
         try:
-            file = self._file(part)
+            file = self.file(part)
             todo += [self._threads.submit(self._block, file, part.offset, flat, dtype, span) for span in spans]
             for block in todo:
                 block.result()
@@ -173,7 +149,8 @@ class CheckpointReader:
         self._threads.shutdown(wait=True, cancel_futures=True)
         self._files.clear()
 
-    def _file(self, part: FilePart) -> WeightFile:
+    def file(self, part: FilePart) -> WeightFile:
+        """That of a part.  Raises ChunkflowError if it is gone, or has changed."""
         if part.path not in self._files:
             self._files[part.path] = WeightFile.checkpoint(part.path, part.inode, part.modified)
         return self._files[part.path]

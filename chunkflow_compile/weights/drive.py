@@ -21,7 +21,6 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Problem
 
 from .bytes import as_weight, flat_bytes, memory_of
-from .checkpoint import FilePart
 from .mapping import Descriptor, whole_pages
 from .source import DriveBytes, WeightFile
 
@@ -37,6 +36,7 @@ class Scratch:
         """``where``: for errors."""
         self.where = where
         self.file = WeightFile(descriptor, f"the scratch file {where}")
+        self._end = 0
 
     @staticmethod
     def made(folder: Path, nbytes: int) -> Scratch:
@@ -55,8 +55,18 @@ class Scratch:
         except OSError as error:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
+    def keep(self, weight: torch.Tensor) -> tuple[torch.Tensor, DriveBytes]:
+        """Write a dense host tensor after those before; return a mapping of it there, and its bytes there.
+
+        Raises as :meth:`write`.
+        """
+        kept = DriveBytes(self.file, self._end, weight.nbytes)
+        self.write(self._end, weight)
+        self._end += whole_pages(weight.nbytes)
+        return as_weight(kept.mapped(), weight), kept
+
     def write(self, begin: int, weight: torch.Tensor) -> None:
-        """Write a dense host tensor after all others.  Raises ChunkflowError if the file system is full."""
+        """Write a dense host tensor from a page on.  Raises ChunkflowError if the file system is full."""
         number, view, done = self.file.descriptor.number, memoryview(memory_of(flat_bytes(weight))).cast("B"), 0
         try:
             os.ftruncate(number, begin + whole_pages(weight.nbytes))
@@ -64,36 +74,6 @@ class Scratch:
                 done += os.pwritev(number, [view[done:]], begin + done)
         except OSError as error:
             raise ChunkflowError(_no_room(self.where, error.strerror or str(error))) from error
-
-
-class Drive:
-    """The files of the weights of one model that are on the drive, and that no other rank writes."""
-
-    def __init__(self, total: int = 0, folder: Path | None = None) -> None:
-        """``total``: bytes that are going to be written, if they are known.  ``folder``: of the scratch file; by default that
-        for temporary files."""
-        self._total = total
-        self._files: dict[str, WeightFile] = {}
-        self._folder = folder or scratch_folder()
-        self._scratch: Scratch | None = None
-        self._end = 0
-
-    def part(self, part: FilePart) -> DriveBytes:
-        """A weight that stays in its checkpoint.  Raises ChunkflowError if the file is gone, or has changed."""
-        if part.path not in self._files:
-            self._files[part.path] = WeightFile.checkpoint(part.path, part.inode, part.modified)
-        return DriveBytes(self._files[part.path], part.offset, part.nbytes)
-
-    def keep(self, weight: torch.Tensor) -> tuple[torch.Tensor, DriveBytes]:
-        """Write a dense host tensor to the scratch file; return a mapping of it there, and its bytes there.
-
-        Raises ChunkflowError if the file system is full, or is in memory itself.
-        """
-        self._scratch = self._scratch or Scratch.made(self._folder, max(self._total, weight.nbytes))
-        kept = DriveBytes(self._scratch.file, self._end, weight.nbytes)
-        self._scratch.write(self._end, weight)
-        self._end += whole_pages(weight.nbytes)
-        return as_weight(kept.mapped(), weight), kept
 
 
 def scratch_folder() -> Path:

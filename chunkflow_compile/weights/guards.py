@@ -253,7 +253,7 @@ def _assign_host_copies(
             value: Any = state.get(prefix + name)
             if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
                 if (buffer := buffer_of(tensor)) is not None:
-                    buffer.store.replaced(buffer)
+                    buffer.replaced()
                 state[prefix + name] = HostWeight(ordinary(value.detach().to("cpu")), tensor.device, label=tensor.label)
 
 

@@ -19,7 +19,6 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import Backing, FileSlice, SharedMemory
 from .bytes import flat_bytes
-from .checkpoint import Mapped
 from .limits import Room, no_room
 from .reader import HostReader
 from .shared_ring import SharedRing
@@ -30,19 +29,6 @@ from .staging import GpuStagings
 _AGAIN_S = 0.2
 
 
-class Arriving(Protocol):
-    """What a collective may still write to weights.  ``over``: whether nothing more is to come."""
-
-    @property
-    def over(self) -> bool: ...
-
-    def land(self) -> None:
-        """Give the weights what was written."""
-
-    def follow_to(self, buffer: HostBuffer, before: torch.Tensor, now: torch.Tensor) -> None:
-        """The weight with the memory ``before`` is the ordinary tensor ``now``: it gets what arrives."""
-
-
 class Store(Protocol):
     """A placed model, as its weights know it.  The store knows more (host_store.py)."""
 
@@ -50,7 +36,6 @@ class Store(Protocol):
     pins: bool
     turn: tuple[int, int] | None
     ring: SharedRing | None
-    arriving: list[Arriving]
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
 
     def quiet(self) -> AbstractContextManager[object]: ...
@@ -64,9 +49,7 @@ class Store(Protocol):
 
     def pageable(self, buffer: HostBuffer, error: OSError) -> None: ...
 
-    def came_from_the_drive(self, buffer: HostBuffer) -> None: ...
-
-    def replaced(self, buffer: HostBuffer) -> None: ...
+    def entered(self, name: str, how: str, more: int = 0) -> None: ...
 
     def count(self, name: str, nbytes: int) -> None: ...
 
@@ -78,19 +61,16 @@ class HostBuffer:
 
     ``host``: its values, on the CPU.  ``backing``: where they lie, None for memory of this process alone.  ``written``:
     counts the writes through weights; those to the memory itself are in its tensor's ``_version``.  ``names``: all its names
-    in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``before``: where it lay,
-    while it moves.  ``arriving``: what collectives may still write to it and to the others of its store, oldest first.
+    in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.
     """
 
-    def __init__(self, host: torch.Tensor, backing: Backing | None = None, before: Mapped | None = None) -> None:
+    def __init__(self, host: torch.Tensor, backing: Backing | None = None) -> None:
         self.host = host
         self.backing = backing
-        self.before = before
         self.written = 0
         self.names: tuple[str, ...] = ("a weight",)
         self.origin = host.device
         self.grad: torch.Tensor | None = None
-        self.arriving: list[Arriving] = []
         self._store: Store | None = None
         self._weight: Callable[[], torch.Tensor | None] = _no_weight
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
@@ -103,8 +83,6 @@ class HostBuffer:
         """Be in a store from now on, as the memory of ``weight``, whose values are in ``host``."""
         self.host, self.names, self.origin = host, names, origin
         self._store, self._weight = store, weakref.ref(weight)
-        store.arriving += self.arriving
-        self.arriving = store.arriving
 
     @property
     def name(self) -> str:
@@ -218,9 +196,14 @@ class HostBuffer:
         """As :meth:`write`, for a weight that gets other memory: what it had stays as it is."""
         with self._quiet():
             self.settle()
-            if self._store is not None:
-                self._store.replaced(self)
+            self.replaced()
             yield
+
+    def replaced(self) -> None:
+        """The weight gets other memory, which is not on the drive."""
+        if self._store is not None and self.drive is not None:
+            how = "got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True)"
+            self._store.entered(self.name, f"{how}, and is no longer on the drive", self.nbytes)
 
     def make_private(self) -> None:
         """Give the weight memory of its own, if other ranks share it or it is on the drive.  No copy reads it now."""
@@ -233,7 +216,7 @@ class HostBuffer:
         self.backing.make_private(self.name)
         came, self.backing = isinstance(self.backing, FileSlice), None
         if came and self._store is not None:
-            self._store.came_from_the_drive(self)
+            self._store.entered(self.name, "is written, and goes from the drive into host memory for that")
 
     def copied(self, nbytes: int) -> None:
         """The values are about to be copied into so many bytes of host memory.
@@ -292,7 +275,7 @@ class HostBuffer:
     def settle(self) -> None:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
-            device.settle()
+            device.sync_copies()
 
     def _quiet(self) -> AbstractContextManager[object]:
         return contextlib.nullcontext() if self._store is None else self._store.quiet()
@@ -314,7 +297,7 @@ def _unpin(devices: Sequence[HostReader], undo: Callable[[], None]) -> None:
     try:
         for device in devices:
             with contextlib.suppress(ChunkflowError):
-                device.settle()
+                device.sync_copies()
     finally:
         try:
             undo()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -16,7 +15,8 @@ from torch import nn
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .host_buffer import Arriving, HostBuffer, buffer_of
+from .backing import SharedMemory
+from .host_buffer import HostBuffer
 from .host_weight import HostWeight, become, like
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
 from .loader import WeightLoader
@@ -25,8 +25,6 @@ from .progress import moving
 from .shared_ring import SharedRing
 from .staging import GpuStagings
 
-_log = logging.getLogger(__name__)
-
 
 @dataclass(eq=False)
 class HostStore:
@@ -34,8 +32,7 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.
-    ``arriving``: what collectives may still write to the weights.  ``lent``: tensors of state_dicts that have the memory of
-    weights.
+    ``lent``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.  ``ring``: into which the first of these reads the drive for all.
     """
@@ -49,13 +46,13 @@ class HostStore:
     turn: tuple[int, int] | None = None
     ring: SharedRing | None = None
     agreed: int | None = None
-    arriving: list[Arriving] = field(default_factory=list)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
     _buffers: list[weakref.ref[HostBuffer]] = field(default_factory=list)
+    _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
     _total: int = 0
-    _replaced: bool = False
+    _told_of_bound: bool = False
     _told_of_lent: bool = False
 
     @property
@@ -74,43 +71,52 @@ class HostStore:
     def pinned_bytes(self) -> int:
         return sum(h.nbytes for h in self.buffers if h.pinned)
 
-    def add(self, names: tuple[str, ...], tensor: torch.Tensor, loader: WeightLoader) -> HostBuffer:
+    def add(self, names: tuple[str, ...], tensor: torch.Tensor, loader: WeightLoader) -> None:
         """Move the bytes of a parameter or buffer into the store; it becomes a :class:`HostWeight`.
 
-        One weight at a time exists twice.  A weight that has host memory already keeps it.
+        One weight at a time exists twice.  One that lies in its checkpoint stays there, without memory, until :meth:`moved`.
+        A weight that has host memory already keeps it.
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight):
-                return self._adopt(names, tensor, self.device)
-            grad, origin = tensor.grad, tensor.device
-            placed = loader.place(names[0], tensor)
-            buffer = HostBuffer(placed.host, placed.backing, placed.before)
-            made = like(tensor, HostWeight(placed.host, self.device, buffer))
-            self._adopt(names, made, origin, tensor)
-            buffer.grad = grad
-            become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
-            return buffer
-
-    def _adopt(self, names: tuple[str, ...], weight: Any, origin: torch.device, becomes: Any = None) -> HostBuffer:
-        """Take a weight, or the tensor that ``becomes`` it, into the store."""
-        buffer: HostBuffer = weight.buffer
-        buffer.join(self, names, origin, weight.host, weight if becomes is None else becomes)
-        weight.label = names[0]
-        self._buffers.append(weakref.ref(buffer))
-        self._total += buffer.nbytes
-        return buffer
+                tensor.label = names[0]
+                self._adopt(names, tensor, tensor.buffer, tensor.host, self.device)
+                return
+            buffer = loader.place(names[0], tensor)
+            if loader.in_file(names[0]):
+                self._pending.append((names, tensor, buffer))
+            else:
+                self._become(names, tensor, buffer)
 
     def moved(self) -> None:
-        """All weights are where they are to be."""
-        for buffer in self.buffers:
-            buffer.before = None
+        """All weights have been added, on all ranks that share them."""
+        with torch.inference_mode(False), torch.no_grad():
+            for names, tensor, buffer in self._pending:
+                self._become(names, tensor, buffer)
+        self._pending.clear()
+
+    def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
+        grad, origin = tensor.grad, tensor.device
+        made = like(tensor, HostWeight(buffer.host, self.device, buffer, names[0]))
+        self._adopt(names, tensor, buffer, buffer.host, origin)
+        buffer.grad = grad
+        become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
+
+    def _adopt(
+        self, names: tuple[str, ...], weight: Any, buffer: HostBuffer, host: torch.Tensor, origin: torch.device
+    ) -> None:
+        """Take the buffer of a weight, or of the tensor that becomes it, into the store."""
+        buffer.join(self, names, origin, host, weight)
+        self._buffers.append(weakref.ref(buffer))
+        self._total += buffer.nbytes
 
     def release(self, device: torch.device | None = None, failed: bool = False) -> None:
         """Give every parameter its bytes back, on the device that it came from or on ``device``.
 
-        ``failed``: whether the move has; then a weight goes back to its checkpoint, which takes no memory.
+        ``failed``: whether the move has; then shared memory that cannot become a rank's own stays until it is written.
         Raises ChunkflowError if there is no room for one; it and the parameters not yet released stay in the store.
         """
+        self._pending.clear()
         buffers = self.buffers
         moving_back = moving("bringing weights back", sum(h.nbytes for h in buffers))
         stagings = GpuStagings()
@@ -118,10 +124,9 @@ class HostStore:
             for buffer in reversed(buffers):
                 if (weight := buffer.weight) is not None:
                     target = device or buffer.origin
-                    if failed and target.type == "cpu":
-                        undo_move(buffer, weight)
-                    if buffer_of(weight) is buffer:
-                        give_back(weight, target, stagings, failed)
+                    if failed and target.type == "cpu" and buffer.shared is not None:
+                        undo_sharing(buffer, buffer.shared)
+                    give_back(weight, target, stagings)
                     buffer.unpin()  # not sooner: pinned memory is copied faster
                 moved(buffer.nbytes)
             self._buffers.clear()
@@ -187,43 +192,22 @@ class HostStore:
         """Those of weights in host memory."""
         return sum(h.nbytes for h in self.buffers if h.drive is None)
 
-    def came_from_the_drive(self, buffer: HostBuffer) -> None:
-        """A weight has gone from the drive into host memory, because it is written.  Warns once if all of them then take more
+    def entered(self, name: str, how: str, more: int = 0) -> None:
+        """A weight is in host memory now, or is going to take ``more`` bytes of it.  Warns once if all of them then take more
         than the bound."""
-        if self.bound is not None and (held := self.held_bytes) > self.bound:
-            bound, self.bound = self.bound, None
+        held = self.held_bytes + more
+        if self.bound is not None and held > self.bound and not self._told_of_bound:
+            self._told_of_bound = True
             warnings.warn(
-                f"{buffer.name} is written, and goes from the drive into host memory for that: the weights take {held} "
-                f"bytes there now, more than host_memory, which is {bound}, and more with each one that is written. Save the "
-                "model with its new values (save_pretrained) and load it again to have them on the drive.",
-                stacklevel=2,
+                f"{name} {how}: the weights take {held} bytes of host memory now, more than host_memory, which is "
+                f"{self.bound}. Save the model with its new values (save_pretrained) and load it again to have them on the "
+                "drive.",
+                stacklevel=3,
             )
 
     def lend(self, tensor: torch.Tensor, buffer: HostBuffer) -> None:
         """A tensor of a state_dict has the memory of a weight."""
         self.lent.append((weakref.ref(tensor), weakref.ref(buffer)))
-
-    def replaced(self, buffer: HostBuffer) -> None:
-        """A weight gets other memory, so it leaves the drive.  Warns once that ``bound`` is not for that."""
-        if self.bound is not None and buffer.drive is not None:
-            self._warn_beyond(
-                f"{buffer.name} got other memory, as by .to(dtype), p.data = ... or load_state_dict(assign=True), and is no "
-                f"longer on the drive: such weights are in host memory, beyond host_memory ({self.bound} bytes) if need be."
-            )
-
-    def came(self, name: str) -> None:
-        """A weight has come, perhaps after the others.  Warns once if all of them take more host memory than ``bound``."""
-        if self.bound is not None and (held := self.held_bytes) > self.bound:
-            self._warn_beyond(
-                f"{name} came after the model was placed, and such weights do not go to the drive: the weights take {held} "
-                f"bytes of host memory now, more than host_memory, which is {self.bound}."
-            )
-
-    def _warn_beyond(self, what: str) -> None:
-        if not self._replaced:
-            self._replaced = True
-            fix = "Save the model with its new values (save_pretrained) and load it again to have them on the drive."
-            warnings.warn(f"{what} {fix}", stacklevel=3)
 
     def room(self, budget: int | None) -> Room:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
@@ -270,13 +254,12 @@ def no_room_for(name: str, nbytes: int, device: torch.device) -> Iterator[None]:
         ) from error
 
 
-def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, unchecked: bool = False) -> None:
+def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -> None:
     """Make a weight an ordinary tensor on ``device``.  Raises ChunkflowError if there is no room, or if it is in a checkpoint
-    that has changed, unless ``unchecked``; it stays as it is then."""
+    that has changed; it stays as it is then."""
     buffer = weight.buffer
     with torch.inference_mode(False), torch.no_grad():
-        if not unchecked:
-            buffer.check()
+        buffer.check()
         if device.type == "cpu":
             if buffer.shared is not None:
                 buffer.make_private()  # an ordinary tensor may be written at any time
@@ -288,36 +271,14 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings, u
         with no_room_for(weight.label, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=buffer.scratch)
-        host, grad = weight.host, buffer.grad if buffer.is_of(weight) else None
+        grad = buffer.grad if buffer.is_of(weight) else None
         become(weight, weight.plain(plain))
-        for arrival in buffer.arriving:
-            arrival.follow_to(buffer, host, weight.detach())
         if grad is not None:
             weight.grad = grad.to(device)
 
 
-def undo_move(buffer: HostBuffer, weight: HostWeight) -> None:
-    """Take a weight back as a mapping of its checkpoint again if it was one, and otherwise from what ranks share.
-
-    Without memory: it may be why the move has failed.
-    """
-    shared, before = buffer.shared, buffer.before
-    if before is not None and before.intact:
-        become(weight, weight.plain(before.values))
-        if buffer.grad is not None:
-            weight.grad = buffer.grad
-        if shared is not None:
-            shared.leave()
-        return
-    if shared is None:
-        return
-    if before is not None and before.unread:
-        _log.error(
-            "the values of %s are lost: another rank was to read them, and the checkpoint %s was changed meanwhile. Load the "
-            "model again",
-            buffer.name,
-            before.part.path,
-        )
+def undo_sharing(buffer: HostBuffer, shared: SharedMemory) -> None:
+    """Give a weight memory of its own; where there is none, which may be why a move has failed, at its first write only."""
     try:
         shared.make_private(buffer.name)
     except ChunkflowError:

@@ -22,7 +22,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .bytes import ordinary
 from .host_buffer import HostBuffer
-from .undeclared import arrive, cannot_be_seen, declares, on_copies, settled
+from .undeclared import cannot_be_seen, declares, on_copies, settled
 
 _LIBRARY = torch.library.Library("chunkflow", "FRAGMENT")
 _LIBRARY.define("fetch(Tensor host, Device device) -> Tensor")
@@ -156,8 +156,6 @@ class HostWeight(torch.Tensor):
         if not declares(func) and not _traced(args, kwargs):
             return on_copies(cls, func, args, kwargs)
         written = [x for x in _written(func, args, kwargs) if isinstance(x, HostWeight)]
-        for weight in written:
-            arrive(weight.buffer.arriving)
         with contextlib.ExitStack() as held:
             for weight in sorted(written, key=lambda w: w.buffer.order):  # two threads never hold each other up
                 held.enter_context(weight.buffer.write())
@@ -178,15 +176,11 @@ class HostWeight(torch.Tensor):
         if type(self.host) is not torch.Tensor:  # traced
             traced: torch.Tensor = FETCH(self.host, self.device)
             return traced
-        if self.buffer.arriving:
-            arrive(self.buffer.arriving)
         self.buffer.read(self.host.nbytes)
         return self.host if self.device.type == "cpu" else self.host.to(self.device)
 
     def checked(self) -> torch.Tensor:
         """The host memory.  Raises ChunkflowError if it is a mapping of a file that has changed."""
-        if self.buffer.arriving:
-            arrive(self.buffer.arriving)
         self.buffer.check()
         return self.host
 

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from .backing import Backing, FileSlice
+from .backing import FileSlice
 from .bytes import ordinary
-from .checkpoint import CheckpointReader, Mapped, Mappings
-from .drive import Drive
+from .checkpoint import CheckpointReader, Mappings
+from .drive import Scratch, scratch_folder
+from .host_buffer import HostBuffer
 from .host_memory import empty_pages, fill, near_cpus, running_on
 from .limits import check_room, host_memory
 from .mapping import whole_pages
 from .node import Node
 from .sharing import LoadRequest, Role, SharedPages
+from .source import DriveBytes
 from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
@@ -26,19 +27,6 @@ _CHECKED = 256 << 20
 _WHOLE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 # The dtype that a weight of this name gets.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
-
-
-@dataclass(frozen=True)
-class LoadedWeight:
-    """Where the values of a weight are: ``host``, a tensor of them, in pages, in a mapping of a file, or where they were.
-
-    ``backing``: what lies behind it, None for memory of this process alone.  ``before``: where a weight lay that was in its
-    checkpoint, which took no memory.
-    """
-
-    host: torch.Tensor
-    backing: Backing | None = None
-    before: Mapped | None = None
 
 
 class WeightLoader:
@@ -73,14 +61,15 @@ class WeightLoader:
         self._kept: set[str] = set()
         self._owned: set[int] = set()  # pages of weights that have left their checkpoint
         self._unchecked = 0
+        self._finished = False
         self._shared: SharedPages | None = None
         try:
             self._weights = {name: self._wanted(name, tensor) for name, tensor in weights}
             if node is not None:
                 self._shared = SharedPages(node, [w for w in self._weights.values() if not w.stays])
-            self._taken = {name: self._takes(weight) for name, weight in self._weights.items()}
-            self._todo = sum(self._taken.values())
-            self._twice = max((min(w.nbytes, w.frees) for w in self._weights.values() if self._fills(w)), default=0)
+            made = [w for w in self._weights.values() if self._makes(w)]
+            self._todo = sum(w.takes for w in made)
+            self._twice = max((min(w.nbytes, w.frees) for w in made), default=0)  # for a moment, one after the other
             check_room(self._todo + self._twice)
         except BaseException as error:
             self.close(error)
@@ -94,22 +83,19 @@ class WeightLoader:
     def work(self, name: str) -> int:
         """Bytes of a weight that this rank moves or compares; none if it stays, or if another rank reads it."""
         weight = self._weights.get(name)
-        if weight is None or weight.stays or (self._shared is not None and self._shared.role(name) == "leave"):
-            return 0
-        return weight.nbytes
+        return 0 if weight is None or weight.stays or self._role(weight) == "leave" else weight.nbytes
 
-    def place(self, name: str, tensor: torch.Tensor) -> LoadedWeight:
-        """Where the values of a weight are from now on.
+    def place(self, name: str, tensor: torch.Tensor) -> HostBuffer:
+        """The host memory of a weight from now on: pages, a mapping of a file, or where its values were.
 
         Raises ChunkflowError if it lies in a checkpoint that cannot be read, or if a rank to share it with has ended.
         """
         weight, values = self._weights[name], tensor.detach()
         if weight.stays:
-            if weight.drive and weight.part is not None:
-                return LoadedWeight(
-                    values, FileSlice(values, self._drive.part(weight.part), self._owned, scratch=False)
-                )
-            return LoadedWeight(ordinary(values))
+            if weight.drive and (part := weight.part) is not None:
+                found = DriveBytes(self._reader.file(part), part.offset, part.nbytes)
+                return HostBuffer(values, FileSlice(values, found, self._owned, scratch=False))
+            return HostBuffer(ordinary(values))
         self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:
             share = self._share_file if weight.drive else self._share_pages
@@ -117,15 +103,22 @@ class WeightLoader:
                 return placed
             if not weight.drive:
                 check_room(self._todo + weight.takes)  # another copy than was thought
-        made, before = self._filled(weight, values), weight.lay_in(values)
+        made = self._filled(weight, values)
         if not weight.drive:
-            return LoadedWeight(made, before=before)
-        host, kept = self._drive.keep(made)
-        return LoadedWeight(host, FileSlice(host, kept, self._owned, scratch=True), before)
+            return HostBuffer(made)
+        host, kept = self._scratch.keep(made)
+        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
+
+    def in_file(self, name: str) -> bool:
+        """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed.
+
+        Another rank may be reading it.
+        """
+        return self._weights[name].part is not None
 
     def _share_pages(
         self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
-    ) -> LoadedWeight | None:
+    ) -> HostBuffer | None:
         """The values in memory that other ranks map too; None if those there are others."""
         name, found = weight.name, shared.pages(weight.name)
         if role == "fill":
@@ -134,23 +127,24 @@ class WeightLoader:
         elif role == "compare" and not shared.same(name, found.host, values):
             return None
         self._kept.add(name)
-        return LoadedWeight(found.host, found, weight.lay_in(values, unread=role == "leave"))
+        return HostBuffer(found.host, found)
 
     def _share_file(
         self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
-    ) -> LoadedWeight | None:
+    ) -> HostBuffer | None:
         """The values in the scratch file of all ranks; None if those there are others."""
         if role == "fill":
             shared.keep(weight.name, self._filled(weight, values))
         host, kept = shared.kept(weight.name)
         if role == "compare" and not shared.same(weight.name, host, values):
             return None
-        return LoadedWeight(host, FileSlice(host, kept, self._owned, scratch=True), weight.lay_in(values))
+        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""
         if self._shared is not None:
             self._shared.finish()
+        self._finished = True
 
     def close(self, error: BaseException | None = None) -> None:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
@@ -159,7 +153,7 @@ class WeightLoader:
         if "_reader" in self.__dict__:
             self._reader.close()
         if self._shared is not None:
-            self._shared.leave(self._kept)
+            self._shared.leave({name for name in self._kept if self._finished or not self.in_file(name)})
 
     def _wanted(self, name: str, tensor: torch.Tensor) -> LoadRequest:
         values, dtype = tensor.detach(), self._dtype_of(name, tensor)
@@ -173,24 +167,22 @@ class WeightLoader:
             name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard
         )
 
-    def _fills(self, weight: LoadRequest) -> bool:
-        """Whether this rank writes a weight to the memory of all, beside the memory that it has."""
-        return self._shared is not None and not weight.drive and self._shared.role(weight.name) == "fill"
+    def _makes(self, weight: LoadRequest) -> bool:
+        """Whether this rank makes a copy of a weight in host memory, of its own or for all."""
+        return not weight.drive and not weight.stays and self._role(weight) in ("fill", None)
 
-    def _takes(self, weight: LoadRequest) -> int:
-        """Bytes of host memory that a weight takes from this rank.  One that is there already gives its own back."""
-        if weight.drive or weight.stays:
-            return 0
-        role = None if self._shared is None else self._shared.role(weight.name)
-        return weight.takes if role in ("fill", None) else 0
+    def _role(self, weight: LoadRequest) -> Role | None:
+        """What this rank does with a weight that ranks share."""
+        return None if self._shared is None else self._shared.role(weight.name)
 
     def _take(self, weight: LoadRequest) -> None:
         """Look again, from time to time, whether there is room for the rest: others take memory meanwhile."""
-        self._unchecked += weight.nbytes if self._fills(weight) else self._taken[weight.name]
-        if self._unchecked >= _CHECKED:
-            self._unchecked = 0
-            check_room(self._todo + self._twice)
-        self._todo -= self._taken[weight.name]
+        if self._makes(weight):
+            self._unchecked += weight.nbytes
+            if self._unchecked >= _CHECKED:
+                self._unchecked = 0
+                check_room(self._todo + self._twice)
+            self._todo -= weight.takes
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
         made = empty_pages(values, weight.dtype)
@@ -209,10 +201,10 @@ class WeightLoader:
         return near_cpus(self._device)
 
     @cached_property
-    def _drive(self) -> Drive:
-        shared = self._shared
-        own = [w for w in self._weights.values() if w.drive and not w.stays and not (shared and shared.role(w.name))]
-        return Drive(sum(whole_pages(w.nbytes) for w in own))
+    def _scratch(self) -> Scratch:
+        """For this rank alone."""
+        own = [w for w in self._weights.values() if w.drive and not w.stays and self._role(w) is None]
+        return Scratch.made(scratch_folder(), sum(whole_pages(w.nbytes) for w in own))
 
     @cached_property
     def _mappings(self) -> Mappings:

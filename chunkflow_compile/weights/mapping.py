@@ -8,9 +8,7 @@ import fcntl
 import functools
 import mmap
 import os
-import shutil
 import weakref
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,15 +35,6 @@ def memory_file(name: str, nbytes: int) -> Descriptor:
     os.ftruncate(made.number, nbytes)
     # no rank can cut it while another reads it
     fcntl.fcntl(made.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    return made
-
-
-def named_file(path: str, nbytes: int) -> Descriptor:
-    """A new file that only this user can open.  Raises OSError if there is no room for it."""
-    if (free := shutil.disk_usage(Path(path).parent).free) < nbytes:  # a write to a mapping would kill the process
-        raise OSError(errno.ENOSPC, f"{free} bytes are free, and {nbytes} are needed")
-    made = Descriptor(os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600))
-    os.ftruncate(made.number, nbytes)
     return made
 
 

@@ -1,17 +1,15 @@
 """The node: the ranks of a process group that run on this machine and share its memory.
 
 They find each other and talk through the store of the process group.  A file is handed over as ``/proc/PID/fd/N`` of the
-first rank, so that it needs no name; only where the others cannot open that, it has one in a folder, until all have it.
+first rank, so that it needs no name.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import os
-import secrets
 import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -25,13 +23,10 @@ from chunkflow_compile.passes.errors import ChunkflowError, first_line
 
 from .groups import Group, group_to_share_in
 from .host_memory import near_cpus
-from .mapping import PAGE, Descriptor, identity_of, memory_file, named_file, reopened
+from .mapping import PAGE, Descriptor, identity_of, memory_file, reopened
 
 _log = logging.getLogger(__name__)
 
-_SHM = Path("/dev/shm")
-# A value of more characters travels only if ranks differ in it: 2,000 weights of 4 ranks take half a second.
-_SHORT = 4096
 # Pauses between two looks at the store, in seconds.
 _FIRST_PAUSE, _LAST_PAUSE = 0.001, 0.05
 
@@ -58,7 +53,8 @@ class Node:
     """
 
     def __init__(self, group: Group, key: str, processes: Mapping[int, Sequence[Any]] | None = None) -> None:
-        """``group``: only these ranks.  ``key``: of what they keep in the store.  ``processes``: see :func:`_process`."""
+        """``group``: only these ranks.  ``key``: of what they keep in the store.  ``processes``: the number and the begin of
+        each, as far as they are known."""
         self.rank = group.rank
         self.ranks = group.ranks
         self.seconds = group.timeout.total_seconds()  # how long one waits for another
@@ -80,16 +76,7 @@ class Node:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, at every rank.  They must be such that JSON can hold."""
-        text = json.dumps(value)
-        mine = text if len(text) <= _SHORT else f"#{hashlib.sha256(text.encode()).hexdigest()}"
-        gathered = self._round(mine)
-        texts = {t: t for t in gathered} | {mine: text}
-        if len(texts) > 1 and any(t.startswith("#") for t in gathered):
-            first = self.ranks[gathered.index(mine)] == self.rank
-            longs = self._round(text if first and mine != text else "")
-            texts |= {t: long for t, long in zip(gathered, longs, strict=True) if long}
-        values = {t: json.loads(text) for t, text in texts.items()}
-        return [values[t] for t in gathered]
+        return [json.loads(text) for text in self._round(json.dumps(value))]
 
     def step(self) -> None:
         """The leader has done one more step."""
@@ -105,34 +92,23 @@ class Node:
 
         self._until(awaited)
 
-    def share(self, made: Descriptor | None, folder: Path = _SHM) -> Descriptor:
-        """A file that the leader has ``made`` and not yet written, opened at every rank; the others pass None.
-
-        Where they cannot open it, another of its size in ``folder``, which no seal can hold, takes its place.
-        """
-        path = "" if made is None else f"/proc/{os.getpid()}/fd/{made.number}"
-        found, first = self._offer(made, path)
-        if found is not None and not any(first):
-            return found
-        named, cause, path = None, "", str(folder / f"chunkflow-{secrets.token_hex(16)}")
-        try:
-            if made is not None:
-                try:
-                    named = named_file(path, os.fstat(made.number).st_size)
-                except OSError as error:
-                    cause = _said(error)
-            found, second = self._offer(named, path, cause)
-        finally:
-            if made is not None:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(path)
-        if found is not None and not any(second):
-            return found
-        causes = " nor ".join(f"in {where} ({max(why)})" for where, why in (("/proc", first), (folder, second)))
-        raise _NoWayError(
-            f"A file of rank {self.ranks[0]} cannot be opened by the other ranks of this machine, neither {causes}. Let them "
-            "have one /proc (--pid) or one such folder with room (--ipc, --shm-size, TMPDIR), or pass share=False."
-        )
+    def share(self, made: Descriptor | None) -> Descriptor:
+        """A file that the leader has ``made``, opened at every rank; the others pass None."""
+        place = None if made is None else [os.getpid(), made.number, *identity_of(os.fstat(made.number))]
+        process, number, *identity = self.gather(place)[0]
+        cause = ""
+        if made is None:
+            try:
+                made = reopened(f"/proc/{process}/fd/{number}", (identity[0], identity[1]))
+            except OSError as error:
+                cause = error.strerror or str(error)
+        causes = self.gather(cause)
+        if made is None or any(causes):
+            raise _NoWayError(
+                f"A file of rank {self.ranks[0]} cannot be opened in /proc by the other ranks of this machine "
+                f"({max(causes)}). Pass share=False."
+            )
+        return made
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave.  ``error``: why this rank cannot go on, which the others are told.  The last one empties the store."""
@@ -153,16 +129,6 @@ class Node:
     def given_up(self) -> bool:
         """Whether other ranks have waited for this one in vain, and have gone on."""
         return isinstance(self._failure(), _AbsentError)
-
-    def _offer(self, made: Descriptor | None, path: str, cause: str = "") -> tuple[Descriptor | None, list[str]]:
-        """The leader's file, opened by its ``path``, and why ranks could not.  ``cause``: why there is none."""
-        (place, *_) = self.gather(None if made is None else [path, *identity_of(os.fstat(made.number))])
-        if not self.leads and place is not None:
-            try:
-                made = reopened(place[0], (place[1], place[2]))
-            except OSError as error:
-                cause = _said(error)
-        return made, self.gather(cause)
 
     def _round(self, text: str) -> list[str]:
         """The texts of all ranks."""
@@ -216,8 +182,8 @@ class Node:
 
     def _lives(self, rank: int) -> bool:
         """Whether the process of a rank lives, as far as this one can see."""
-        space, process, began = self._processes.get(rank, ("", 0, ""))
-        return not space or space != _name_space() or _began(process) == began
+        process, began = self._processes.get(rank, (0, None))
+        return began is None or _began(process) == began
 
     def _add(self, key: str, number: int) -> int:
         with _reached():
@@ -262,7 +228,12 @@ def meet(found: Group, near: str = "") -> Node | None:
     everyone = _next(found)
     try:
         with everyone:
-            mine = {"machine": _machine(), "reach": _reach(), "near": near, "process": _process()}
+            mine = {
+                "machine": _machine(),
+                "reach": _reach(),
+                "near": near,
+                "process": [os.getpid(), _began(os.getpid())],
+            }
             records = dict(zip(found.ranks, everyone.gather(mine), strict=True))
     except _AbsentError as error:
         raise ChunkflowError(
@@ -309,7 +280,8 @@ def _sharing(found: Group, records: Mapping[int, Mapping[str, Any]]) -> tuple[in
     ranks = [rank for rank in reached if records[rank]["near"] == mine["near"]]
     if beside := [rank for rank in here if rank not in reached]:
         _log.warning(
-            "rank %s shares no weights with %s on this machine: another user, or a container with another /dev/shm (--ipc)",
+            "rank %s shares no weights with %s on this machine: another user, or a container with other process numbers "
+            "(--pid)",
             found.rank,
             _numbers(beside),
         )
@@ -340,10 +312,6 @@ def _reached() -> Iterator[None]:
         ) from error
 
 
-def _said(error: OSError) -> str:
-    return error.strerror or str(error)
-
-
 def _ended(rank: int) -> ChunkflowError:
     return ChunkflowError(
         f"Rank {rank} has ended while the weights were placed. Look at its own error, and start all ranks again."
@@ -363,25 +331,11 @@ def _machine() -> str:
 
 
 def _reach() -> str:
-    """The user, and how far files of this process can reach: as far as its /dev/shm, or else as its process numbers."""
+    """The user, and the name space of process numbers: a file of another process can be opened where both are the same."""
     try:
-        where = f"{identity_of(os.stat(_SHM))}"
+        return f"{os.getuid()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
-        where = _name_space()
-    return f"{os.getuid()} {where}"
-
-
-def _process() -> tuple[str, int, str | None]:
-    """The name space of process numbers, the number of this one there, and when it began."""
-    return _name_space(), os.getpid(), _began(os.getpid())
-
-
-def _name_space() -> str:
-    """That of process numbers; empty where there is no /proc."""
-    try:
-        return os.readlink("/proc/self/ns/pid")
-    except OSError:
-        return ""
+        return f"{os.getuid()}"
 
 
 def _began(process: int) -> str | None:

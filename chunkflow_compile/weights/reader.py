@@ -17,5 +17,5 @@ class HostReader(Protocol):
     def pin(self, host: torch.Tensor) -> Callable[[], None]:
         """Let the copy engine read a host tensor directly; return a function to undo it.  Raises OSError on failure."""
 
-    def settle(self) -> None:
+    def sync_copies(self) -> None:
         """Wait for the copies that delivered steps read: after that the host may write to their source."""

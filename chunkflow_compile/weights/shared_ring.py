@@ -17,9 +17,8 @@ import mmap
 import os
 import threading
 import time
-import weakref
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK
@@ -32,8 +31,8 @@ Number = tuple[int, int]
 
 # Words of the first rank: its run (0 for none), the reads that have begun, those that have come, and the digest of the order.
 _RUN, _BEGUN, _CAME, _DIGEST = 0, 1, 2, 3
-# Then its newest calls: call, run, number of the first read from then on, its place in the order, and the sum of these.
-_CALLS, _CALL, _KEPT = 8, 5, 64
+# Then its newest calls: call, run, number of the first read that repeats from then on, and the sum of these.
+_CALLS, _CALL, _KEPT = 8, 4, 64
 # Then, for each other rank, the run that it has joined (0 for none), and the reads that it has copied.
 _RANKS = _CALLS + _CALL * _KEPT
 _COUNTERS = 8 * BLOCK
@@ -54,8 +53,18 @@ class Came(NamedTuple):
     at: float
 
 
+class Offer(NamedTuple):
+    """What another rank may join: a run of the first rank, which counts ``ahead`` reads more than that rank."""
+
+    run: int
+    ahead: int
+
+
 class SharedRing:
-    """One rank's view of it.  ``leads``: whether this rank reads.  ``seconds``: how long ranks wait for each other."""
+    """One rank's view of it.  ``leads``: whether this rank reads.  ``seconds``: how long ranks wait for each other.
+
+    Reads are counted by the first rank: those that repeat are at the place in their order that their number has by modulo.
+    """
 
     def __init__(self, descriptor: Descriptor, rank: int, ranks: Sequence[int], seconds: float) -> None:
         """Raises ChunkflowError if it cannot be mapped."""
@@ -70,7 +79,7 @@ class SharedRing:
         self._table = self._words
         self._run = 0  # that this rank reads, or has joined; its last bit says in which of two rings
         self._which = 0, 0  # and its bytes
-        self._reader: weakref.ref[Any] | None = None
+        self._claimed = False
         self._lock = threading.Lock()
 
     @staticmethod
@@ -84,22 +93,22 @@ class SharedRing:
             raise ChunkflowError(f"A ring for all ranks cannot be made: {error.strerror or error}.") from error
         return found
 
-    def claim(self, reader: Any) -> bool:
-        """Whether ``reader`` is the one that uses it: the first that asks, while it lasts."""
-        if self._reader is None or self._reader() is None:
-            self._reader = weakref.ref(reader)
-        return self._reader() is reader
+    def claim(self) -> bool:
+        """Whether the caller may use it until it calls :meth:`release`: nobody else of this process does."""
+        free, self._claimed = not self._claimed, True
+        return free
 
     def release(self) -> None:
-        """Its reader has ended."""
-        self.end()
-        self._reader = self.memory = None
+        """This rank reads nothing into the ring any more, and copies nothing out of it."""
+        self._words[_RUN if self.leads else self._mine] = 0
+        self._claimed = False
 
     # The first rank.
 
-    def begin(self, digest: bytes, nbytes: int, pin: Pin) -> RingMemory | None:
-        """Begin a run in this order; return a ring of ``nbytes`` out of which no rank copies, None if they copy out of both.
+    def begin(self, digest: bytes, number: int, nbytes: int, pin: Pin) -> RingMemory | None:
+        """Begin a run in this order, from read ``number`` on; return a ring of ``nbytes`` out of which no rank copies.
 
+        None if they copy out of both.
         Raises ChunkflowError if there is no memory.
         """
         self.end()
@@ -111,21 +120,21 @@ class SharedRing:
         same = (self._run & 1) not in held
         run = self._run + (2 if same else 1)
         memory = self._mapped(run & 1, nbytes, pin)
-        self._words[_BEGUN] = self._words[_CAME] = 0
+        self._words[_BEGUN] = self._words[_CAME] = number
         self._words[_DIGEST] = _word(digest)
         self._fence()
         self._words[_RUN] = self._run = run
         return memory
 
-    def reached(self, call: Number, read: int, place: int) -> None:
-        """A call begins, from which on ``read`` is the first read, at ``place`` of the order."""
-        entry = [_code(call), self._words[_RUN], read, place]
+    def reached(self, call: Number, read: int) -> None:
+        """A call begins, from which on ``read`` is the first read that repeats."""
+        entry = [_code(call), self._words[_RUN], read]
         at = _CALLS + _CALL * (sum(call) % _KEPT)
         for i, word in enumerate((*entry, sum(entry))):
             self._words[at + i] = word
 
     def room(self, after: int) -> bool:
-        """Whether all ranks that have joined have copied the first ``after`` reads."""
+        """Whether all ranks that have joined have copied the reads before ``after``."""
         run = self._words[_RUN]
         return all(self._words[o] != run or self._words[o + 1] >= after for o in self._others)
 
@@ -143,53 +152,50 @@ class SharedRing:
 
     def end(self) -> None:
         """There are no more reads for the others."""
-        if self.leads:
-            self._words[_RUN] = 0
+        self._words[_RUN] = 0
 
     # The other ranks.
 
-    def ahead(self, digest: bytes, call: Number, read: int, place: int) -> int | None:
-        """How many reads more the first rank counts than this one, which at ``call`` was before ``read``, at ``place`` of
-        the order; None if it was elsewhere then, or reads in another order."""
-        run = self._words[_RUN]
+    def offer(self, digest: bytes, call: Number, read: int, period: int) -> Offer | None:
+        """What to join for a rank that at ``call`` was before ``read``, the first of ``period`` that repeat.
+
+        None if the first rank was elsewhere then, or reads in another order.
+        """
+        run: int = self._words[_RUN]
         at = _CALLS + _CALL * (sum(call) % _KEPT)
         *entry, total = self._words[at : at + _CALL]
-        known = sum(entry) == total and entry[:2] == [_code(call), run] and entry[3] == place
-        if not run or not known or self._words[_DIGEST] != _word(digest):
+        known = sum(entry) == total and entry[:2] == [_code(call), run]
+        if not run or not known or self._words[_DIGEST] != _word(digest) or (entry[2] - read) % period:
             return None
-        return int(entry[2]) - read
+        return Offer(run, entry[2] - read)
 
-    def join(self, least: int, nbytes: int, pin: Pin) -> int | None:
-        """Take part from a read on, ``least`` at least, by the numbers of the first rank; return it.  None if that fails.
+    def join(self, run: int, least: int, nbytes: int, pin: Pin) -> int | None:
+        """Take part in a run from a read on, ``least`` at least; return it.  None if that fails.
 
         Raises ChunkflowError if the ring cannot be mapped.
         """
-        run: int = self._words[_RUN]
-        if not run:
-            return None
         self._mapped(run & 1, nbytes, pin)
         first = max(least, int(self._words[_BEGUN]))
         self._words[self._mine + 1] = first
         self._words[self._mine] = run
         self._fence()
-        if (
-            self._words[_RUN] != run or self._words[_BEGUN] > first
-        ):  # it may not have seen this before it began the read
-            self._words[self._mine] = 0
+        # it may not have seen this before it began the read
+        if self._words[_RUN] != run or self._words[_BEGUN] > first:
+            self.leave()
             return None
         self._run = run
         return first
 
     def next(self, number: int) -> Came | None:
         """A read, if it has come.  Raises EOFError if there are no more reads for this rank."""
-        if self._words[_RUN] != self._run:
-            raise EOFError
-        if self._words[_CAME] <= number:
-            return None
+        has_come = self._words[_CAME] > number
         self._fence()
         at = _PLACE * (number % (len(self._table) // _PLACE))
         begin, ended, took = self._table[at : at + _PLACE]
-        return Came(begin, took / 1e9, ended / 1e9)
+        self._fence()
+        if self._words[_RUN] != self._run:  # asked last: the words may be those of another run by now
+            raise EOFError
+        return Came(begin, took / 1e9, ended / 1e9) if has_come else None
 
     def freed(self, number: int) -> None:
         """This rank has copied all reads before this one."""

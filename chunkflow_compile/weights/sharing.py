@@ -20,16 +20,10 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
-from .checkpoint import FilePart, Mapped
+from .checkpoint import FilePart
 from .drive import Scratch, scratch_folder
 from .limits import check_room
-from .mapping import (
-    Descriptor,
-    map_file,
-    memory_file,
-    prefer_huge_pages,
-    whole_pages,
-)
+from .mapping import map_file, memory_file, prefer_huge_pages, whole_pages
 from .node import Node
 from .source import DriveBytes
 
@@ -74,10 +68,6 @@ class LoadRequest:
         for size in self.shape:
             count *= size
         return count * self.dtype.itemsize
-
-    def lay_in(self, values: torch.Tensor, unread: bool = False) -> Mapped | None:
-        """Its ``values`` in the file that it is a part of; None if it is none.  ``unread``: see :class:`Mapped`."""
-        return None if self.part is None else Mapped(values, self.part, unread)
 
     def manifest(self) -> dict[str, Any]:
         """As JSON holds it."""
@@ -128,25 +118,30 @@ class SharedPages:
             self._share_file(drive)
 
     def _share_memory(self, weights: Sequence[LoadRequest]) -> None:
+        """The leader makes the memory, and the others get it."""
         places = self._places(weights)
-        # each leaves the memory that it has once it is written: one at a time exists twice
-        twice = max(min(w.nbytes, w.frees) for w in weights)
-        memory, descriptor = self._mapped(places[-1], sum(w.takes for w in weights) + twice)
-        storage = memory.untyped_storage()
+        if self._node.leads:
+            # each leaves the memory that it has once it is written: one at a time exists twice
+            check_room(sum(w.takes for w in weights) + max(min(w.nbytes, w.frees) for w in weights))
+        descriptor = self._node.share(memory_file("chunkflow-weights", places[-1]) if self._node.leads else None)
+        pages = map_file(descriptor, places[-1], mmap.MAP_SHARED)
+        if pages is None:
+            cause = os.strerror(ctypes.get_errno())
+            raise ChunkflowError(f"{places[-1]} bytes of shared memory cannot be mapped: {cause}.")
+        prefer_huge_pages(pages)
+        storage = pages.untyped_storage()
         for weight, begin in zip(weights, places, strict=False):
             # each has a storage of its own: one of all weights would be pickled with each of them
             part = torch.empty(0, dtype=torch.uint8).set_(storage[begin : begin + weight.nbytes])
-            host = weight.view(part)
-            self._pages[weight.name] = SharedMemory(descriptor, begin, host)
+            self._pages[weight.name] = SharedMemory(descriptor, begin, weight.view(part))
 
     def _share_file(self, weights: Sequence[LoadRequest]) -> None:
         """The leader makes the scratch file, and the others get it."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
-        folder = scratch_folder()
-        made = Scratch.made(folder, places[-1]) if self._node.leads else None
+        made = Scratch.made(scratch_folder(), places[-1]) if self._node.leads else None
         # each rank has an opening of its own: the kernel reads ahead for each, and they read at different places
-        file = self._node.share(None if made is None else made.file.descriptor, folder)
+        file = self._node.share(None if made is None else made.file.descriptor)
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if made is None else made.where)
 
     @staticmethod
@@ -156,19 +151,6 @@ class SharedPages:
         for weight in weights:
             places.append(places[-1] + whole_pages(weight.nbytes))
         return places
-
-    def _mapped(self, total: int, takes: int) -> tuple[torch.Tensor, Descriptor]:
-        """The shared memory, uint8, and its file: the leader makes it, the others get it.
-
-        ``takes``: the most bytes that it takes beyond the memory that the weights have now."""
-        if self._node.leads:
-            check_room(takes)
-        descriptor = self._node.share(memory_file("chunkflow-weights", total) if self._node.leads else None)
-        pages = map_file(descriptor, total, mmap.MAP_SHARED)
-        if pages is None:
-            raise ChunkflowError(f"{total} bytes of shared memory cannot be mapped: {os.strerror(ctypes.get_errno())}.")
-        prefer_huge_pages(pages)
-        return pages, descriptor
 
     def _assign(self, weights: Sequence[LoadRequest], sources: dict[str, list[Any]]) -> None:
         """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.

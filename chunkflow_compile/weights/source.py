@@ -6,6 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -114,48 +115,48 @@ class WeightFile:
         return self.name[:1].upper() + self.name[1:]
 
 
+@dataclass(frozen=True)
 class DriveBytes:
-    """Bytes of a file as a source of copies, as a flat uint8 tensor is one."""
+    """``nbytes`` from ``offset`` of a file as a source of copies, as a flat uint8 tensor is one."""
 
-    def __init__(self, file: WeightFile, offset: int, nbytes: int) -> None:
-        self.file = file
-        self._offset = offset
-        self._nbytes = nbytes
+    file: WeightFile
+    offset: int
+    nbytes: int
 
     def numel(self) -> int:
-        return self._nbytes
+        return self.nbytes
 
     def is_pinned(self) -> bool:
         return False
 
     def __getitem__(self, part: slice) -> DriveBytes:
-        begin, end, _ = part.indices(self._nbytes)
-        return DriveBytes(self.file, self._offset + begin, max(0, end - begin))
+        begin, end, _ = part.indices(self.nbytes)
+        return DriveBytes(self.file, self.offset + begin, max(0, end - begin))
 
     def read(self, target: torch.Tensor) -> None:
         """Read them into host bytes (uint8, equal sizes).  Raises as :meth:`WeightFile.read`."""
-        self.file.read(target, self._offset)
+        self.file.read(target, self.offset)
 
     def read_beside(self, memory: torch.Tensor) -> torch.Tensor:
         """Read them beside the page cache, see :meth:`WeightFile.read_beside`."""
-        return self.file.read_beside(memory, self._offset, self._nbytes)
+        return self.file.read_beside(memory, self.offset, self.nbytes)
 
     @property
     def identity(self) -> tuple[int, ...]:
         """Device and inode of the file, offset and bytes: equal on two ranks only if the bytes are the same."""
         status = os.fstat(self.file.descriptor.number)
-        return status.st_dev, status.st_ino, self._offset, self._nbytes
+        return status.st_dev, status.st_ino, self.offset, self.nbytes
 
     def mapped(self) -> torch.Tensor:
         """A mapping of them, uint8, whose writes the file does not see.  Raises ChunkflowError if the kernel refuses."""
-        found = map_file(self.file.descriptor, self._nbytes, mmap.MAP_PRIVATE, self._offset)
+        found = map_file(self.file.descriptor, self.nbytes, mmap.MAP_PRIVATE, self.offset)
         if found is None:
             raise ChunkflowError(f"A weight in {self.file.name} cannot be mapped: {os.strerror(ctypes.get_errno())}.")
         return found
 
     def read_all(self) -> torch.Tensor:
         """Read them into new host memory."""
-        made = torch.empty(self._nbytes, dtype=torch.uint8)
+        made = torch.empty(self.nbytes, dtype=torch.uint8)
         self.read(made)
         return made
 

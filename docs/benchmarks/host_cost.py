@@ -103,7 +103,8 @@ def _issue(program: Program) -> list[float]:
     device: Any = CudaDevice(IdleGpu())
     arena = Arena(make=lambda *_: device)
     tenant = Tenant(replace(program.plan, arena_bytes=1))
-    slots = dict.fromkeys([w.name for w in program.plan.streamed], arena.join(tenant))
+    arena.join(tenant)
+    slots = dict.fromkeys([w.name for w in program.plan.streamed], arena.reserve(1))
     regions: dict[str, Callable[..., Sequence[Any]]] = {
         name: partial(_nothing, len(region.outputs)) for name, region in program.regions.items()
     }

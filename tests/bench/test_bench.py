@@ -205,7 +205,7 @@ def test_a_paced_region_has_its_duration(one_rank: None, no_grad: None) -> None:
     assert regions > 3
     slow, delays = session.code.regions, iter([0.015] + [0.0] * 10 * regions)
     late = {name: lambda *args, r=region: (clock.sleep(next(delays)), r(*args))[1] for name, region in slow.items()}
-    session.choice.code = paced(replace(session.code, regions=late), [0.005] * regions, 2, clock.host)
+    session.current.code = paced(replace(session.code, regions=late), [0.005] * regions, 2, clock.host)
     for _ in range(3):
         x = torch.randn(16, 64)
         assert torch.equal(run(x), twin(x))

@@ -38,16 +38,7 @@ def test_what_an_eager_call_takes() -> None:
     assert cost.traffic >= 2 * (weight + inputs + output) + 3 * output
 
 
-def _encoder() -> nn.Module:
-    from transformers import UMT5Config, UMT5EncoderModel
-
-    return UMT5EncoderModel(UMT5Config(vocab_size=64, d_model=64, d_kv=16, d_ff=256, num_heads=4, num_layers=2))
-
-
-def _vae() -> nn.Module:
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(base_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1)
+ENCODER = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_heads": 4, "num_layers": 2}
 
 
 def _small() -> Published:
@@ -65,8 +56,9 @@ def _small() -> Published:
     return Published(
         transformer=preset,
         experts=2,
-        encoders=(Encoder(name="text_encoder", build=_encoder, tokens=8, calls=2),),
-        vae=_vae,
+        encoders=(Encoder(name="text_encoder", class_name="UMT5EncoderModel", config=ENCODER, tokens=8, calls=2),),
+        vae="AutoencoderKLWan",
+        vae_config={"base_dim": 16, "dim_mult": [1, 1, 1, 1], "num_res_blocks": 1},
         channels=16,
         scale=8,
         steps=5,

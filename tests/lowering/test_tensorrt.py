@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import HERE, OPTIONS
+from small_pipelines import SMALL_PIPELINES
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, apply, explain, offload, programs, remove
 from chunkflow_compile.lowering.tensorrt import SETTINGS, why_not_tensorrt
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES
 
 # Release -> names of the arguments of torch_tensorrt.dynamo.compile, read from its wheel.
 PUBLISHED: Mapping[str, list[str]] = json.loads((HERE / "lowering" / "torch_tensorrt_compile.json").read_text())

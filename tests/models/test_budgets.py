@@ -11,66 +11,44 @@ from typing import Any
 
 import pytest
 import torch
-from test_pipelines import EAGER, FLUX, WAN, Counting, models, same_weights
+from pipelines import EAGER, FLUX, WAN, Allocator, Applied, expected, models, plain, same_weights
+from small_pipelines import small_pipeline
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, apply, explain, programs, remove
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.small_pipelines import small_pipeline
-from chunkflow_compile.pipeline.budget import Budget, budget_of
-
-pytest.importorskip("transformers")
-pytestmark = pytest.mark.usefixtures("quiet")
+from chunkflow_compile.pipeline.budget import budget_of
 
 
-class Uneven(Counting):
-    """As ``Counting``, by component: the others take 1000 bytes."""
-
-    def __init__(self, budget: Budget, **sizes: int) -> None:
-        super().__init__()
-        self.budget, self.sizes = budget, sizes
-
-    def peak(self) -> int:
-        self.activations = self.sizes.get(self.budget._last[-1].name, 1000)
-        return super().peak() + sum(p.kept for p in self.budget.phases)
-
-
-def test_a_result_is_returned_though_it_took_too_much(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_result_is_returned_though_it_took_too_much(applied: Applied, caplog: pytest.LogCaptureFixture) -> None:
     """The decoder's call succeeded: the video is there.  That it took too much is said once, and once more if it grows."""
-    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
-    apply(pipe, memory="1MiB", **EAGER)
-    budget = budget_of(pipe)
-    assert budget is not None
-    allocator = budget._allocator = Uneven(budget)
-    want = WAN.generate(twin)
-    assert torch.equal(WAN.generate(pipe), want)
+    pipe, budget = applied()
+    allocator = Allocator(budget)
+    assert torch.equal(WAN.generate(pipe), expected("wan"))
     goal = budget.phase_of(pipe.vae).goal
     for activations, told in ((2 << 20, 1), (2 << 20, 1), (3 << 20, 2), (1000, 2)):
         allocator.sizes = {"vae": activations}
-        assert torch.equal(WAN.generate(pipe), want)
+        assert torch.equal(WAN.generate(pipe), expected("wan"))
         said = "A call of vae took more than the budget: memory=1048576 bytes is too little for vae (AutoencoderKLWan): its"
         assert caplog.text.count(said) == told
         assert budget.phase_of(pipe.vae).goal == goal, "a smaller call may fit"
     small = {"height": 16, "width": 16}
-    assert torch.equal(WAN.generate(pipe, **small), WAN.generate(twin, **small))
-    remove(pipe)
+    assert torch.equal(WAN.generate(pipe, **small), expected("wan", **small))
 
 
 @pytest.mark.long
-def test_the_advice_can_be_followed(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_advice_can_be_followed(quiet: None, caplog: pytest.LogCaptureFixture) -> None:
     """Each component has too little at most once, and then there is enough memory for it."""
     memory, short = 1024, list[str]()
     for _ in range(6):
-        pipe, twin = small_pipeline("flux"), small_pipeline("flux")
+        pipe = small_pipeline("flux")
         caplog.clear()
         try:
             apply(pipe, memory=memory, **EAGER)
-            budget = budget_of(pipe)
-            assert budget is not None
-            budget._allocator = Uneven(budget, transformer=100_000, text_encoder=300_000)
+            Allocator(budget_of(pipe), transformer=100_000, text_encoder=300_000)
             for seed in range(2):
-                got, want = (FLUX.generate(p, seed, num_inference_steps=2) for p in (pipe, twin))
-                assert torch.equal(got, want)
+                got = FLUX.generate(pipe, seed, num_inference_steps=2)
+                assert torch.equal(got, expected("flux", seed, num_inference_steps=2))
             said = next((r.getMessage() for r in caplog.records if "took more than the budget" in r.getMessage()), None)
         except ChunkflowError as error:
             said = str(error)
@@ -82,18 +60,13 @@ def test_the_advice_can_be_followed(caplog: pytest.LogCaptureFixture) -> None:
         memory = int(advised)
         remove(pipe)
     assert len(short[1:]) == len(set(short[1:])) >= 1, short
-    assert budget.total == memory
-    remove(pipe)
+    assert budget_of(pipe).total == memory
 
 
-def test_a_goal_that_falls_is_planned_at_once() -> None:
+def test_a_goal_that_falls_is_planned_at_once(applied: Applied) -> None:
     """However little it falls: the plans would take more than is left.  A goal that rises as little is left alone."""
-    pipe = small_pipeline("wan")
-    apply(pipe, memory="1MiB", **EAGER)
-    budget = budget_of(pipe)
-    assert budget is not None
-    allocator = budget._allocator = Uneven(budget)
-    phase = budget.phase_of(pipe.transformer)
+    pipe, budget = applied()
+    allocator, phase = Allocator(budget), budget.phase_of(pipe.transformer)
     little = budget.total // 200
     for activations in (1000, 1000, 1000 + little):
         allocator.sizes = {"transformer": activations}
@@ -104,16 +77,12 @@ def test_a_goal_that_falls_is_planned_at_once() -> None:
     budget.total += little
     WAN.generate(pipe)
     assert phase.goal == goal
-    remove(pipe)
 
 
-def test_other_phases_give_way_to_an_arena_that_grows() -> None:
+def test_other_phases_give_way_to_an_arena_that_grows(applied: Applied) -> None:
     """A cycle fetches a weight for each call that reads it: its arena may be larger than the weights of the phase."""
-    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
-    apply(pipe, memory="4MiB", **{**EAGER, "disable": ["cycle"]})
-    budget = budget_of(pipe)
-    assert budget is not None
-    budget._allocator = Uneven(budget)
+    pipe, budget = applied(memory="4MiB", disable=["cycle"])
+    Allocator(budget)
     for _ in range(2):
         WAN.generate(pipe)
     phase = budget.phase_of(pipe.transformer)
@@ -135,18 +104,16 @@ def test_other_phases_give_way_to_an_arena_that_grows() -> None:
 
     handle = pipe.transformer.proj_out.register_forward_pre_hook(grow)
     beside = phase.activations
-    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))
+    assert torch.equal(WAN.generate(pipe), expected("wan"))
     handle.remove()
     assert size < max(seen) <= budget.usable
     assert phase.activations == beside, "weights that gave way are no activations"
-    remove(pipe)
 
 
-def test_host_memory_after_a_component_was_replaced() -> None:
+def test_host_memory_after_a_component_was_replaced(quiet: None) -> None:
     """It is for all components: the new one gets what those that stay do not take."""
     pipe = small_pipeline("wan")
-    weights = {n: sum(p.nbytes for p in m.parameters()) for n, m in models(pipe).items()}
-    bound = sum(weights.values()) // 2
+    bound = sum(p.nbytes for m in models(pipe).values() for p in m.parameters()) // 2
     apply(pipe, memory="1MiB", host_memory=bound, **EAGER)
 
     def held() -> int:
@@ -156,78 +123,60 @@ def test_host_memory_after_a_component_was_replaced() -> None:
     pipe.transformer = small_pipeline("wan", seed=1).transformer
     apply(pipe)
     assert placement_of(pipe.transformer).store.held_bytes > 0 and held() <= bound
-    remove(pipe)
 
 
 @pytest.mark.long
-def test_figures_are_those_of_the_newest_call() -> None:
+def test_figures_are_those_of_the_newest_call(applied: Applied) -> None:
     """Programs for other sizes do not count; and the time is that of the programs, not until the host returns."""
-    pipe = small_pipeline("flux")
-    apply(pipe, memory="3MiB", **{**EAGER, "disable": ["cycle"]})
-    seen = {}
+    pipe, budget = applied("flux", "3MiB", disable=["cycle"])
+    seen: dict[int, list[float]] = {}
     for size in (32, 64, 32):
         FLUX.generate(pipe, height=size, width=size, num_inference_steps=2)
-        (figures,) = [p for p in budget_of(pipe).figures().phases if p.name == "transformer"]
+        (figures,) = [p for p in budget.figures().phases if p.name == "transformer"]
         seen.setdefault(size, []).append(figures.predicted_s)
-        assert figures.measured_s == pytest.approx(newest_s(pipe.transformer), rel=0.9)
+        newest = {  # the newest step of each block, those for one size
+            frozenset(map(id, program.buffers.values())): program.measurements[-1].step_s
+            for program in programs(pipe.transformer)
+            if program.measurements
+        }
+        assert figures.measured_s == pytest.approx(sum(newest.values()), rel=0.9)
     first, last = seen[32]
     assert last <= 1.01 * first, "plans may be other ones, and are no slower"
     assert len(programs(pipe.transformer)) > 5
-    remove(pipe)
 
 
-def newest_s(model: Any) -> float:
-    """Seconds of the newest step of each block, those for one size."""
-    steps = {}
-    for program in programs(model):
-        if program.measurements:
-            steps[frozenset(id(buffer) for buffer in program.buffers.values())] = program.measurements[-1].step_s
-    return sum(steps.values())
-
-
-def test_restore_of_a_component_is_refused() -> None:
+def test_restore_of_a_component_is_refused(applied: Applied) -> None:
     """Its weights would be on the device beside the budget."""
-    pipe, twin = small_pipeline("wan"), small_pipeline("wan")
-    apply(pipe, memory="1MiB", **EAGER)
+    pipe, _ = applied()
     for model in (pipe.vae, pipe.vae.decoder):
         with pytest.raises(
             ChunkflowError, match=r"is pipe\.vae of an applied pipeline, .*: call chunkflow_compile\.remove\(pipe\)"
         ):
             chunkflow_compile.restore(model)
-    assert torch.equal(WAN.generate(pipe), WAN.generate(twin))
+    assert torch.equal(WAN.generate(pipe), expected("wan"))
     other = copy.deepcopy(pipe.vae)
     chunkflow_compile.restore(other)
     remove(pipe)
     chunkflow_compile.restore(pipe.vae)
-    assert same_weights(pipe, twin)
+    with pytest.raises(
+        ChunkflowError, match=r"WanPipeline is not applied: call chunkflow_compile\.apply\(pipe\) first"
+    ):
+        explain(pipe)
 
 
-def test_explain_of_a_pipeline_that_is_not_applied() -> None:
-    pipe = small_pipeline("wan")
-    for _ in range(2):
-        with pytest.raises(
-            ChunkflowError, match=r"WanPipeline is not applied: call chunkflow_compile\.apply\(pipe\) first"
-        ):
-            explain(pipe)
-        apply(pipe, memory="1MiB", **EAGER)
-        remove(pipe)
-
-
-def test_components_called_with_gradients_enabled(caplog: pytest.LogCaptureFixture) -> None:
+def test_components_called_with_gradients_enabled(applied: Applied, caplog: pytest.LogCaptureFixture) -> None:
     """As in the plain pipeline; they run without, which is said once."""
-    pipe, twin = small_pipeline("flux"), small_pipeline("flux")
-    apply(pipe, memory="2MiB", **EAGER)
-    want = twin.encode_prompt("a cat", None, max_sequence_length=32)
+    pipe, _ = applied("flux", "2MiB")
+    want = plain("flux").encode_prompt("a cat", None, max_sequence_length=32)
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
             got = pipe.encode_prompt("a cat", None, max_sequence_length=32)
     for a, b in zip(got[:2], want[:2], strict=True):
         assert torch.allclose(a, b, atol=1e-6) and not a.requires_grad
     assert caplog.text.count("runs without gradients") == 1 and torch.is_grad_enabled()
-    remove(pipe)
 
 
-def test_a_component_that_is_kept_does_not_keep_the_others() -> None:
+def test_a_component_that_is_kept_does_not_keep_the_others(quiet: None) -> None:
     pipe, twin = small_pipeline("wan"), small_pipeline("wan")
     apply(pipe, memory="1MiB", **EAGER)
     WAN.generate(pipe)
@@ -238,6 +187,6 @@ def test_a_component_that_is_kept_does_not_keep_the_others() -> None:
     latents = torch.randn(1, 16, 2, 4, 4)
     with torch.no_grad():
         assert torch.equal(vae.decode(latents)[0], twin.vae.decode(latents)[0])
-    want, twin.vae = WAN.generate(twin), vae
+    twin.vae = vae
     remove(twin)
-    assert torch.equal(WAN.generate(twin), want) and same_weights(twin, small_pipeline("wan"))
+    assert torch.equal(WAN.generate(twin), expected("wan")) and same_weights(twin, plain("wan"))

@@ -26,10 +26,7 @@ MIN_BYTES = OPTIONS["min_bytes"]
 EAGER = {**OPTIONS, "lowering": "eager"}
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def pair(layers: int, seed: int = 0) -> tuple[Stack, Stack]:
@@ -101,7 +98,7 @@ def test_a_cycle_that_does_not_fit(caplog: pytest.LogCaptureFixture) -> None:
             for model, twin in pairs:
                 x = torch.randn(4, 8)
                 assert torch.equal(model(x), twin(x))
-            arena.cycles.settle()
+            arena.cycles.wait_planned()
     assert cycles(pairs[0][0]) == ()
     (said,) = [r.message for r in caplog.records if "2 calls repeat" in r.message]
     assert "each runs under its own plan" in said and "Give memory=" in said
@@ -131,7 +128,7 @@ def test_memory_counts_what_a_program_does_not_read() -> None:
     for _ in range(6):
         x = torch.randn(4, 8)
         assert torch.equal(model(x), twin(x))
-        programs(model)[0].arena.cycles.settle()
+        programs(model)[0].arena.cycles.wait_planned()
     (route,) = cycles(model)
     assert route.arena.nbytes + kept <= least
 
@@ -209,14 +206,14 @@ def test_a_text_encoder_a_transformer_and_a_decoder() -> None:
     model, twin = Pipeline(arena), Pipeline(None)
     for seed in range(6):
         assert torch.equal(model(seed, 1), twin(seed, 1))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
     route = cycles(model.transformer)[0]
     newest = [p.measurements[-1] for m in model.models for p in programs(m)]
     assert len(route.cycle.calls) >= 3 and sum(m.primed_bytes for m in newest) == 0
     assert sum(m.moved_bytes for m in newest) == route.cycle.plan.moved_bytes > 0
     for seed in range(4):  # a step is now followed by another, which the cycle does not expect
         assert torch.equal(model(seed, 3), twin(seed, 3))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
 
 
 def test_a_pipeline_whose_transformer_runs_block_by_block() -> None:
@@ -225,7 +222,7 @@ def test_a_pipeline_whose_transformer_runs_block_by_block() -> None:
     model, twin = Pipeline(arena, by_blocks=True), Pipeline(None)
     for seed in range(6):
         assert torch.equal(model(seed, 4), twin(seed, 4))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
     lengths = {len(route.cycle.calls) for route in cycles(model.transformer)}
     assert SIZE.layers in lengths or max(lengths) > SIZE.layers, lengths
     cold = [sum(p.measurements[-i].primed_bytes > 0 for p in programs(model.transformer)) for i in (1, 2)]

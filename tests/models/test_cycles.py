@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.measurement import MEASURED_FILE, Measured
-from chunkflow_compile.runtime.route import Route
 
 SIZE = Size(layers=4, singles=2)
 MIN_BYTES = OPTIONS["min_bytes"]
@@ -30,10 +30,7 @@ EAGER = {**OPTIONS, "lowering": "eager"}
 LONG = [pytest.param(*case, marks=pytest.mark.long) for case in (("wan", False), ("flux", True))]
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def arena_of(*models: nn.Module) -> Arena:
@@ -43,7 +40,7 @@ def arena_of(*models: nn.Module) -> Arena:
 
 def learn(*models: nn.Module) -> None:
     """Wait for a cycle that is being planned."""
-    arena_of(*models).cycles.settle()
+    arena_of(*models).cycles.wait_planned()
 
 
 def primed(model: nn.Module) -> int:
@@ -51,7 +48,7 @@ def primed(model: nn.Module) -> int:
     return sum(p.measurements[-1].primed_bytes for p in programs(model))
 
 
-def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
+def settled(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
     """Runs steps until a cycle runs, and checks that it runs warm."""
     for i in range(2):
         step(i)
@@ -152,7 +149,7 @@ def test_models_in_one_arena_run_as_a_cycle() -> None:
         for run, twin in zip(runs, twins, strict=True):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
     route = cycles(models[0])[0]
     assert len(route.cycle.calls) == 3 and all(primed(m) == 0 for m in models)
     restore(models[1])
@@ -227,7 +224,7 @@ def test_a_model_that_is_dropped_in_the_middle_of_a_cycle() -> None:
         for run, twin in zip(runs, twins, strict=True):
             x = torch.randn(4, 8)
             assert torch.equal(run(x), twin(x))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
     assert cycles(models[0])
     del runs[1], models[1], run, model
     torch._dynamo.reset()
@@ -306,7 +303,7 @@ def test_two_threads_on_one_arena() -> None:
         for _ in range(3):
             x = torch.randn(4, 32)
             assert torch.equal(model(x, [0, 1, 2]), twin(x, [0, 1, 2]))
-            arena.cycles.settle()
+            arena.cycles.wait_planned()
         pairs.append((model, twin))
     wrong: list[str] = []
 

@@ -1,4 +1,5 @@
-"""Groups of ranks beside each other, on four gloo ranks: CFG parallel x Ulysses, and groups that have nothing in common."""
+"""Groups of ranks beside each other, on four gloo ranks: CFG parallel x Ulysses, and groups that have nothing in common; and
+what two ranks cannot split evenly."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
+from helpers import graphs
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -156,17 +158,27 @@ def joined_outside(rank: int) -> None:
         guided(name, SIZES[name], init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "cfg")), inside=False)
 
 
-@pytest.mark.long
-def test_groups_that_are_not_consecutive(on_ranks: Callable[..., None]) -> None:
-    on_ranks(joined_outside, world=4)
-
-
 def with_its_sum(ctx: Any, q: Any, k: Any, v: Any, *others: Any, **_: Any) -> Any:
     """An attention for a CPU that returns its log-sum-exp, which a ring needs; those of diffusers are for GPUs."""
     heads_first = (x.permute(0, 2, 1, 3) for x in (q, k, v))
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads_first)
     out, lse = out.permute(0, 2, 1, 3), lse.permute(0, 2, 1)
     return (out, lse) if others[5] else out  # return_lse
+
+
+def streams(model: nn.Module, twin: nn.Module, alone: nn.Module | None = None, share: Any = True) -> Any:
+    """Check steps of a model that is offloaded and compiled, and the bytes that they move; returns its program."""
+    offload(model, min_bytes=LEAST, share=share)
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for step in range(STEPS):
+        inputs = small_inputs("wan", SIZES["wan"], step)
+        got = run(**inputs)[0]
+        assert torch.equal(got, twin(**inputs)[0])
+        if alone is not None:
+            torch.testing.assert_close(got, alone(**inputs)[0], atol=2e-5, rtol=1e-4)
+    (program,) = programs(model)
+    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
+    return program
 
 
 def ring(rank: int) -> None:
@@ -179,50 +191,71 @@ def ring(rank: int) -> None:
             if hasattr(getattr(module, "processor", None), "_attention_backend"):
                 module.processor._attention_backend = "_native_flash"
         enable_ulysses(m, group=mesh)
-    offload(model, min_bytes=LEAST, share=True)
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_dispatch, "_native_flash_attention_forward_op", with_its_sum)
-        for step in range(STEPS):
-            inputs = small_inputs("wan", SIZES["wan"], step)
-            got = run(**inputs)[0]
-            assert torch.equal(got, twin(**inputs)[0])
-            torch.testing.assert_close(got, alone(**inputs)[0], atol=2e-5, rtol=1e-4)
-    (program,) = programs(model)
+        program = streams(model, twin, alone)
     assert {c.kind for c in program.program.problem.collectives} == {"all-to-all", "all-gather"}
-    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
-
-
-@pytest.mark.long
-def test_ring_and_ulysses(on_ranks: Callable[..., None]) -> None:
-    on_ranks(ring, world=4)
 
 
 def with_tensor_parallelism(rank: int) -> None:
     """Ulysses groups of ranks with the same shards, which they share."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ulysses", "tensor"))
     model, twin = small_model("wan", SIZES["wan"]), small_model("wan", SIZES["wan"])
+    plan = {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
     for m in (model, twin):
         for block in m.blocks:  # type: ignore[union-attr]
-            parallelize_module(
-                block,  # type: ignore[arg-type]
-                mesh["tensor"],
-                {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()},
-            )
+            parallelize_module(block, mesh["tensor"], plan)  # type: ignore[arg-type]
         enable_ulysses(m, group=mesh["ulysses"])
-    offload(model, min_bytes=LEAST, share=mesh["ulysses"].get_group())
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    for step in range(STEPS):
-        inputs = small_inputs("wan", SIZES["wan"], step)
-        assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
-    (program,) = programs(model)
-    assert [m.moved_bytes for m in program.measurements] == [program.plan.moved_bytes] * STEPS > [0] * STEPS
-    assert {n.target for n in program.program.module.graph.nodes if "all_reduce" in str(n.target)}
-    groups = group_names(program.program.module.graph)
-    assert groups == {mesh[name].get_group().group_name for name in ("ulysses", "tensor")}
+    program = streams(model, twin, share=mesh["ulysses"].get_group()).program
+    assert {n.target for n in program.module.graph.nodes if "all_reduce" in str(n.target)}
+    assert group_names(program.module.graph) == {mesh[n].get_group().group_name for n in ("ulysses", "tensor")}
 
 
 @pytest.mark.long
-@pytest.mark.skipif(not stream_inside(), reason="needs torch 2.13")
-def test_tensor_parallel_and_ulysses(on_ranks: Callable[..., None]) -> None:
-    on_ranks(with_tensor_parallelism, world=4)
+@pytest.mark.parametrize("work", [joined_outside, ring, with_tensor_parallelism])
+def test_other_groups(work: Callable[[int], None], on_ranks: Callable[..., None]) -> None:
+    if work is with_tensor_parallelism and not stream_inside():
+        pytest.skip("needs torch 2.13")
+    on_ranks(work, world=4)
+
+
+def uneven_on_a_rank(rank: int, ways: list[tuple[str, str]]) -> None:
+    """An error with both numbers, eagerly and from under Dynamo."""
+    size = Size(layers=1, singles=1, frames=1, height=6, width=10)  # 15 tokens of an image
+    for given, how in ways:
+        torch._dynamo.reset()  # the first graph of each model is the first of its code
+        model, twin = small_model(given, size), small_model(given, size)
+        uneven = replace(size, text=5) if given == "flux" else size
+        for m in (model, twin):
+            enable_ulysses(m, 2)
+        tokens, near = (5, "4 or 6") if given == "flux" else (15, "14 or 16")
+        run: Any = model
+        if how != "eager":
+            options, dynamic = {**SLOW, "lowering": "eager"}, True if how == "symbolic" else None
+            whole = how != "in parts"
+            run = torch.compile(model, backend="chunkflow", fullgraph=whole, dynamic=dynamic, options=options)
+        even, before = replace(size, height=8, text=8), graphs()
+        with torch.no_grad():
+            for step in range(4):
+                if step == 3:
+                    made = (graphs() - before, len(programs(model)))
+                    assert how == "eager" or made == (1, 1), "the check costs no graph"
+                    with pytest.raises(ChunkflowError, match=rf"2 equal parts, and {tokens} tokens .*there are {near}"):
+                        run(**small_inputs(given, uneven, 0))
+                inputs = small_inputs(given, even, step)
+                torch.testing.assert_close(run(**inputs)[0], twin(**inputs)[0], atol=0, rtol=0)
+    with pytest.raises(
+        ChunkflowError, match=r"the 3 heads of blocks\.0\.attn1 .* cannot be split so: .* degree of 1, 3"
+    ):
+        enable_ulysses(small_model("wan", Size(layers=1, heads=3)), 2)
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [
+        [("wan", "eager"), ("wan", "whole")],
+        pytest.param([("flux", "in parts"), ("flux", "symbolic")], marks=pytest.mark.long),
+    ],
+)
+def test_what_the_degree_does_not_divide(on_ranks: Callable[..., None], ways: list[tuple[str, str]]) -> None:
+    on_ranks(uneven_on_a_rank, ways)

@@ -1,8 +1,9 @@
-"""Guards that others imply are left out of the calls of blocks, and blocks that differ are still told apart."""
+"""Guards of blocks that are compiled once for each kind: those that others imply are left out, and blocks that differ are
+still told apart."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import chunkflow_compile
 from chunkflow_compile import programs
 from chunkflow_compile.frontend import compile as compiling
 from chunkflow_compile.frontend import guard_filter as guards
+from chunkflow_compile.frontend.block_kinds import kinds_of, repeated_blocks
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.host_weight import HostWeight
 
@@ -24,26 +26,62 @@ EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager"}
 pytestmark = pytest.mark.usefixtures("no_grad")
 
 
-def check(model: nn.Module, twin: nn.Module, steps: int = 2) -> None:
-    for step in range(steps):
-        inputs = small_inputs("wan", SIZE, step)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-        programs(model)[0].arena.cycles.settle()
+def doubled(module: nn.Module, inputs: Any, output: Any) -> Any:
+    return 2 * output
 
 
-def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The inside of offloaded weights, and dicts of hooks that say nothing new; weights and forward hooks stay guarded."""
-    kept, left_out = list[Any](), list[Any]()
+def hooked(m: Any) -> Callable[[], None]:
+    """A block, a module in one, and another part; returns what removes the hooks again."""
+    found = [part.register_forward_hook(doubled) for part in (m.blocks[1], m.blocks[1].attn1, m.proj_out)]
+    return lambda: [handle.remove() for handle in found] and None
 
-    def seen(found: Any) -> list[bool]:
+
+class Pair:
+    """A model that is compiled by kind and called; its twin; the guards of its compilations."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(compiling, "needed", self.needed)
+        self.model, self.twin = (small_model("wan", SIZE) for _ in range(2))
+        self.kept, self.left_out = list[Any](), list[Any]()
+        chunkflow_compile.compile(self.model, **EAGER)
+        self.check()
+
+    @property
+    def both(self) -> tuple[Any, Any]:
+        return self.model, self.twin
+
+    def needed(self, found: Any) -> list[bool]:
         needed = guards.needed(found)
         for guard, keep in zip(found, needed, strict=True):
-            (kept if keep else left_out).append(guard)
+            (self.kept if keep else self.left_out).append(guard)
         return needed
 
-    monkeypatch.setattr(compiling, "needed", seen)
-    model = chunkflow_compile.compile(small_model("wan", SIZE), **EAGER)
-    check(model, small_model("wan", SIZE))
+    def check(self, steps: int = 2) -> torch.Tensor:
+        """Check some steps, and return what the first gives."""
+        outputs = []
+        for step in range(steps):
+            inputs = small_inputs("wan", SIZE, step)
+            outputs.append(self.twin(**inputs)[0])
+            assert torch.equal(self.model(**inputs)[0], outputs[-1])
+            programs(self.model)[0].arena.cycles.wait_planned()
+        return outputs[0]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_dynamo() -> None:
+    """In the place of that of each test: what is compiled stays for the next one."""
+    torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
+        yield Pair(patch)
+
+
+def test_what_is_left_out(pair: Pair) -> None:
+    """The inside of offloaded weights, and dicts of hooks that say nothing new; weights and forward hooks stay guarded."""
+    kept, left_out = pair.kept, pair.left_out
     inside = [g for g in left_out if g.name.endswith((".host", ".__tensor_flatten__()[0]"))]
     of_classes = [g for g in left_out if g.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH"]
     hooks = [g for g in left_out if g.guard_type == "EMPTY_NN_MODULE_HOOKS_DICT"]
@@ -60,46 +98,98 @@ def test_what_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     assert bare <= {g.name for g in kept}
 
 
-def wider(m: Any) -> None:
+def changed(owner: Callable[[Any], Any], name: str, value: Callable[[Any], Any]) -> Callable[[Any], Callable[[], None]]:
+    """Sets an attribute of a module; undone by setting it as it was."""
+
+    def change(m: Any) -> Callable[[], None]:
+        module = owner(m)
+        before = getattr(module, name)
+        setattr(module, name, value(before))
+        return lambda: setattr(module, name, before)
+
+    return change
+
+
+def wider(feedforward: Any) -> Any:
     torch.manual_seed(1)
-    first, last = m.blocks[1].ffn.net[0].proj, m.blocks[1].ffn.net[2]
-    width = first.out_features * 2
-    m.blocks[1].ffn.net[0].proj = nn.Linear(first.in_features, width)
-    m.blocks[1].ffn.net[2] = nn.Linear(width, last.out_features)
+    first, last = feedforward.net[0].proj, feedforward.net[2]
+    made = type(feedforward)(first.in_features, inner_dim=2 * first.out_features, activation_fn="gelu-approximate")
+    assert made.net[2].out_features == last.out_features
+    return made.eval()
 
 
-def without_bias(m: Any) -> None:
-    m.blocks[1].attn1.to_q.bias = None
+def doubled_attention(before: Any) -> Any:
+    class Doubled(type(before)):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return 2 * super().__call__(*args, **kwargs)
+
+    return Doubled()
 
 
 def scaled(module: nn.Module, args: Any, kwargs: Any) -> Any:
     return tuple(2 * a for a in args), {name: 2 * value for name, value in kwargs.items()}
 
 
-def with_kwargs(m: Any) -> None:
-    m.blocks[1].attn1.to_q.register_forward_pre_hook(scaled, with_kwargs=True)
+def with_kwargs(m: Any) -> Callable[[], None]:
+    return m.blocks[1].attn1.to_q.register_forward_pre_hook(scaled, with_kwargs=True).remove
 
 
-def after_with_kwargs(m: Any) -> None:
+def after_with_kwargs(m: Any) -> Callable[[], None]:
     hook: Callable[..., Any] = lambda module, args, kwargs, output: 2 * output  # noqa: E731
-    m.blocks[1].attn1.norm_q.register_forward_hook(hook, with_kwargs=True)
+    return m.blocks[1].attn1.norm_q.register_forward_hook(hook, with_kwargs=True).remove
 
 
-LONG = [pytest.param(change, marks=pytest.mark.long) for change in (without_bias, after_with_kwargs)]
+def adapted(m: Any) -> Callable[[], None]:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, lora_alpha=4, target_modules=r"blocks\.[01]\.attn1\.to_q", init_lora_weights=False)
+    torch.manual_seed(0)
+    m.add_adapter(config)
+    assert len(kinds_of(repeated_blocks(m))) == 2
+    return m.unload_lora
 
 
-@pytest.mark.parametrize("change", [wider, with_kwargs, *LONG])
-def test_a_block_that_differs_later_is_told_apart(change: Callable[[Any], None]) -> None:
-    model, twin, plain = (small_model("wan", SIZE) for _ in range(3))
-    chunkflow_compile.compile(model, **EAGER)
-    check(model, twin)
+CHANGES = [
+    (changed(lambda m: m.blocks[2].norm1, "eps", lambda _: 0.5), 1),
+    (changed(lambda m: m.blocks[1], "ffn", wider), 1),
+    (changed(lambda m: m.blocks[1].attn1.to_q, "bias", lambda _: None), 1),
+    (changed(lambda m: m.blocks[1].attn1, "processor", doubled_attention), 1),
+    (with_kwargs, 1),
+    (after_with_kwargs, 1),
+    (hooked, 3),
+    (adapted, 6),
+]
+
+
+@pytest.mark.parametrize(("change", "compiled"), CHANGES)
+def test_a_block_that_differs_later_is_told_apart(
+    change: Callable[[Any], Callable[[], None]], compiled: int, pair: Pair
+) -> None:
+    """``compiled``: most graphs for it; there are none to go back."""
+    plain, before = pair.check(1), graphs()
+    undo = [change(m) for m in pair.both]
+    assert not torch.equal(pair.check(), plain)
+    after = graphs()
+    assert after - before <= compiled
+    for function in undo:
+        function()
+    assert torch.equal(pair.check(), plain) and graphs() == after
+    assert torch._dynamo.config.skip_nnmodule_hook_guards, "the user's setting is back"
+
+
+def test_a_hook_of_gradients_does_nothing_where_they_are_off(pair: Pair) -> None:
     before = graphs()
-    change(model)
-    change(twin)
-    inputs = small_inputs("wan", SIZE, 0)
-    assert not torch.equal(twin(**inputs)[0], plain(**inputs)[0])
-    check(model, twin)
-    assert graphs() == before + 1
+    module = pair.model.blocks[1].attn1.to_q  # type: ignore[union-attr, index]
+    handle = module.register_full_backward_hook(lambda *_: pytest.fail("there are no gradients"))  # type: ignore[union-attr]
+    pair.check()
+    assert graphs() == before
+    handle.remove()
+
+
+def test_weights_that_are_restored_and_placed_again_run(pair: Pair) -> None:
+    chunkflow_compile.restore(pair.model)
+    pair.check(4)
+    newest = [(p.measurements[-1], p.plan) for p in programs(pair.model) if p.measurements]
+    assert any(m.moved_bytes == plan.moved_bytes > 0 for m, plan in newest)
 
 
 class Breaking(nn.Module):
@@ -130,33 +220,17 @@ class Uneven(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("hooked", ["blocks.1.up", "blocks.0.last"])
-def test_a_hook_is_noticed_whatever_the_frame_reads(hooked: str) -> None:
-    """More than half of the large weights, or none."""
+@pytest.mark.parametrize("when", [0, 2])
+@pytest.mark.parametrize("hooked", ["blocks.1", "blocks.1.up", "blocks.0.last"])
+def test_a_hook_is_noticed_whatever_the_frame_reads(hooked: str, when: int) -> None:
+    """All or more than half of the large weights, or none; whether it is there before the first call or comes later."""
+    torch._dynamo.reset()
     model, twin = Uneven().eval(), Uneven().eval()
     chunkflow_compile.compile(model, **EAGER)
     for step in range(4):
+        if step == when:
+            for m in (model, twin):
+                m.get_submodule(hooked).register_forward_hook(doubled)
         x = torch.randn(4, 32)
         assert torch.equal(model(x), twin(x))
-        if step == 1:
-            for m in (model, twin):
-                m.get_submodule(hooked).register_forward_hook(lambda module, inputs, output: 2 * output)
-
-
-def test_a_hook_of_gradients_does_nothing_where_they_are_off() -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    chunkflow_compile.compile(model, **EAGER)
-    check(model, twin)
-    before = graphs()
-    model.blocks[1].attn1.to_q.register_full_backward_hook(lambda *_: pytest.fail("there are no gradients"))  # type: ignore[union-attr, index]
-    check(model, twin)
-    assert graphs() == before
-
-
-def test_weights_that_are_restored_and_placed_again_run() -> None:
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    chunkflow_compile.compile(model, **EAGER)
-    check(model, twin)
-    chunkflow_compile.restore(model)
-    check(model, twin, 4)
-    assert any(p.measurements[-1].moved_bytes == p.plan.moved_bytes > 0 for p in programs(model) if p.measurements)
+    assert torch._dynamo.config.skip_nnmodule_hook_guards, "the user's setting is back"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,21 +16,18 @@ import chunkflow_compile
 from chunkflow_compile.model.offload import offload, programs
 from chunkflow_compile.models.small import SMALL_MODELS, Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.leaves import tensors_of
 
 STEPS = 4
-# Inductor takes half a minute for the regions of a family: make test compiles one family on one rank, make test-all the
-# others, and all on two ranks.
-EAGER = [
-    pytest.param(name, "eager", marks=() if name in ("wan", "flux") else pytest.mark.long)
-    for name in sorted(SMALL_MODELS)
+# Inductor takes half a minute for the regions of a family: make test compiles one family on one rank and runs one on two
+# without Inductor, make test-all the others, and all on two ranks.
+SHORT = {("wan", "eager", 1), ("flux", "eager", 1), ("wan", "inductor", 1), ("wan", "eager", 2)}
+CASES = [
+    pytest.param(*case, marks=() if case in SHORT else pytest.mark.long)
+    for case in itertools.product(sorted(SMALL_MODELS), ("eager", "inductor"), (1, 2))
 ]
-INDUCTOR = [
-    pytest.param(name, "inductor", marks=() if name == "wan" else pytest.mark.long) for name in sorted(SMALL_MODELS)
-]
-# On two ranks without Inductor: one family in make test, and the others in make test-all.
-RANKS = [pytest.param(name, "eager", marks=() if name == "wan" else pytest.mark.long) for name in sorted(SMALL_MODELS)]
 
 
 def run_and_compare(name: str, lowering: str, degree: int) -> None:
@@ -73,75 +71,38 @@ def check_transfers(runner: chunkflow_compile.runtime.session.Session) -> None:
     assert [m.moved_bytes for m in steps] == [plan.moved_bytes] * len(steps)
     assert steps[0].primed_bytes > 0, "the first weights are prefetched by the step before"
     assert [m.primed_bytes for m in steps[1:]] == [0] * (len(steps) - 1)
-    runner.executor.intact_slots()  # waits for copies in flight
+    runner.executor.device.copy.synchronize()
     assert runner.executor.traffic.copied_bytes == plan.moved_bytes * len(steps) + steps[0].primed_bytes
 
 
 def check_slots(model: nn.Module, runner: chunkflow_compile.runtime.session.Session) -> None:
     """If a kernel had written an activation into a slot, its bytes would differ from the weight's."""
     buffers = {buffer.name: buffer for _, t in tensors_of(model) if (buffer := buffer_of(t)) is not None}
-    whole = runner.executor.intact_slots()
+    plans, broken, newer = {w.name: w for w in runner.plan.streamed}, set[str](), list[tuple[str, int, int]]()
+    for _, op in reversed([*prefetches(runner.program)]):  # what a later copy has overwritten
+        begin, end = (plans[op.weight].offset + b for b in runner.plan.span(plans[op.weight], op.first, op.end))
+        if any(name != op.weight and a < end and begin < b for name, a, b in newer):
+            broken.add(op.weight)
+        newer.append((op.weight, begin, end))
+    whole = {name: slot for name, slot in runner.executor.binding.slots.items() if name not in broken}
     assert len(whole) >= 3
     for name, slot in whole.items():
         assert bytes(slot.tolist()) == bytes(buffers[name].host.contiguous().view(torch.uint8).flatten().tolist()), name
-
-
-@pytest.mark.parametrize(("name", "lowering"), [*EAGER, *INDUCTOR])
-def test_streams_bitwise_equal_to_resident_on_one_rank(name: str, lowering: str, no_grad: None) -> None:
-    run_and_compare(name, lowering, 1)
 
 
 def on_rank(rank: int, name: str, lowering: str) -> None:
     run_and_compare(name, lowering, 2)
 
 
-@pytest.mark.parametrize(
-    ("name", "lowering"),
-    [*RANKS, *(pytest.param(name, "inductor", marks=pytest.mark.long) for name in sorted(SMALL_MODELS))],
-)
-def test_streams_bitwise_equal_to_resident_at_ulysses_2(
-    name: str, lowering: str, on_ranks: Callable[..., None]
+@pytest.mark.parametrize(("name", "lowering", "degree"), CASES)
+def test_streams_bitwise_equal_to_resident(
+    name: str, lowering: str, degree: int, on_ranks: Callable[..., None], no_grad: None
 ) -> None:
-    on_ranks(on_rank, name, lowering)
-
-
-@pytest.mark.long
-def test_twelve_blocks_run_in_an_eighth_of_their_bytes(no_grad: None) -> None:
-    size = Size(layers=12, heads=8, head_dim=64, frames=1, height=4, width=4)  # 512 wide: projections of 1 MiB
-    model = small_model("wan", size)
-    budget = sum(p.nbytes for p in model.parameters()) // 8
-    options = {"lowering": "eager", "memory": budget, "chunk_bytes": 1 << 20}
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    run(**small_inputs("wan", size, 0))
-    (runner,) = programs(model)
-    assert 0.6 * budget < runner.plan.device_bytes <= budget
-    assert runner.measurements[0].moved_bytes == runner.plan.moved_bytes > 0
-
-
-@pytest.mark.parametrize("name", ["wan", pytest.param("flux", marks=pytest.mark.long)])
-def test_lowered_regions_do_not_grow_with_the_number_of_blocks(name: str, no_grad: None) -> None:
-    counts = {}
-    for layers in (3, 4):
-        size = Size(layers=layers, singles=layers, frames=1, height=4, width=4)
-        model = small_model(name, size)
-        options = {**OPTIONS, "lowering": "eager"}
-        torch.compile(model, backend="chunkflow", fullgraph=True, options=options)(**small_inputs(name, size, 0))
-        (runner,) = programs(model)
-        counts[layers] = (len(runner.program.regions), len(runner.program.problem.regions))
-    assert counts[3][0] == counts[4][0]
-    assert counts[4][1] > counts[3][1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("lowering", ["eager", "inductor"])
-def test_a_new_resolution_gets_a_program_of_its_own(lowering: str, no_grad: None) -> None:
-    model, eager = small_model("wan", Size(layers=1)), small_model("wan", Size(layers=1))
-    options = {**OPTIONS, "lowering": lowering}
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    for height in (8, 12, 8, 16, 12):
-        inputs = small_inputs("wan", Size(height=height), height)
-        torch.testing.assert_close(run(**inputs)[0], eager(**inputs)[0], atol=2e-5, rtol=1e-4)
-    assert len(programs(model)) == 4  # 8 as it was compiled first, and 12, 8 and 16 of the graph with open sizes
+    """On one rank, and at Ulysses 2."""
+    if degree > 1:
+        on_ranks(on_rank, name, lowering)
+    else:
+        run_and_compare(name, lowering, degree)
 
 
 def test_ulysses_without_a_process_group_is_refused() -> None:

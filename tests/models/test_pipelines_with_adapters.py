@@ -1,21 +1,21 @@
-"""A FLUX pipeline with a ControlNet, an image adapter, and a LoRA through the pipeline's own calls."""
+"""A FLUX pipeline with an image adapter, a LoRA through the pipeline's own calls, and a ControlNet that takes turns with
+the transformer in every step: their weights share an arena."""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from helpers import flux_with_controlnet
+from pipelines import EAGER, FLUX, Applied, bytes_moved, expected, flux_with_controlnet, held, learn, plain
+from small_pipelines import small_pipeline
 
-from chunkflow_compile import ChunkflowError, apply, programs, remove
-from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
-from chunkflow_compile.pipeline.budget import budget_of
+from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
+from chunkflow_compile.pipeline.budget import Budget, Phase, budget_of
 
-pytest.importorskip("transformers")
-pytestmark = [pytest.mark.long, pytest.mark.usefixtures("no_grad")]
-FLUX = SMALL_PIPELINES["flux"]
-TOLERANCE = 1e-4  # of Inductor
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def image_adapter(transformer: Any) -> dict[str, Any]:
@@ -35,31 +35,14 @@ def image_adapter(transformer: Any) -> dict[str, Any]:
     return {"image_proj": projection, "ip_adapter": attention}
 
 
-def test_an_image_adapter() -> None:
-    pipe, twin = small_pipeline("flux"), small_pipeline("flux")
-    apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
-    plain = FLUX.generate(twin)
-    assert torch.allclose(FLUX.generate(pipe), plain, rtol=0, atol=TOLERANCE)
-    for p in (pipe, twin):
-        p.transformer._load_ip_adapter_weights([image_adapter(p.transformer)])
-    embeds = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4))
-    images = {"ip_adapter_image_embeds": [embeds], "negative_ip_adapter_image_embeds": [torch.zeros_like(embeds)]}
-    want = FLUX.generate(twin, **images)
-    assert not torch.allclose(want, plain, atol=10 * TOLERANCE)
-    assert torch.allclose(FLUX.generate(pipe, **images), want, rtol=0, atol=TOLERANCE)
-    remove(pipe)
-    assert torch.equal(FLUX.generate(pipe, **images), want)
-
-
-def test_an_image_adapter_with_an_image_encoder() -> None:
-    """The encoder comes with the adapter, after ``apply``: it is placed by calling that again."""
+@pytest.mark.long
+def test_an_image_adapter(applied: Applied) -> None:
+    """Its encoder comes with it, after ``apply``: it is placed by calling that again."""
     from PIL import Image
     from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModelWithProjection
 
-    pipe, twin = small_pipeline("flux"), small_pipeline("flux")
-    apply(pipe, "cpu", memory="2MiB", min_bytes=2048, lowering="eager")
-    plain = FLUX.generate(twin)
-    assert torch.equal(FLUX.generate(pipe), plain)
+    (pipe, budget), twin = applied("flux", "2MiB"), small_pipeline("flux")
+    assert torch.equal(FLUX.generate(pipe), expected("flux"))
     for p in (pipe, twin):
         torch.manual_seed(0)
         config = CLIPVisionConfig(
@@ -74,37 +57,38 @@ def test_an_image_adapter_with_an_image_encoder() -> None:
         processor = CLIPImageProcessor(crop_size=32, size=32)
         p.register_modules(image_encoder=CLIPVisionModelWithProjection(config).eval(), feature_extractor=processor)
         p.transformer._load_ip_adapter_weights([image_adapter(p.transformer)])
+    embeds = torch.randn(1, 1, 64, generator=torch.Generator().manual_seed(4))
+    embedded = {"ip_adapter_image_embeds": [embeds], "negative_ip_adapter_image_embeds": [torch.zeros_like(embeds)]}
     image = {"ip_adapter_image": Image.new("RGB", (32, 32), (1, 200, 30))}
     with pytest.raises(ChunkflowError, match=r"pipe\.image_encoder was added after apply"):
         FLUX.generate(pipe, **image)
     apply(pipe)
-    for scale in (1.0, 0.3):
+    for scale, given in ((1.0, embedded), (1.0, image), (0.3, image)):
         for p in (pipe, twin):
             p.set_ip_adapter_scale(scale)
-        want = FLUX.generate(twin, **image)
-        assert torch.equal(FLUX.generate(pipe, **image), want) and not torch.equal(want, plain)
-    phase = budget_of(pipe).phase_of(pipe.image_encoder)
-    assert phase.calls and sum(m.moved_bytes + m.primed_bytes for p in programs(phase.root) for m in p.measurements)
+        want = FLUX.generate(twin, **given)
+        assert torch.equal(FLUX.generate(pipe, **given), want) and not torch.equal(want, expected("flux"))
+    phase = budget.phase_of(pipe.image_encoder)
+    assert phase.calls and bytes_moved(phase)
     for p in (pipe, twin):
         p.unload_ip_adapter()
     assert torch.equal(FLUX.generate(pipe), FLUX.generate(twin))
-    remove(pipe)
 
 
-def test_a_lora_of_the_pipeline() -> None:
+@pytest.mark.long
+def test_a_lora_of_the_pipeline(applied: Applied) -> None:
     """load_lora_weights, set_adapters, fuse_lora, unfuse_lora, disable_lora, unload_lora_weights."""
     pytest.importorskip("peft")
-    pipe, twin = small_pipeline("flux"), small_pipeline("flux")
-    apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
-    plain = FLUX.generate(twin)
-    assert torch.allclose(FLUX.generate(pipe), plain, rtol=0, atol=TOLERANCE)
+    (pipe, _), twin = applied("flux", "2MiB", lowering="inductor"), small_pipeline("flux")
+    tolerance = 1e-4  # of Inductor
+    assert torch.allclose(FLUX.generate(pipe), expected("flux"), rtol=0, atol=tolerance)
     rng = torch.Generator().manual_seed(5)
     state = {}
     for block in ("transformer_blocks.0", "single_transformer_blocks.1"):
         for name in ("to_q", "to_k"):
             state[f"transformer.{block}.attn.{name}.lora_A.weight"] = torch.randn(16, 64, generator=rng)
             state[f"transformer.{block}.attn.{name}.lora_B.weight"] = 0.1 * torch.randn(64, 16, generator=rng)
-    seen = [plain]
+    seen = [expected("flux")]
     for change in (
         lambda p: p.load_lora_weights(dict(state), adapter_name="new"),
         lambda p: p.set_adapters(["new"], [0.5]),
@@ -117,25 +101,126 @@ def test_a_lora_of_the_pipeline() -> None:
         change(twin)
         change(pipe)
         seen.append(FLUX.generate(twin))
-        assert torch.allclose(FLUX.generate(pipe), seen[-1], rtol=0, atol=TOLERANCE), len(seen)
-    assert not torch.allclose(seen[1], plain, atol=10 * TOLERANCE) and not torch.allclose(
-        seen[2], seen[1], atol=TOLERANCE
-    )
-    assert torch.allclose(seen[-1], plain, rtol=0, atol=TOLERANCE)
-    remove(pipe)
+        assert torch.allclose(FLUX.generate(pipe), seen[-1], rtol=0, atol=tolerance), len(seen)
+    assert not torch.allclose(seen[1], seen[0], atol=10 * tolerance)
+    assert not torch.allclose(seen[2], seen[1], atol=tolerance)
+    assert torch.allclose(seen[-1], seen[0], rtol=0, atol=tolerance)
+    for p in (pipe, twin):  # fusing and undoing it rounds
+        p.transformer.load_state_dict(plain("flux").transformer.state_dict())
 
 
-def test_a_controlnet() -> None:
-    pipe, twin = (flux_with_controlnet(small_pipeline("flux").components) for _ in range(2))
-    call = {"control_image": torch.rand(1, 3, 32, 32), "controlnet_conditioning_scale": 1.0}
-    apply(pipe, "cpu", memory="2MiB", min_bytes=2048)
+CALL = {"control_image": torch.rand(1, 3, 32, 32, generator=torch.Generator().manual_seed(1)), "num_inference_steps": 5}
+
+
+class Controlled:
+    """A pipeline with a ControlNet, applied; its plain twin; its budget; the phases of ControlNet and transformer."""
+
+    def __init__(self, memory: str) -> None:
+        self.pipe, self.twin = (flux_with_controlnet(small_pipeline("flux").components) for _ in range(2))
+        apply(self.pipe, memory=memory, **EAGER)
+        self.budget: Budget = budget_of(self.pipe)  # type: ignore[assignment]
+        self.control, self.transformer = self.phase("controlnet"), self.phase("transformer")
+        assert self.control.arena is self.transformer.arena
+
+    def phase(self, name: str) -> Phase:
+        (found,) = [p for p in self.budget.phases if p.name == name]
+        return found
+
+    def check(self, seed: int, **given: Any) -> None:
+        given = {**CALL, **given}
+        assert torch.equal(FLUX.generate(self.pipe, seed, **given), FLUX.generate(self.twin, seed, **given))
+        learn(self.budget)
+
+    def primed(self) -> Iterator[int]:
+        """Bytes that were fetched before a call began, of each phase."""
+        for phase in (self.control, self.transformer):
+            yield sum(m.primed_bytes for program in programs(phase.root) for m in program.measurements)
+
+
+@pytest.mark.parametrize(("memory", "size"), [("2MiB", 32), pytest.param("1MiB", 48, marks=pytest.mark.long)])
+def test_a_controlnet_and_its_transformer(memory: str, size: int, quiet: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = Controlled(memory)
+    check_both_stay(found, monkeypatch)
+    check_steps_without_the_controlnet(found, size)
+
+
+def check_both_stay(found: Controlled, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With less room than their weights: neither gives way, no step fetches again what it had, the budget is kept.
+
+    In 1 MiB even the least that their own plans take has no room side by side.
+    """
+    budget, control, transformer = found.budget, found.control, found.transformer
+    assert control.streamed + transformer.streamed > budget.usable
+    most, steps, count = list[int](), list[tuple[int, ...]](), Counter[str]()
+    for model in (found.pipe.controlnet, found.pipe.transformer):
+        model.register_forward_hook(lambda *_: most.append(held(budget)), always_call=True)
+    found.pipe.controlnet.register_forward_pre_hook(lambda *_: steps.append((*found.primed(),)))
+    for seed in range(3):
+        found.check(seed)
+    before = control.goal, transformer.goal
+    steps.clear()
+    free = budget._vacate
+
+    def vacate(phases: Any) -> None:
+        chosen = [*phases]
+        count.update(p.name for p in chosen if p.arena.held)
+        free(chosen)
+
+    monkeypatch.setattr(budget, "_vacate", vacate)
+    found.check(3)
+    assert len(steps) == 5 and {*steps[2:]} == {steps[2]}, "only the first step is cold"
+    assert len(most) == 40 and max(most) <= budget.usable
+    assert count["controlnet"] + count["transformer"] <= 2, "for the encoders and the decoder"
+    assert before == (control.goal, transformer.goal)
+    (cycle,) = cycles(found.pipe.transformer)
+    figures = {p.name: p for p in budget.figures().phases}
+    predicted = [figures[name].predicted_s for name in ("controlnet", "transformer")]
+    assert min(predicted) > 0 and sum(predicted) == pytest.approx(cycle.cycle.plan.predicted.step_s)
+
+
+def check_steps_without_the_controlnet(found: Controlled, size: int) -> None:
+    """It is left out in the last steps of a generation, of other sizes too, and in all steps of another pipeline."""
+    from diffusers import FluxPipeline
+
+    budget, transformer = found.budget, found.transformer
+    for seed, until in enumerate((1.0, 0.5, 0.5, 1.0)):
+        found.check(seed, control_guidance_end=until, **({"height": size, "width": size} if seed % 2 else {}))
+        assert held(budget) <= budget.usable
+    parts = {name: part for name, part in found.pipe.components.items() if name != "controlnet"}
+    other = FluxPipeline(**parts)
+    other.set_progress_bar_config(disable=True)
+    apply(other)
+    assert budget.phase_of(other.transformer) is transformer
     for seed in range(2):
-        want = FLUX.generate(twin, seed, **call)
-        assert torch.allclose(FLUX.generate(pipe, seed, **call), want, rtol=0, atol=TOLERANCE)
-    weaker = FLUX.generate(twin, 1, **{**call, "controlnet_conditioning_scale": 0.1})
-    assert not torch.allclose(weaker, want, atol=10 * TOLERANCE)
-    budget = budget_of(pipe)
-    assert budget is not None
-    (phase,) = [p for p in budget.phases if p.name == "controlnet"]
-    assert phase.calls == 6 and sum(p.plan.moved_bytes for p in programs(phase.root)) > 0
-    remove(pipe)
+        assert torch.equal(FLUX.generate(other, seed), expected("flux", seed))
+    assert transformer.goal == budget.usable - transformer.activations + transformer.kept
+    remove(found.pipe)
+    assert found.control not in budget.phases and transformer.arena.grows is not None
+    assert torch.equal(FLUX.generate(other, 2), expected("flux", 2))
+
+
+@pytest.mark.long
+def test_out_of_memory_beside_a_controlnet(quiet: None) -> None:
+    """The call runs again on a smaller plan of both, and the next generation has the whole budget."""
+    found = Controlled("2MiB")
+    control, transformer = found.control, found.transformer
+    on_device, fails = list[int](), list[bool]()
+
+    def check(*_: Any) -> None:
+        on_device.append(transformer.arena.held)
+        if fails:
+            fails.pop()
+            raise torch.OutOfMemoryError("no room")
+
+    found.pipe.transformer.norm_out.register_forward_pre_hook(check)
+    for seed in range(4):
+        on_device.clear()
+        if seed == 2:
+            fails.append(True)
+        goals = control.goal, transformer.goal
+        found.check(seed)
+        if seed == 2:
+            assert max(on_device[1:]) <= on_device[0] // 2 and transformer.retries == 1 and control.retries == 0
+            assert control.goal == transformer.goal < min(goals)
+    assert (control.goal, transformer.goal) == goals or min(control.goal, transformer.goal) > on_device[0]
+    assert "controlnet: shares memory on the device with" in str(explain(found.pipe))

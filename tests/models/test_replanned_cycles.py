@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,17 +15,14 @@ from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import Arena, cycles, offload, programs, replan
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.route import Route
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 PAUSE_S = 0.02
 
 
-@pytest.fixture(autouse=True)
-def no_gradients() -> Iterator[None]:
-    with torch.no_grad():
-        yield
+pytestmark = pytest.mark.usefixtures("no_grad")
 
 
 def pair(**options: Any) -> tuple[nn.Module, Callable[[int], None]]:
@@ -44,7 +41,7 @@ def pair(**options: Any) -> tuple[nn.Module, Callable[[int], None]]:
     return model, step
 
 
-def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
+def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> BoundCycle:
     """Runs steps; the cycle is planned after the second.  Returns the cycle of the last, which is warm."""
     for i in range(steps):
         step(i)
@@ -57,7 +54,7 @@ def run(model: nn.Module, step: Callable[[int], None], steps: int = 6) -> Route:
 
 
 def settle(model: nn.Module) -> None:
-    programs(model)[0].arena.cycles.settle()
+    programs(model)[0].arena.cycles.wait_planned()
 
 
 def test_a_cycle_is_planned_from_its_times_and_those_between_its_calls() -> None:
@@ -151,7 +148,7 @@ def test_what_programs_leave_is_freed_where_the_next_has_no_room_beside_it() -> 
         assert torch.equal(models[i](x), twins[i](x))
         kinds.add(arena.cycles.current is not None)
         held.append(arena.held)
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
     assert kinds == {True, False}
     assert max(held) <= 2 * memory
 
@@ -205,7 +202,7 @@ def test_a_size_that_comes_in_a_cycle_keeps_nothing_for_a_plan_of_its_own() -> N
             x = torch.randn(rows, 8)
             assert torch.equal(model(x), twin(x))
             assert on_device(arena, *models) == arena.held <= 2 * memory
-            arena.cycles.settle()
+            arena.cycles.wait_planned()
     assert arena.cycles.current is not None
 
 
@@ -221,7 +218,7 @@ def test_a_cycle_that_is_forgotten_when_it_was_planned_again() -> None:
     def step(i: int) -> None:
         x = torch.randn(4, 8)
         assert torch.equal(models[i](x), twins[i](x))
-        arena.cycles.settle()
+        arena.cycles.wait_planned()
 
     for i in (0, 1) * 6:
         step(i)

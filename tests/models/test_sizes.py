@@ -12,7 +12,7 @@ import diffusers
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import Scaled, Stack, graphs
+from helpers import Scaled, Stack, graphs, twins
 from torch import nn
 
 import chunkflow_compile
@@ -50,81 +50,53 @@ def at_resolutions(count: int = len(RESOLUTIONS)) -> list[Size]:
     return [replace(SIZE, height=height, width=width) for height, width in RESOLUTIONS[:count]]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(len(RESOLUTIONS), marks=pytest.mark.long)])
-def test_resolutions_are_two_compilations_of_the_whole_model(count: int) -> None:
-    model = small_model("wan", SIZE)
-    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
-    compiled = turns(whole, small_model("wan", SIZE), at_resolutions(count))
-    assert compiled == [1] + [2] * (2 * count - 1)
+def compiled(model: nn.Module, by_kind: bool, **options: Any) -> Any:
+    if by_kind:
+        return chunkflow_compile.compile(model, **{**EAGER, **options})
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, **options})
+
+
+def lengths(count: int) -> list[Size]:
+    """Of the text."""
+    return [replace(SIZE, text=5 + 3 * n) for n in range(count)]
+
+
+# From a batch of two on, because torch compiles a size of one for itself.
+BATCHES = [replace(at, batch=batch) for at, batch in zip(at_resolutions(4), (2, 3, 5, 2), strict=True)]
+CASES = [
+    (False, at_resolutions(4), "eager"),
+    (True, at_resolutions(4), "eager"),
+    (False, lengths(5), "eager"),
+]
+LONG = [
+    *((by_kind, sizes, "eager") for by_kind in (False, True) for sizes in (at_resolutions(), BATCHES, lengths(20))),
+    *((by_kind, at_resolutions(4), "inductor") for by_kind in (False, True)),
+]
+
+
+@pytest.mark.parametrize(
+    ("by_kind", "sizes", "lowering"), [*CASES, *(pytest.param(*case, marks=pytest.mark.long) for case in LONG)]
+)
+def test_sizes_are_two_compilations(by_kind: bool, sizes: list[Size], lowering: str) -> None:
+    """Of the whole model or of each kind, in any order, and a bounded number of plans: each for its own size."""
+    model, twin = (small_model("wan", Size(layers=2 if by_kind else 1)) for _ in range(2))
+    run = compiled(model, by_kind, lowering=lowering)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        counts = turns(run, twin, sizes, 0.0 if lowering == "eager" else 1e-4)
+    assert (by_kind or counts[0] == 1) and counts[0] < counts[1] <= 2 * counts[0]
+    assert counts[1:] == [counts[1]] * (2 * len(sizes) - 1)
     found = programs(model)
-    areas = {h * w for h, w in RESOLUTIONS[:count]}
-    assert len(found) == len(areas) + 1, "the first size has one in each of the two graphs"
-    assert all(p.plan.moved_bytes > 0 for p in found)
+    assert sum(m.moved_bytes for p in found for m in p.measurements) > 0
+    if by_kind:
+        of_blocks = [p for p in found if any(buffer.name.startswith("blocks.0.") for buffer in p.buffers.values())]
+        assert len({id(p.code.regions) for p in of_blocks}) == 2
+        assert sum(len(p.measurements) for p in of_blocks) == 2 * len(sizes), "each call ran compiled"
+        return
     for program in found:
         assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements if not m.primed_bytes)
-    flops = {sum(r.cost.flops for r in p.program.problem.regions) for p in found}
-    assert len(flops) == len(areas), "each plan is for its own sizes"
     assert len({id(p.program.module) for p in found}) == 2, "one for the first size, one for all others"
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("by_kind", [False, True])
-def test_batches_and_resolutions_are_two_compilations(by_kind: bool) -> None:
-    """Of each kind; from a batch of two on, because torch compiles a size of one for itself."""
-    model = small_model("wan", SIZE)
-    if by_kind:
-        compiled: Any = chunkflow_compile.compile(model, **EAGER)
-    else:
-        compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
-    sizes = [replace(at, batch=batch) for at, batch in zip(at_resolutions(4), (2, 3, 5, 2), strict=True)]
-    counts = turns(compiled, small_model("wan", SIZE), sizes)
-    assert len(set(counts)) == 2 and counts[1] == counts[-1]
-    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
-
-
-def test_ten_resolutions_are_two_compilations_of_each_kind() -> None:
-    model = chunkflow_compile.compile(small_model("wan", SIZE), **EAGER)
-    compiled = turns(model, small_model("wan", SIZE), at_resolutions())
-    assert len(set(compiled)) == 2 and compiled[1] == compiled[-1]
-    assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("by_kind", [False, True])
-def test_inductor_lowers_regions_for_all_sizes(by_kind: bool) -> None:
-    model = small_model("wan", SIZE)
-    twin = copy.deepcopy(model)
-    if by_kind:
-        compiled: Any = chunkflow_compile.compile(model, **OPTIONS)
-    else:
-        compiled = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    counts = turns(compiled, twin, at_resolutions(4), tolerance=1e-4)
-    assert len(set(counts)) == 2
-    assert all(m.moved_bytes > 0 for p in programs(model) for m in p.measurements if p.plan.streamed)
-
-
-def test_twenty_text_lengths_are_two_compilations_and_a_bounded_number_of_plans() -> None:
-    model = small_model("wan", SIZE)
-    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
-    compiled = turns(whole, small_model("wan", SIZE), [replace(SIZE, text=5 + 3 * n) for n in range(20)])
-    assert compiled == [1] + [2] * 39
-    assert 1 < len(programs(model)) <= KEPT_SIZES + 1
-
-
-@pytest.mark.long
-def test_twenty_text_lengths_by_kind_reach_no_recompile_limit() -> None:
-    model = small_model("wan", SIZE)
-    compiled = chunkflow_compile.compile(model, **EAGER)
-    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
-        counts = turns(compiled, small_model("wan", SIZE), [replace(SIZE, text=5 + 3 * n) for n in range(20)])
-    assert counts[0] < counts[1] <= 2 * counts[0], "at most two of each kind"
-    assert set(counts[1:]) == {counts[1]}
-    of_blocks = [
-        p for p in programs(model) if any(buffer.name.startswith("blocks.0.") for buffer in p.buffers.values())
-    ]
-    assert len({id(p.code.regions) for p in of_blocks}) == 2
-    assert sum(len(p.measurements) for p in of_blocks) == 40, "each call ran compiled"
-    assert sum(m.moved_bytes for p in of_blocks for m in p.measurements) > 0
+    costs = {sum(r.cost.flops for r in p.program.problem.regions) for p in found}
+    assert len(found) == min(len(costs), KEPT_SIZES) + 1, "the first size has one in each of the two graphs"
 
 
 @pytest.mark.long
@@ -137,8 +109,7 @@ def test_dynamic_is_one_compilation() -> None:
 
 
 def test_sizes_of_equal_cost_share_a_program() -> None:
-    model, twin = Stack(), Stack()
-    twin.load_state_dict(model.state_dict())
+    model, twin = twins(Stack)
     whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=EAGER)
     for rows, columns in [(2, 3), (4, 6), (6, 4), (4, 6), (6, 4), (5, 5)]:
         x = torch.randn(rows, columns, 8)
@@ -208,96 +179,32 @@ def mochi_inputs(seed: int) -> dict[str, Any]:
     }
 
 
-FRAMEPACK: dict[str, Any] = {
-    "in_channels": 4,
-    "out_channels": 4,
-    "num_attention_heads": 2,
-    "attention_head_dim": 10,
-    "num_layers": 1,
-    "num_single_layers": 1,
-    "num_refiner_layers": 1,
-    "patch_size": 2,
-    "patch_size_t": 1,
-    "guidance_embeds": True,
-    "text_embed_dim": 16,
-    "pooled_projection_dim": 8,
-    "rope_axes_dim": (2, 4, 4),
-    "image_condition_type": None,
-    "has_image_proj": True,
-    "image_proj_dim": 16,
-    "has_clean_x_embedder": True,
-}
-
-
-def framepack_inputs(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    mask = torch.ones(1, 12)
-    mask[:, 12 - seed :] = 0
-    return {
-        "hidden_states": draw(1, 4, 3, 4, 4),
-        "timestep": torch.tensor([500]),
-        "encoder_hidden_states": draw(1, 12, 16),
-        "pooled_projections": draw(1, 8),
-        "encoder_attention_mask": mask,
-        "guidance": torch.tensor([600]),
-        "image_embeds": draw(1, 12, 16),
-        "indices_latents": torch.ones(3),
-        "latents_clean": draw(1, 4, 2, 4, 4),
-        "indices_latents_clean": torch.ones(2),
-        "latents_history_2x": draw(1, 4, 2, 4, 4),
-        "indices_latents_history_2x": torch.ones(2),
-        "latents_history_4x": draw(1, 4, 8, 4, 4),
-        "indices_latents_history_4x": torch.ones(8),
-        "return_dict": False,
-    }
-
-
 @pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "name",
-    ["MochiTransformer3DModel", pytest.param("HunyuanVideoFramepackTransformer3DModel", marks=pytest.mark.long)],
-)
-def test_sizes_that_depend_on_data(name: str, lowering: str, caplog: pytest.LogCaptureFixture) -> None:
-    config, draw = (MOCHI, mochi_inputs) if "Mochi" in name else (FRAMEPACK, framepack_inputs)
+@pytest.mark.parametrize("by_kind", [False, True])
+def test_sizes_that_depend_on_data(by_kind: bool, lowering: str, caplog: pytest.LogCaptureFixture) -> None:
     torch.manual_seed(0)
-    model = getattr(diffusers, name)(**config).eval()
-    twin = copy.deepcopy(model)
-    options = {"min_bytes": 256, "lowering": lowering}
-    whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+    model = diffusers.MochiTransformer3DModel(**MOCHI).eval()
+    twin, counts = copy.deepcopy(model), list[int]()
     with caplog.at_level(logging.WARNING, logger="chunkflow_compile"):
-        for seed in range(1, 4):
-            check(whole, twin, draw(seed), 0.0 if lowering == "eager" else 1e-5)
-    assert "sizes that depend on data" in caplog.text
-    assert "its FLOPs, bytes and times are estimates" in " ".join(str(explain(model)).split())
-    (program,) = programs(model)
-    assert program.plan.moved_bytes > 0 and graphs() == 1
-    assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements[1:])
-
-
-@pytest.mark.parametrize("lowering", ["eager", pytest.param("inductor", marks=pytest.mark.long)])
-@pytest.mark.parametrize(
-    "name",
-    ["MochiTransformer3DModel", pytest.param("HunyuanVideoFramepackTransformer3DModel", marks=pytest.mark.long)],
-)
-def test_sizes_that_depend_on_data_by_kind(name: str, lowering: str) -> None:
-    config, draw = (MOCHI, mochi_inputs) if "Mochi" in name else (FRAMEPACK, framepack_inputs)
-    torch.manual_seed(0)
-    model = getattr(diffusers, name)(**config).eval()
-    twin = copy.deepcopy(model)
-    compiled = chunkflow_compile.compile(model, min_bytes=256, lowering=lowering)
-    counts = []
-    for seed in (1, 2, 3, 1, 2, 3):
-        check(compiled, twin, draw(seed), 0.0 if lowering == "eager" else 1e-5)
-        counts.append(graphs())
-    assert counts[2:] == [counts[2]] * 4, "a size that was there is compiled no more"
+        run: Any = model
+        if by_kind:
+            chunkflow_compile.compile(model, min_bytes=256, lowering=lowering)
+        else:
+            options = {"min_bytes": 256, "lowering": lowering}
+            run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
+        for seed in (1, 2, 3, 1, 2, 3) if by_kind else (1, 2, 3):
+            check(run, twin, mochi_inputs(seed), 0.0 if lowering == "eager" else 1e-5)
+            counts.append(graphs())
+    assert counts[2:] == [counts[2]] * len(counts[2:]), "a size that was there is compiled no more"
     large = {n for n, p in model.named_parameters() if p.nbytes >= 256}
-    read = {buffer.name for p in programs(model) for buffer in p.buffers.values()}
-    assert read and read <= large
+    assert {buffer.name for p in programs(model) for buffer in p.buffers.values()} <= large
     assert sum(m.moved_bytes for p in programs(model) for m in p.measurements) > 0
+    if not by_kind:
+        assert "sizes that depend on data" in caplog.text
+        assert "its FLOPs, bytes and times are estimates" in " ".join(str(explain(model)).split())
+        (program,) = programs(model)
+        assert program.plan.moved_bytes > 0 and graphs() == 1
+        assert all(m.moved_bytes == program.plan.moved_bytes for m in program.measurements[1:])
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from chunkflow_compile.hardware.caches import Folder
 from chunkflow_compile.hardware.machine import Gpu, Machine
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.report.health import Finding, findings, health_table, room_for
+from chunkflow_compile.weights.limits import HostMemory
 
 FAULTY = Machine(
     python="3.11.7",
@@ -20,9 +21,7 @@ FAULTY = Machine(
     ),
     cpus=32,
     numa_nodes=2,
-    memory_bytes=64 << 30,
-    available_bytes=8 << 30,
-    memory_limit="/sys/fs/cgroup/memory.max",
+    memory=HostMemory(64 << 30, 8 << 30, "/sys/fs/cgroup/memory.max"),
     huge_pages=("madvise", ""),
     pinnable_bytes=8 << 20,
     gloo=True,
@@ -38,10 +37,10 @@ FAULTY = Machine(
 
 
 def test_room_for_a_model() -> None:
-    found = room_for("wan", ReadTime(4 << 30, 3e9), 1, FAULTY)
+    found = room_for("wan", ReadTime(4 << 30, 3e9), 1, FAULTY.memory)
     assert found == Finding("wan", "4.0 GiB of host memory; from a drive of 3.0 GB/s in 1 s; 4.0 GiB left")
-    assert room_for("wan", ReadTime(6 << 30, 3e9), 1, FAULTY).verdict == "missing", "offload leaves a reserve"
-    found = room_for("wan", ReadTime(30 << 30, 3e9), 8, FAULTY)
+    assert room_for("wan", ReadTime(6 << 30, 3e9), 1, FAULTY.memory).verdict == "missing", "offload leaves a reserve"
+    found = room_for("wan", ReadTime(30 << 30, 3e9), 8, FAULTY.memory)
     assert found.verdict == "missing" and found.fix.startswith(
         "load it in a smaller dtype or quantised, leave some of it on the drive with host_memory="
     )

@@ -34,8 +34,8 @@ from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime.cuda import CudaDevice
 from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
-from chunkflow_compile.runtime.drive_runs import Order
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
+from chunkflow_compile.runtime.read_thread import Order
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
 from chunkflow_compile.weights.host_memory import own_pages, parse_cpus
 from chunkflow_compile.weights.mapping import Descriptor
@@ -74,7 +74,7 @@ def test_steps_are_right_and_bytes_are_those_of_the_plan(make: Any, options: dic
         x = torch.randn(16, width)
         assert torch.equal(run(x), twin(x))
     session = programs(model)[0]
-    session.executor.intact_slots()
+    session.executor.device.copy.synchronize()
     steps = session.measurements
     assert session.plan.moved_bytes > 0 and len(steps) == 5
     assert session.executor.traffic.copied_bytes == session.plan.moved_bytes * 5 + steps[0].primed_bytes
@@ -110,31 +110,6 @@ def test_time_is_measured_by_the_device(no_grad: None) -> None:
     regions = {w for w in cuda.names if w.startswith("region_")}
     assert len(regions) == len(session.plan.regions) and any("blocks.3" in w for w in regions)
     assert f"prefetch {session.plan.streamed[0].name}" in " ".join(cuda.names)
-
-
-def test_without_its_arrivals_it_computes_something_else(no_grad: None) -> None:
-    cuda = FakeCuda(copy_s=0.01)
-    model, twin, run = compiled(cuda)
-    x = torch.randn(4, 8)
-    assert torch.equal(run(x), twin(x))
-    executor = programs(model)[0].executor
-    executor.forget()
-    for slot in executor.binding.slots.values():
-        slot.fill_(255)
-    executor.device.compute.wait = lambda event, waited=None: None
-    assert not torch.equal(run(x), twin(x))
-
-
-def test_without_its_openings_a_copy_overwrites_a_weight_in_use(no_grad: None) -> None:
-    cuda = FakeCuda()
-    model, twin, run = compiled(cuda, memory=30_000)
-    x = torch.randn(4, 8)
-    assert torch.equal(run(x), twin(x))
-    executor = programs(model)[0].executor
-    first = [i for i in executor._instructions if ".prefetch" in repr(i)]
-    rest = [i for i in executor._instructions if i not in first]
-    executor._instructions = [*first, lambda step: executor.device.copy.synchronize(), *rest]
-    assert not torch.equal(run(x), twin(x))
 
 
 @examples(7, 12)
@@ -213,26 +188,46 @@ def test_a_step_that_fails_leaves_the_model_usable(no_grad: None) -> None:
     assert len(programs(model)[0].measurements) == 4, "the failed step is not measured"
 
 
-def test_the_clock_never_waits() -> None:
-    engine = Engine(("copy",))
-    cuda = FakeCuda()
+@pytest.fixture
+def late() -> Iterator[tuple[FakeCuda, FakeStream, Engine]]:
+    """A GPU, its stream for copies, and what runs that stream: it comes to nothing until it is resumed."""
+    cuda, engine = FakeCuda(), Engine(("copy",))
     cuda.engine = engine
-    clock, caller = Clock(lambda: cuda.event(True), most=0), cuda.current()
-    copy = FakeStream(cuda, ThreadStream(engine, "copy"))
-    told: list[tuple[float, float, bool]] = []
     engine.pause()
+    yield cuda, FakeStream(cuda, ThreadStream(engine, "copy")), engine
+    engine.close()
+
+
+def test_the_clock_never_waits(late: tuple[FakeCuda, FakeStream, Engine]) -> None:
+    cuda, copy, engine = late
+    clock, caller = Clock(lambda: cuda.event(True), most=0), cuda.current()
+    told: list[tuple[float, float, bool]] = []
     for number in range(FRAMES):
-        found = clock.frame(caller, known=number != 2)
+        found = clock.begin(caller, True, known=number != 2)
         assert found is not None
-        clock.close(found, caller, copy, lambda *times: told.append(times))
-    assert clock.frame(caller, True) is None, "all frames are in use: the call is not measured"
+        clock.end(found, caller, copy, lambda *times: told.append(times))
+    assert clock.begin(caller, True, True) is None, "all frames are in use: the call is not measured"
     clock.collect()
     assert not told
     engine.resume()
     clock.collect(wait=True)
     assert len(told) == FRAMES and told == sorted(told) and all(a <= b for a, b, _ in told)
     assert [whole for *_, whole in told] == [number != 2 for number in range(FRAMES)]
-    engine.close()
+
+
+def test_each_call_is_measured_however_late_the_device_is(late: tuple[FakeCuda, FakeStream, Engine]) -> None:
+    cuda, copy, engine = late
+    clock, caller, calls = Clock(lambda: cuda.event(True)), cuda.current(), 120
+    told: list[int] = []
+    for call in range(calls):
+        frame = clock.begin(caller, True, True)
+        assert frame is not None
+        clock.end(frame, caller, copy, lambda *_, call=call: told.append(call))
+        clock.collect()
+    assert not told
+    engine.resume()
+    clock.collect(wait=True)
+    assert told == [*range(calls)]
 
 
 def test_the_passes_that_are_marked() -> None:
@@ -256,26 +251,6 @@ def test_an_event_that_is_gone_leaves_no_record() -> None:
     device.finish(None, lambda *_: None)
     assert not device.copy._records  # type: ignore[union-attr]
     device.close()
-
-
-def test_each_call_is_measured_however_late_the_device_is() -> None:
-    engine = Engine(("copy",))
-    cuda = FakeCuda()
-    cuda.engine = engine
-    clock, caller, calls = Clock(lambda: cuda.event(True)), cuda.current(), 120
-    copy = FakeStream(cuda, ThreadStream(engine, "copy"))
-    told: list[int] = []
-    engine.pause()
-    for call in range(calls):
-        frame = clock.frame(caller, True)
-        assert frame is not None
-        clock.close(frame, caller, copy, lambda *_, call=call: told.append(call))
-        clock.collect()
-    assert not told
-    engine.resume()
-    clock.collect(wait=True)
-    assert told == [*range(calls)]
-    engine.close()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -398,15 +373,15 @@ def test_a_jump_leaves_the_ring_to_copies_in_flight(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(bytes(content.tolist()))
     file = WeightFile(Descriptor(os.open(tmp_path / "file", os.O_RDONLY)), "the file")
     device = CudaDevice(FakeCuda(copy_s=0.05))
-    cycle = [((str(i), 0, 1), DriveBytes(file, 64 * i, 64)) for i in range(16)]
+    cycle = [DriveBytes(file, 64 * i, 64) for i in range(16)]
     device.stage()
     device.start(True, True)
     reader, slots = ReadAhead(device.pin), torch.zeros(16, 64, dtype=torch.uint8)
 
     def restart_and_copy(begin: int, count: int) -> None:
-        device.copy.run(lambda: reader.restart(Order([], cycle, begin)))
+        device.copy.run(lambda: reader.reset(Order([], cycle, begin)))
         for i in range(begin, begin + count):
-            device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, *cycle[i])), None, "copy")
+            device.copy.run(partial(device.copy_bytes, slots[i], Reading(reader, cycle[i])), None, "copy")
 
     restart_and_copy(0, 4)
     restart_and_copy(8, 4)
@@ -449,7 +424,7 @@ def test_a_program_between_the_calls_of_a_cycle_leaves_its_passes_whole(no_grad:
     run = torch.compile(model, backend="chunkflow", options={**EAGER, "arena": cuda.arena()})
     for _ in range(2):
         run(torch.randn(4, 8))
-        programs(model)[0].arena.cycles.settle()
+        programs(model)[0].arena.cycles.wait_planned()
     passes = FIRST_STEPS + EVERY + 1
     for _ in range(passes):
         run(torch.randn(4, 8))

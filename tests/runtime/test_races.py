@@ -23,17 +23,13 @@ from random_programs import Bench, Choices, Layer, Spec, Tenant, choices, exampl
 from schedules import goes_wrong, matches
 from torch import nn
 
-from chunkflow_compile import programs, restore
 from chunkflow_compile.frontend.trace import trace
-from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
 from chunkflow_compile.passes.program.memory import program_memory
 from chunkflow_compile.passes.program.verify import check, check_turns, verify, verify_together
-from chunkflow_compile.runtime.arena import Arena
-from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.executor import Executor
 
 STEPS = 3
@@ -141,7 +137,7 @@ def without_openings(executor: Executor) -> None:
 
 def without_arrivals(executor: Executor) -> None:
     kept = executor.device.compute.wait
-    arrivals = set(map(id, executor.occupancy.arrived))
+    arrivals = set(map(id, executor.state.arrived))
     executor.device.compute.wait = lambda event, *rest: None if id(event) in arrivals else kept(event, *rest)
 
 
@@ -273,43 +269,3 @@ class OneModel(Bench):
         self.model, self.x, self.cut = model, x, make_cut(trace(model, {"x": x}, 0), 1)
         self.tenants: list[Tenant] = []
         self.weights = {name: p.detach() for name, p in model.named_parameters()}
-
-
-@pytest.mark.parametrize("debug", ["threads", ["poison", "threads"], "poison"])
-def test_a_compiled_model_runs_on_threads(debug: str | list[str]) -> None:
-    from conftest import OPTIONS
-    from helpers import Stack
-
-    model = Stack(4).eval()
-    inputs = [torch.randn(4, 8) for _ in range(4)]
-    want = [model(x) for x in inputs]
-    options = {**OPTIONS, "group_bytes": 1, "debug": debug, "lowering": "eager"}
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
-    for x, right in zip(inputs, want, strict=True):
-        assert torch.equal(run(x), right)
-    (session,) = programs(model)
-    assert (session.executor.device.name == "threads") == ("threads" in debug)
-    assert session.measurements[-1].moved_bytes == session.plan.moved_bytes > 0
-    restore(model)
-    assert torch.equal(model(inputs[0]), want[0])
-
-
-def test_an_error_on_a_stream_reaches_the_caller_and_the_next_step_is_right() -> None:
-    found = Bench(Spec(16, (Layer(36, False, True), Layer(200, True, False)), twice=True, tied=False, seed=2))
-    program, device = found.program(Choices(0.1, 1, False, 1)), ThreadsDevice()
-    executor = found.executor(program, Arena(make=lambda *_: device))
-    inputs = found.inputs(STEPS)
-    copy, failing = device.copy_bytes, iter([True])
-
-    def fail_once(target: torch.Tensor, source: torch.Tensor) -> None:
-        if next(failing, False):
-            raise OSError("the link is down")
-        copy(target, source)
-
-    device.copy_bytes = fail_once  # type: ignore[method-assign]
-    with pytest.raises(ChunkflowError, match="A copy to the device failed: the link is down"):
-        for x in inputs:  # nothing waits for a copy for the next step before that step
-            executor.run(found.arguments(program, x))
-    for x, right in zip(inputs, found.expected([(program, x) for x in inputs]), strict=True):
-        assert torch.equal(executor.run(found.arguments(program, x))[0], right)
-    device.close()

@@ -24,9 +24,9 @@ from hypothesis import strategies as st
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK, MOST_READ_AHEAD, Ring, RingSlot, ring_bytes, room
-from chunkflow_compile.runtime import drive_runs, read_ahead
-from chunkflow_compile.runtime.drive_runs import Order
+from chunkflow_compile.runtime import read_ahead, read_thread
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
+from chunkflow_compile.runtime.read_thread import Order
 from chunkflow_compile.weights.limits import HostMemory
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveBytes, WeightFile
@@ -40,12 +40,12 @@ def file() -> Iterator[WeightFile]:
         yield WeightFile(Descriptor(os.dup(made.fileno())), "the file")
 
 
-def bytes_of(reader: ReadAhead, key: tuple[str, int, int], source: DriveBytes, event: Event | None = None) -> bytes:
-    reading = Reading(reader, key, source)
-    values, _ = reading.take()
+def bytes_of(reader: ReadAhead, source: DriveBytes, event: Event | None = None) -> bytes:
+    reading = Reading(reader, source)
+    values, _ = reading.acquire()
     assert values.numel() == reading.numel()
     found = bytes(values.tolist())
-    reading.free(event)
+    reading.release(event)
     if event is not None:
         event.reach()
     return found
@@ -53,7 +53,7 @@ def bytes_of(reader: ReadAhead, key: tuple[str, int, int], source: DriveBytes, e
 
 @given(st.lists(st.tuples(st.integers(0, 2048), st.integers(1, 2048)), min_size=1, max_size=12), st.data())
 def test_every_copy_gets_its_bytes(file: WeightFile, spans: list[tuple[int, int]], data: st.DataObject) -> None:
-    """Over several rounds, from any begin, with restarts in the middle, whether room comes back at once or by events, and
+    """Over several rounds, from any begin, with resets in the middle, whether room comes back at once or by events, and
     whether memory is short, so that the page cache is left as it is."""
     cycle = cycle_of(file, spans)
     reader, patch = ReadAhead(unpinned), pytest.MonkeyPatch()
@@ -62,12 +62,11 @@ def test_every_copy_gets_its_bytes(file: WeightFile, spans: list[tuple[int, int]
         for _ in range(3):
             begin = data.draw(st.integers(0, len(cycle) - 1))
             first = cycle[: data.draw(st.integers(0, len(cycle)))]
-            reader.restart(Order(first, cycle, begin))
+            reader.reset(Order(first, cycle, begin))
             expected = [*first, *cycle[begin:], *cycle, *cycle]
-            for key, source in expected[: data.draw(st.integers(0, len(expected)))]:
-                offset, size = spans[int(key[0])]
+            for source in expected[: data.draw(st.integers(0, len(expected)))]:
                 event = Event() if data.draw(st.booleans()) else None
-                assert bytes_of(reader, key, source, event) == CONTENT[offset : offset + size]
+                assert bytes_of(reader, source, event) == CONTENT[source.offset : source.offset + source.nbytes]
     finally:
         reader.stop()
         patch.undo()
@@ -103,9 +102,9 @@ def test_where_memory_is_short_the_page_cache_stays_as_it_is(
     spans = [(2240, 300_000), (302_240, 400_001), (702_241, len(content) - 702_241)]
     monkeypatch.setattr(read_ahead, "host_memory", lambda: HostMemory(1 << 40, (1 << 19) if short else 1 << 40))
     cycle, reader = cycle_of(file, spans), ReadAhead(unpinned)
-    reader.restart(Order([], cycle, 0))
+    reader.reset(Order([], cycle, 0))
     for item, (begin, size) in zip([*cycle, *cycle], [*spans, *spans], strict=True):
-        assert bytes_of(reader, *item) == content[begin : begin + size]
+        assert bytes_of(reader, item) == content[begin : begin + size]
     reader.stop()
     assert (in_the_page_cache(number, nbytes) == 0) == short
 
@@ -133,9 +132,9 @@ def test_a_file_system_that_has_no_such_reads(file: WeightFile, monkeypatch: pyt
             patch.setattr(os, name, change)
             again = WeightFile(file.descriptor, "the file")
             cycle, reader = cycle_of(again, [(5, 50), (99, 1000)]), ReadAhead(unpinned)
-            reader.restart(Order([], cycle, 0))
+            reader.reset(Order([], cycle, 0))
             for item in [*cycle, *cycle]:
-                bytes_of(reader, *item)
+                bytes_of(reader, item)
             reader.stop()
     assert refused == ["open", "read"], "asked once for each file"
 
@@ -143,8 +142,8 @@ def test_a_file_system_that_has_no_such_reads(file: WeightFile, monkeypatch: pyt
 def test_it_reads_ahead_as_far_as_the_ring_goes(file: WeightFile) -> None:
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader, before = ReadAhead(unpinned), file.read_bytes
-    reader.restart(Order([], cycle, 0))
-    (bytes_of(reader, *cycle[0]), bytes_of(reader, *cycle[1]))
+    reader.reset(Order([], cycle, 0))
+    (bytes_of(reader, cycle[0]), bytes_of(reader, cycle[1]))
     eventually(lambda: file.read_bytes - before >= 6 * 64)
     reader.stop()
     assert 6 * 64 <= file.read_bytes - before <= (2 + 5) * 64, "a quarter of the step, and room for one more"
@@ -154,19 +153,19 @@ def test_a_slot_is_not_written_before_its_copy_has_ended(file: WeightFile) -> No
     """The copies after it have ended; its own event has not come to pass."""
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader, before, late = ReadAhead(unpinned), file.read_bytes, Event()
-    reader.restart(Order([], cycle, 0))
-    slow = Reading(reader, *cycle[0])
-    values, _ = slow.take()
-    slow.free(late)
+    reader.reset(Order([], cycle, 0))
+    slow = Reading(reader, cycle[0])
+    values, _ = slow.acquire()
+    slow.release(late)
     for reading in cycle[1:4]:
-        bytes_of(reader, *reading)
+        bytes_of(reader, reading)
     eventually(lambda: file.read_bytes - before == 5 * 64)
     threading.Event().wait(0.1)
     assert bytes(values.tolist()) == CONTENT[:64] and file.read_bytes - before == 5 * 64, "the ring is full"
     late.reach()
     for i, reading in enumerate([*cycle[4:], *cycle]):
         at = 64 * ((i + 4) % 16)
-        assert bytes_of(reader, *reading) == CONTENT[at : at + 64]
+        assert bytes_of(reader, reading) == CONTENT[at : at + 64]
     assert bytes(values.tolist()) != CONTENT[:64], "the slot is in use again"
     reader.stop()
 
@@ -178,15 +177,15 @@ def test_a_device_that_fails_ends_the_wait_for_bytes(file: WeightFile) -> None:
 
     cycle = cycle_of(file, [(64 * i, 64) for i in range(16)])
     reader = ReadAhead(unpinned)
-    reader.restart(Order([], cycle, 0))
+    reader.reset(Order([], cycle, 0))
     failed: list[str] = []
 
     def take_all() -> None:
         try:
-            for key, source in cycle:
-                reading = Reading(reader, key, source)
-                reading.take()
-                reading.free(Failed())
+            for source in cycle:
+                reading = Reading(reader, source)
+                reading.acquire()
+                reading.release(Failed())
         except ChunkflowError as error:
             failed.append(str(error))
 
@@ -204,11 +203,11 @@ class NeverWaits(Ring):
 
 def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:
     """The fault that the verifier refuses (tests/passes/program/test_reads.py) is one that a copy would see."""
-    monkeypatch.setattr(drive_runs, "Ring", NeverWaits)
+    monkeypatch.setattr(read_thread, "Ring", NeverWaits)
     cycle, before = cycle_of(file, [(64 * i, 64) for i in range(16)]), file.read_bytes
     reader = ReadAhead(unpinned)
-    reader.restart(Order(cycle[:1], cycle[1:], 0))  # the first is not read again, however far the reader gets
-    values, _ = Reading(reader, *cycle[0]).take()
+    reader.reset(Order(cycle[:1], cycle[1:], 0))  # the first is not read again, however far the reader gets
+    values, _ = Reading(reader, cycle[0]).acquire()
     eventually(lambda: file.read_bytes - before >= 7 * 64)
     reader.stop()
     assert bytes(values.tolist()) != CONTENT[:64]
@@ -217,11 +216,11 @@ def test_a_ring_that_does_not_wait_shows_wrong_bytes(file: WeightFile, monkeypat
 def test_a_copy_out_of_order_reads_by_itself(file: WeightFile) -> None:
     cycle = cycle_of(file, [(0, 10), (10, 20), (30, 30)])
     reader = ReadAhead(unpinned)
-    assert bytes_of(reader, *cycle[1]) == CONTENT[10:30], "before the first restart"
-    reader.restart(Order([], cycle, 0))
-    assert bytes_of(reader, *cycle[2]) == CONTENT[30:60]
-    assert bytes_of(reader, *cycle[0]) == CONTENT[:10]
-    assert bytes_of(reader, *cycle[1]) == CONTENT[10:30]
+    assert bytes_of(reader, cycle[1]) == CONTENT[10:30], "before the first reset"
+    reader.reset(Order([], cycle, 0))
+    assert bytes_of(reader, cycle[2]) == CONTENT[30:60]
+    assert bytes_of(reader, cycle[0]) == CONTENT[:10]
+    assert bytes_of(reader, cycle[1]) == CONTENT[10:30]
     reader.stop()
 
 
@@ -229,11 +228,11 @@ def test_a_copy_out_of_order_reads_by_itself(file: WeightFile) -> None:
 def test_a_slow_drive_is_named_once(file: WeightFile, times: int, caplog: pytest.LogCaptureFixture) -> None:
     cycle = cycle_of(file, [(512 * i, 512) for i in range(8)])
     reader = ReadAhead(unpinned, rate=4000, clock=OwnClock().host)
-    reader.restart(Order([], cycle, 0), expected=4000 * times)
+    reader.reset(Order([], cycle, 0), expected=4000 * times)
     seconds = nbytes = 0.0
     with caplog.at_level(logging.WARNING, "chunkflow_compile"):
         for reading in [*cycle, *cycle]:
-            bytes_of(reader, *reading)
+            bytes_of(reader, reading)
             took, done = reader.settle()
             seconds, nbytes = seconds + took, nbytes + done
     reader.stop()
@@ -246,7 +245,7 @@ def test_an_emulated_drive_takes_its_time_after_a_pause(file: WeightFile) -> Non
     """A ring that is full stops the drive; what it reads after that takes as long as before."""
     cycle, rate, clock = cycle_of(file, [(512 * i, 512) for i in range(8)]), 20_000, OwnClock()
     reader, full = ReadAhead(unpinned, rate=rate, clock=clock.host), 512 * (ring_bytes([512] * 8) // room(512))
-    reader.restart(Order([], cycle, 0))
+    reader.reset(Order([], cycle, 0))
     seconds = nbytes = 0.0
 
     def has_read(due: int) -> bool:
@@ -258,7 +257,7 @@ def test_an_emulated_drive_takes_its_time_after_a_pause(file: WeightFile) -> Non
     for i, reading in enumerate([*cycle, *cycle]):
         eventually(lambda i=i: has_read(full + 512 * i))  # type: ignore[misc]
         clock.sleep(2 * 512 / rate)  # the copies are slower than the drive
-        bytes_of(reader, *reading)
+        bytes_of(reader, reading)
     reader.stop()
     assert nbytes >= 14 * 512 and nbytes / seconds == pytest.approx(rate)
 
@@ -266,11 +265,11 @@ def test_an_emulated_drive_takes_its_time_after_a_pause(file: WeightFile) -> Non
 def test_a_file_that_ends(file: WeightFile) -> None:
     cycle = cycle_of(file, [(0, 10), (len(CONTENT) - 5, 10)])
     reader = ReadAhead(unpinned)
-    reader.restart(Order([], cycle, 0))
-    bytes_of(reader, *cycle[0])
+    reader.reset(Order([], cycle, 0))
+    bytes_of(reader, cycle[0])
     for _ in range(2):  # it does not wait for a thread that has ended
         with pytest.raises(ChunkflowError, match=r"The file ends at byte 4096: load the model again"):
-            Reading(reader, *cycle[1]).take()
+            Reading(reader, cycle[1]).acquire()
     reader.stop()
 
 
@@ -291,8 +290,8 @@ def test_a_ring_that_is_large_enough_is_kept(file: WeightFile) -> None:
 
     reader, cycle = ReadAhead(pin), cycle_of(file, [(0, 64)] * 8)
     for count in (8, 4, 8):
-        reader.restart(Order([], cycle[:count], 0))
-        bytes_of(reader, *cycle[0])
+        reader.reset(Order([], cycle[:count], 0))
+        bytes_of(reader, cycle[0])
     assert pinned == [3 * room(64)]
     reader.close()
     assert pinned == [3 * room(64), -3 * room(64)], "the memory is unpinned before it goes"
@@ -317,12 +316,12 @@ def test_an_error_of_any_kind_reaches_the_copy(file: WeightFile, monkeypatch: py
         reader = ReadAhead(unpinned)
         with monkeypatch.context() as patch:
             patch.setattr(*change)
-            reader.restart(Order([], cycle, 0))
+            reader.reset(Order([], cycle, 0))
             found: list[object] = []
 
             def take(reader: ReadAhead = reader, found: list[object] = found) -> None:
                 try:
-                    found.append(Reading(reader, *cycle[0]).take())
+                    found.append(Reading(reader, cycle[0]).acquire())
                 except ChunkflowError as error:
                     found.append(str(error))
 

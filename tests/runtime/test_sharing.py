@@ -19,7 +19,7 @@ from torch.torch_version import TorchVersion
 from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.program.rewrite import Program
-from chunkflow_compile.runtime import session as session_module
+from chunkflow_compile.runtime import arena as arena_module
 from chunkflow_compile.runtime.session import Session
 
 OPTIONS = {**OPTIONS, "lowering": "eager"}
@@ -59,12 +59,6 @@ def test_two_resolutions_take_turns_in_one_arena(debug: tuple[str, ...], no_grad
     for session in sessions:
         assert [m.moved_bytes for m in session.measurements][1:] == [session.plan.moved_bytes] * 5
     assert sum(bool(m.primed_bytes) for s in sessions for m in s.measurements) == 1, "only the first call began cold"
-    with torch.no_grad():
-        for m in (model, twin):
-            m.blocks[0].up.weight.mul_(2)
-    for shape in (*SHAPES, SHAPES[0]):
-        x = torch.randn(*shape)
-        assert torch.equal(run(x), twin(x)), "new values reach all of them"
     restore(model)
     assert arena.nbytes == 0 and not arena.tenants
 
@@ -85,7 +79,7 @@ def test_residents_are_copied_once_for_all_programs_of_a_model(no_grad: None) ->
 
 
 def test_new_values_reach_every_program(no_grad: None) -> None:
-    model, run = stack(), None
+    model = stack()
     run = compiled(model, **TIGHT)
     for seed in (0, 1, 2):
         model.load_state_dict(stack(seed=seed).state_dict())
@@ -156,7 +150,7 @@ def test_programs_are_verified_together_once_where_they_meet(no_grad: None, monk
         if len(seen) > 3:
             raise FindingError("not safe in one arena")
 
-    monkeypatch.setattr(session_module, "verify_together", spy)
+    monkeypatch.setattr(arena_module, "verify_together", spy)
     model, twin = stack(), stack()
     run = compiled(model)
     for shape in (*SHAPES, *SHAPES):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,17 +10,9 @@ import torch
 from helpers import Stack
 from torch import nn
 from torch._inductor.utils import fresh_cache
-from tqdm import tqdm
 
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.bench import turns
-from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.job import Job
-from chunkflow_compile.bench.regimes import Regime
-from chunkflow_compile.bench.stopwatch import Stopwatch
-from chunkflow_compile.models.small import Size
 from chunkflow_compile.passes.ops import prefetch_of
-from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.runtime.cuda_time import FIRST_STEPS
 from chunkflow_compile.runtime.device import DeviceKind, make_device
 
@@ -56,54 +47,6 @@ def test_calls_of_a_step_of_60_blocks(record_property: Callable[[str, object], N
             "counts", f"60 blocks, {regions} regions, {windows} windows, {len(prefetches)} copies, {kind}: {calls}"
         )
     restore(model)
-
-
-def test_the_timed_steps_of_a_benchmark_are_in_steady_state(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
-) -> None:
-    """No mark is recorded or read in them, and the copies that they issue for the next step are inside the clock."""
-    inside: dict[str, list[dict[str, int]]] = {}
-
-    class Counting(Stopwatch):
-        def __init__(self, device: torch.device) -> None:
-            super().__init__(device)
-            self.counts = control.counts()
-
-        def stop(self) -> float:
-            now = control.counts()
-            inside.setdefault(arm[0], []).append({n: c - self.counts.get(n, 0) for n, c in now.items()})
-            return super().stop()
-
-    arm = [""]
-    monkeypatch.setattr(turns, "Stopwatch", Counting)
-    size = Size(layers=4, heads=8, head_dim=64, frames=2, height=16, width=16, text=16)
-    arms = ("resident", "layerwise", "inductor", "inductor-again")
-    regime = Regime(family="wan", size=size, load=0.0, chunk_bytes=1 << 20, arms=arms, shows="wan")
-    job = Job(
-        regime=regime, link=None, ranks=1, arms=parse_arms(arms), steps=6, lowering="eager", device="cuda",
-        hardware="h100-pcie-x2", folder=str(tmp_path),
-    )  # fmt: skip
-    with tqdm(disable=True) as progress:
-        run = turns.Turns(job, 0, progress)
-        turn = run._turn
-
-        def named(name: str, codes: Any, steps: Any) -> None:
-            arm[0] = name
-            turn(name, codes, steps)
-
-        monkeypatch.setattr(run, "_turn", named)
-        found = run.run()
-    plan = found.arms["layerwise"].plan
-    assert [len(inside[name]) for name in arms] == [2] * 4 and plan.moved_bytes > 0
-    copies = len([w for w in plan.streamed for _ in runs(w.windows)])
-    for made in inside["layerwise"]:
-        assert made["copies to the device, pinned"] == job.turn * copies > 0
-        assert not made.get("cudaEventElapsedTime") and not made.get("cudaEventQuery")
-    for ours in ("resident", "layerwise"):
-        assert len(found.arms[ours].steps_s) == len(found.arms[ours].measurements) == 2
-        assert found.arms[ours].difference == 0.0
-    assert len(found.peers["inductor-again"].steps_s) == 2
-    assert sum(found.arms["layerwise"].measurements[0].windows.compute_s) > 0, "the step before them is marked"
 
 
 def peaks(policy: dict[str, Any], lowering: str) -> tuple[list[int], nn.Module]:

@@ -6,16 +6,18 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import diffusers
+import pytest
 import torch
 import torch.distributed as dist
+from helpers import on_card
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.runtime import executor
-from chunkflow_compile.runtime.cuda import TorchCuda, register
-from chunkflow_compile.runtime.drive_runs import BroughtRun
+from chunkflow_compile.runtime.torch_cuda import register
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 from . import control
@@ -25,43 +27,118 @@ LEAST = 1024
 OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 
 
-def on_card(rank: int, folder: str) -> None:
-    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan")
-    twin = diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan", torch_dtype=torch.bfloat16).to("cuda")
-    offload(model, "cuda", min_bytes=LEAST, dtype=torch.bfloat16)
-    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
+class Ranked:
+    """A saved model that is offloaded to the card, compiled, and its twin there; ``rank``: one of two that meet."""
+
+    def __init__(
+        self,
+        folder: str,
+        rank: int | None = None,
+        dtype: torch.dtype | None = None,
+        policy: str = "layerwise",
+        **given: Any,
+    ) -> None:
+        if rank is not None:
+            os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
+            dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+        made = diffusers.WanTransformer3DModel
+        self.dtype = dtype or torch.float32
+        self.model = made.from_pretrained(f"{folder}/wan")
+        self.twin = made.from_pretrained(f"{folder}/wan", torch_dtype=self.dtype).to("cuda")
+        offload(self.model, "cuda", min_bytes=LEAST, dtype=dtype, **given)
+        self.buffers = [buffer for p in self.model.parameters() if (buffer := buffer_of(p)) is not None]
+        self.run = torch.compile(self.model, backend="chunkflow", options={**OPTIONS, "policy": policy})
+
+    @property
+    def both(self) -> tuple[Any, Any]:
+        return self.model, self.twin
+
+    @property
+    def streamed(self) -> set[str]:
+        return {w.name for w in programs(self.model)[-1].plan.streamed}
+
+    def check(self, steps: int = 1) -> None:
+        for step in range(steps):
+            inputs = on_card(small_inputs("wan", SIZE, step))
+            for name in ("hidden_states", "encoder_hidden_states"):
+                inputs[name] = inputs[name].to(self.dtype)
+            assert torch.equal(self.run(**inputs)[0], self.twin(**inputs)[0])
+
+    def change_a_weight(self) -> None:
+        for m in self.both:
+            m.blocks[0].ffn.net[0].proj.weight.mul_(2)
+
+    def restore(self) -> None:
+        restore(self.model)
+        assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(*(m.parameters() for m in self.both), strict=True))
+
+    def end(self) -> None:
+        dist.barrier()
+        self.restore()
+        os._exit(0)
+
+
+@torch.no_grad()
+def shared(rank: int, folder: str) -> None:
+    found = Ranked(folder, rank, torch.bfloat16)
+    buffers = found.buffers
     assert buffers and all(buffer.shared is not None for buffer in buffers), "the default for a GPU"
-    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
-
-    def steps() -> None:
-        for step in range(3):
-            inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
-            inputs["hidden_states"] = inputs["hidden_states"].to(torch.bfloat16)
-            inputs["encoder_hidden_states"] = inputs["encoder_hidden_states"].to(torch.bfloat16)
-            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
-
-    with torch.no_grad():
-        steps()
-        streamed = {w.name for w in programs(model)[-1].plan.streamed}
-        assert streamed and all(buffer.pinned for buffer in buffers if buffer.name in streamed)
-        if rank == 1:
-            for m in (model, twin):
-                m.blocks[0].ffn.net[0].proj.weight.mul_(2)
-        steps()
-        private = [buffer for buffer in buffers if buffer.shared is None]
-        assert len(private) == rank and all(buffer.pinned for buffer in private)
-    dist.barrier()
-    restore(model)
-    assert all(torch.equal(a, b.to("cpu")) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    os._exit(0)
+    found.check(3)
+    streamed = found.streamed
+    assert streamed and all(buffer.pinned for buffer in buffers if buffer.name in streamed)
+    if rank == 1:
+        found.change_a_weight()
+    found.check(3)
+    private = [buffer for buffer in buffers if buffer.shared is None]
+    assert len(private) == rank and all(buffer.pinned for buffer in private)
+    found.end()
 
 
-def on_two_ranks(work: Callable[[int, str], None], folder: Path) -> None:
-    small_model("wan", SIZE).save_pretrained(folder / "wan")
+@torch.no_grad()
+def written_by_collectives(rank: int, folder: str) -> None:
+    """A collective gets a copy on the card, and what it writes there goes to the host memory."""
+    found = Ranked(folder, rank, policy="resident")
+    for number in range(3):
+        for m in found.both:
+            for p in m.parameters():
+                p.mul_(1 + rank / 8)
+        found.check(2)
+        for m in found.both:
+            if number == 0:
+                for p in m.parameters():
+                    dist.broadcast(p, 0)
+            elif number == 1:
+                for work in [dist.all_reduce(p.data, dist.ReduceOp.MAX, async_op=True) for p in m.parameters()]:
+                    work.wait()
+            else:
+                for work in [dist.broadcast(p, 1, async_op=True) for p in m.parameters()]:
+                    work.get_future().wait()
+        found.check(2)
+    found.end()
+
+
+@torch.no_grad()
+def read_together(rank: int, folder: str) -> None:
+    """The ranks are in step because they begin each step together; there are no collectives of a card here."""
+    executor._in_step = lambda cycle, ranks: True  # type: ignore[assignment]
+    found, seen = Ranked(folder, rank, host_memory=0), list[bool]()
+    for _ in range(30):
+        dist.barrier()
+        found.check()
+        reader = programs(found.model)[-1].arena.reader
+        seen.append(reader.joined)
+        if seen[-1]:
+            assert reader._thread._theirs.bytes.is_pinned(), "each rank pins the ring"
+    read = sum(file.read_bytes for file in {b.drive.file for b in found.buffers if b.drive is not None})
+    assert seen[-1] == (rank == 1) and read > 0
+    found.end()
+
+
+@pytest.mark.parametrize("work", [shared, written_by_collectives, read_together])
+def test_two_ranks_on_a_card(work: Callable[[int, str], None], tmp_path: Path) -> None:
+    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")
     context = multiprocessing.get_context("spawn")
-    ranks = [context.Process(target=work, args=(rank, str(folder))) for rank in range(2)]
+    ranks = [context.Process(target=work, args=(rank, str(tmp_path))) for rank in range(2)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
@@ -69,108 +146,23 @@ def on_two_ranks(work: Callable[[int, str], None], folder: Path) -> None:
     assert [rank.exitcode for rank in ranks] == [0, 0]
 
 
-def test_two_ranks_share_on_a_card(tmp_path: Path) -> None:
-    on_two_ranks(on_card, tmp_path)
-
-
-def written_by_collectives(rank: int, folder: str) -> None:
-    """A collective gets a copy on the card, and what it writes there goes to the host memory."""
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model, twin = (diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan") for _ in range(2))
-    offload(model, "cuda", min_bytes=LEAST)
-    twin.to("cuda")
-    run = torch.compile(model, backend="chunkflow", options={**OPTIONS, "policy": "resident"})
-
-    def steps() -> None:
-        for step in range(2):
-            inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
-            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
-
-    with torch.no_grad():
-        for number in range(3):
-            for m in (model, twin):
-                for p in m.parameters():
-                    p.mul_(1 + rank / 8)
-            steps()
-            for m in (model, twin):
-                if number == 0:
-                    for p in m.parameters():
-                        dist.broadcast(p, 0)
-                elif number == 1:
-                    for work in [dist.all_reduce(p.data, dist.ReduceOp.MAX, async_op=True) for p in m.parameters()]:
-                        work.wait()
-                else:
-                    works = [dist.broadcast(p, 1, async_op=True) for p in m.parameters()]
-                    for work in works:
-                        work.get_future().wait()
-            steps()
-    dist.barrier()
-    restore(model)
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-    os._exit(0)
-
-
-def test_collectives_write_weights_on_a_card(tmp_path: Path) -> None:
-    on_two_ranks(written_by_collectives, tmp_path)
-
-
-def read_together(rank: int, folder: str) -> None:
-    """The ranks are in step because they begin each step together; there are no collectives of a card here."""
-    executor._in_step = lambda cycle, ranks: True  # type: ignore[assignment]
-    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
-    model, twin = (diffusers.WanTransformer3DModel.from_pretrained(f"{folder}/wan") for _ in range(2))
-    twin.to("cuda")
-    offload(model, "cuda", min_bytes=LEAST, host_memory=0)
-    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
-    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
-    seen = list[bool]()
-    with torch.no_grad():
-        for step in range(30):
-            dist.barrier()
-            inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
-            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
-            reader = programs(model)[-1].arena.reader
-            seen.append(isinstance(reader._live.run, BroughtRun))
-            if seen[-1]:
-                assert reader._live.run._memory.bytes.is_pinned(), "each rank pins the ring"
-    read = sum(file.read_bytes for file in {buffer.drive.file for buffer in buffers if buffer.drive is not None})
-    assert seen[-1] == (rank == 1) and read > 0
-    dist.barrier()
-    restore(model)
-    os._exit(0)
-
-
-def test_two_ranks_read_together_on_a_card(tmp_path: Path) -> None:
-    on_two_ranks(read_together, tmp_path)
-
-
 def test_half_on_the_drive(tmp_path: Path) -> None:
     """Through a pinned ring, by the thread that issues copies, while the host runs ahead."""
-    small_model("wan", SIZE).save_pretrained(tmp_path)
-    model = diffusers.WanTransformer3DModel.from_pretrained(tmp_path)
-    twin = diffusers.WanTransformer3DModel.from_pretrained(tmp_path).to("cuda")
-    budget = sum(p.nbytes for p in twin.parameters() if p.nbytes >= LEAST) // 2
-    offload(model, "cuda", min_bytes=LEAST, host_memory=budget)
-    buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
-    drive = [buffer for buffer in buffers if buffer.drive is not None]
-    assert 0 < len(drive) < len(buffers)
-    run = torch.compile(model, backend="chunkflow", options=OPTIONS)
-    with torch.no_grad():
-        for step in range(6):
-            inputs = {k: v.to("cuda") if torch.is_tensor(v) else v for k, v in small_inputs("wan", SIZE, step).items()}
-            assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
-            if step == 3:
-                for m in (model, twin):
-                    m.blocks[0].ffn.net[0].proj.weight.mul_(2)
-    streamed = {w.name for w in programs(model)[-1].plan.streamed}
-    assert all(buffer.pinned for buffer in buffers if buffer.drive is None and buffer.name in streamed)
-    read = {buffer.drive.file for buffer in drive if buffer.drive is not None}
-    assert (
-        sum(file.read_bytes for file in read) >= 6 * sum(h.nbytes for h in drive if h.drive and h.name in streamed) > 0
-    )
-    restore(model)
-    assert all(torch.equal(a, b.to("cpu")) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+    model = small_model("wan", SIZE)
+    model.save_pretrained(tmp_path / "wan")
+    budget = sum(p.nbytes for p in model.parameters() if p.nbytes >= LEAST) // 2
+    found = Ranked(str(tmp_path), host_memory=budget)
+    drive = [buffer for buffer in found.buffers if buffer.drive is not None]
+    assert 0 < len(drive) < len(found.buffers)
+    found.check(4)
+    found.change_a_weight()
+    found.check(2)
+    streamed = found.streamed
+    assert all(buffer.pinned for buffer in found.buffers if buffer.drive is None and buffer.name in streamed)
+    files = {buffer.drive.file for buffer in drive if buffer.drive is not None}
+    least = 6 * sum(h.nbytes for h in drive if h.drive and h.name in streamed)
+    assert sum(file.read_bytes for file in files) >= least > 0
+    found.restore()
 
 
 def test_memory_that_torch_has_pinned_is_not_pinned_twice() -> None:
@@ -185,9 +177,3 @@ def test_memory_that_torch_has_pinned_is_not_pinned_twice() -> None:
         assert pageable.is_pinned()
         unpin()
     assert made["cudaHostRegister"] == made["cudaHostUnregister"] == 1 and not pageable.is_pinned()
-
-
-def test_no_stream_of_torch_is_that_of_copies() -> None:
-    """torch hands out the streams of a pool in turn, and there are 32 in each."""
-    taken = {torch.cuda.Stream(priority=priority).stream_id for priority in (0, -1, -3) for _ in range(40)}
-    assert len(taken) == 3 * 32 and TorchCuda(torch.device("cuda", 0)).stream().stream_id not in taken

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import Scaled, graphs
+from helpers import Scaled, graphs, on_card
 from torch._dynamo.utils import counters
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
@@ -57,10 +57,6 @@ class Kernels:
         patch.setattr(CachingAutotuner, "benchmark_all_configs", watched_tune)
 
 
-def on_the_card(family: str, step: int) -> dict[str, Any]:
-    return {k: v.cuda() if torch.is_tensor(v) else v for k, v in small_inputs(family, SIZE, step).items()}
-
-
 @pytest.mark.parametrize("family", ["wan", "flux", "hunyuanvideo", "qwen-image"])
 def test_a_family_through_inductor(
     family: str, monkeypatch: pytest.MonkeyPatch, record_property: pytest.RecordProperty
@@ -73,7 +69,7 @@ def test_a_family_through_inductor(
     launches = []
     for step in range(4):
         with control.counted() as made:
-            out = run(**on_the_card(family, step))[0]
+            out = run(**on_card(small_inputs(family, SIZE, step)))[0]
             torch.cuda.synchronize()
         launches.append(made["launches of Triton"])
     session = programs(model)[0]

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, apply, cycles, explain, programs, remove
 from chunkflow_compile.hardware.headroom import budget_for
-from chunkflow_compile.models.small_pipelines import SMALL_PIPELINES, small_pipeline
 from chunkflow_compile.pipeline.budget import budget_of
 
 pytest.importorskip("transformers")
@@ -54,7 +54,7 @@ def test_the_memory_of_each_phase(name: str) -> None:
         assert max(found, budget.most) <= less, "activations and weights together, in each phase"
         for phase in budget.phases:
             if phase.arena.cycles is not None:
-                phase.arena.cycles.settle()  # the next generation runs in them
+                phase.arena.cycles.wait_planned()  # the next generation runs in them
     assert all(p.activations for p in budget.figures().phases)
     for phase in budget.phases:
         assert phase.activations > 0 and phase.goal is not None

@@ -10,11 +10,14 @@ import pytest
 import torch
 from tqdm import tqdm
 
+from chunkflow_compile.bench import turns as bench_turns
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.turns import Turns
+from chunkflow_compile.hardware.stopwatch import Stopwatch
 from chunkflow_compile.models.small import Size
+from chunkflow_compile.passes.plan import runs
 
 from . import control
 from .test_findings import MIB
@@ -29,6 +32,48 @@ def turns(folder: Path, arms: Sequence[str], steps: int, family: str = "wan", si
         hardware="h100-pcie-x2", folder=str(folder),
     )  # fmt: skip
     return Turns(job, 0, tqdm(disable=True))
+
+
+def test_the_timed_steps_of_a_benchmark_are_in_steady_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, one_rank: None
+) -> None:
+    """No mark is recorded or read in them, and the copies that they issue for the next step are inside the clock."""
+    inside: dict[str, list[dict[str, int]]] = {}
+
+    class Counting(Stopwatch):
+        def __init__(self, device: torch.device) -> None:
+            super().__init__(device)
+            self.counts = control.counts()
+
+        def stop(self) -> float:
+            now = control.counts()
+            inside.setdefault(arm[0], []).append({n: c - self.counts.get(n, 0) for n, c in now.items()})
+            return super().stop()
+
+    arm = [""]
+    monkeypatch.setattr(bench_turns, "Stopwatch", Counting)
+    arms = ("resident", "layerwise", "inductor", "inductor-again")
+    run = turns(tmp_path, arms, 6)
+    turn = run._turn
+
+    def named(running: bench_turns.RunningArm, steps: Any) -> None:
+        arm[0] = running.name
+        turn(running, steps)
+
+    monkeypatch.setattr(run, "_turn", named)
+    found = run.run()
+    ran = {name: arm.program for name, arm in found.arms.items() if arm.program is not None}
+    plan = ran["layerwise"].plan
+    assert [len(inside[name]) for name in arms] == [2] * 4 and plan.moved_bytes > 0
+    copies = len([w for w in plan.streamed for _ in runs(w.windows)])
+    for made in inside["layerwise"]:
+        assert made["copies to the device, pinned"] == run.job.turn * copies > 0
+        assert not made.get("cudaEventElapsedTime") and not made.get("cudaEventQuery")
+    for ours in ("resident", "layerwise"):
+        assert len(found.arms[ours].steps_s) == len(ran[ours].measurements) == 2
+        assert found.arms[ours].difference == 0.0
+    assert len(found.arms["inductor-again"].steps_s) == 2
+    assert sum(ran["layerwise"].measurements[0].windows.compute_s) > 0, "the step before them is marked"
 
 
 def test_copies_for_the_next_step_take_their_time_inside_the_clock(
@@ -46,9 +91,9 @@ def test_copies_for_the_next_step_take_their_time_inside_the_clock(
 
     monkeypatch.setattr(run, "_compile", compiles)
     found = run.run().arms["layerwise"]
-    assert found.plan.moved_bytes > 10 * MIB
+    assert found.program is not None and found.program.plan.moved_bytes > 10 * MIB
     for seconds in found.steps_s:
-        assert seconds > 0.98 * found.plan.moved_bytes / rate
+        assert seconds > 0.98 * found.program.plan.moved_bytes / rate
 
 
 def test_the_host_is_timed_while_nothing_is_queued(
@@ -70,8 +115,9 @@ def test_the_host_is_timed_while_nothing_is_queued(
 def test_each_turn_has_its_own_marked_step(tmp_path: Path, one_rank: None) -> None:
     """Also where an arm follows itself, and goes on with its program."""
     found = turns(tmp_path, ["layerwise"], 9).run().arms["layerwise"]
-    assert len({id(step) for step in found.measurements}) == len(found.steps_s) == 3
-    assert all(step.copy_s > 0 and not step.primed_bytes for step in found.measurements)
+    assert found.program is not None
+    assert len({id(step) for step in found.program.measurements}) == len(found.steps_s) == 3
+    assert all(step.copy_s > 0 and not step.primed_bytes for step in found.program.measurements)
 
 
 def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, one_rank: None) -> None:
@@ -80,7 +126,7 @@ def test_an_arm_that_plans_again_has_measured_its_steps_by_then(tmp_path: Path, 
     run = turns(tmp_path, ["resident", "replanned"], 3, "flux", size)
     run.profile.write_text(run.hardware.to_json())
     run._compile()
-    codes = run._codes(run._calibrate())
+    run._make_programs(run._calibrate())
     control.settings(lag=1 << 20)
-    run._rehearse(codes)
+    run._rehearse(run.arms["replanned"])
     assert run._session._replan_after == 0

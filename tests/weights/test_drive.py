@@ -31,7 +31,7 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.read_ahead import Reading
 from chunkflow_compile.weights import drive, limits
-from chunkflow_compile.weights.drive import Drive, for_the_drive
+from chunkflow_compile.weights.drive import Scratch, for_the_drive
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.limits import HostMemory
 
@@ -74,15 +74,15 @@ def planned_reads(plan: Plan, drive: list[HostBuffer]) -> int:
 @contextlib.contextmanager
 def counted_reads() -> Iterator[list[int]]:
     """The bytes that copies take from the drive are added to the last number of the list."""
-    plain, taken = Reading.take, list[int]()
+    plain, taken = Reading.acquire, list[int]()
 
-    def take(self: Reading) -> tuple[torch.Tensor, float]:
+    def acquire(self: Reading) -> tuple[torch.Tensor, float]:
         values, at = plain(self)
         taken[-1] += values.numel()
         return values, at
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Reading, "take", take)
+        patch.setattr(Reading, "acquire", acquire)
         yield taken
 
 
@@ -160,7 +160,7 @@ def test_a_weight_on_the_drive_is_written(saved: Path, scratch: bool, by_kind: b
         run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
     for _ in range(4):
         steps(run, twin)
-        programs(model)[0].arena.cycles.settle()
+        programs(model)[0].arena.cycles.wait_planned()
     assert bool(cycles(model)) == by_kind
     name = "blocks.1.up.weight"
     view = model.get_parameter(name)[1:]
@@ -313,7 +313,7 @@ def test_copies_of_weights_on_the_drive(saved: Path, monkeypatch: pytest.MonkeyP
             ):
                 made(model)
     assert all(buffer.drive is not None for buffer in buffers(model).values())
-    with pytest.warns(UserWarning, match="is no longer on the drive: such weights are in host memory") as told:
+    with pytest.warns(UserWarning, match="is no longer on the drive: the weights take") as told:
         model.to(torch.bfloat16)
     assert len([w for w in told if "no longer on the drive" in str(w.message)]) == 1
 
@@ -323,7 +323,7 @@ def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(
         ChunkflowError, match=r"no room for a scratch file in /dev/shm: it is in memory itself \(tmpfs\)"
     ):
-        Drive(folder=Path("/dev/shm")).keep(torch.ones(8))
+        Scratch.made(Path("/dev/shm"), 8)
     monkeypatch.setattr("chunkflow_compile.weights.drive.shutil.disk_usage", lambda _: type("", (), {"free": 3}))
     with pytest.raises(
         ChunkflowError, match=r"3 bytes are free\. Set TMPDIR to a folder on a drive, or raise host_memory"

@@ -42,6 +42,30 @@ def ctrl_c() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
+def slow_copies(device: Any, seconds: float) -> None:
+    plain = device.copy_bytes
+
+    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
+        time.sleep(seconds)
+        plain(target, source)
+
+    device.copy_bytes = slow
+
+
+def interrupted(run: Callable[..., Any], twin: Stack, moments: int, apart: float, after: Callable[[], None]) -> int:
+    """How many of so many interrupts, ``apart`` a call, end a series of calls.  ``after``: called after two more calls."""
+    start = time.monotonic()
+    run(torch.randn(4, 8))
+    took, count = time.monotonic() - start, 0
+    for moment in range(moments):
+        count += is_interrupted(run, apart * took * moment)
+        for _ in range(2):
+            x = torch.randn(4, 8)
+            assert torch.equal(run(x), twin(x))
+        after()
+    return count
+
+
 def is_interrupted(run: Callable[..., Any], after_s: float) -> bool:
     """Whether a Ctrl-C that comes ``after_s`` seconds ends a series of steps."""
     interrupted = False
@@ -62,24 +86,13 @@ def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_
     model, twin = stack(), stack()
     run = compiled(model, debug=debug)
     run(torch.randn(4, 8))
-    device = programs(model)[0].executor.device
-    plain = device.copy_bytes
+    slow_copies(programs(model)[0].executor.device, 0.005)
+    cold = list[bool]()
 
-    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
-        time.sleep(0.005)
-        plain(target, source)
+    def after() -> None:
+        cold.append(programs(model)[-1].measurements[-2].primed_bytes > 0)
 
-    device.copy_bytes = slow
-    start = time.monotonic()
-    run(torch.randn(4, 8))
-    took, interrupted, cold = time.monotonic() - start, 0, 0
-    for moment in range(10):
-        interrupted += is_interrupted(run, 0.2 * took * moment)
-        for _ in range(2):
-            x = torch.randn(4, 8)
-            assert torch.equal(run(x), twin(x))
-        cold += programs(model)[-1].measurements[-2].primed_bytes > 0
-    assert interrupted == 10 and cold >= 5, "the others came between steps"
+    assert interrupted(run, twin, 10, 0.2, after) == 10 and sum(cold) >= 5, "the others came between steps"
     assert_survives(model, twin)
 
 
@@ -144,25 +157,10 @@ def test_an_interrupt_during_a_cycle(debug: tuple[str, ...], no_grad: None, ctrl
         block.compile(backend="chunkflow", options={**EAGER, "debug": list(debug)})
     for _ in range(3):
         model(torch.randn(4, 8))
-        programs(model)[0].arena.cycles.settle()
+        programs(model)[0].arena.cycles.wait_planned()
     (route,) = cycles(model)
-    device = programs(model)[0].executor.device
-    plain = device.copy_bytes
-
-    def slow(target: torch.Tensor, source: torch.Tensor) -> None:
-        time.sleep(0.002)
-        plain(target, source)
-
-    device.copy_bytes = slow
-    start = time.monotonic()
-    model(torch.randn(4, 8))
-    took, interrupted = time.monotonic() - start, 0
-    for moment in range(12):
-        interrupted += is_interrupted(model, 0.17 * took * moment)
-        for _ in range(2):
-            x = torch.randn(4, 8)
-            assert torch.equal(model(x), twin(x))
-    assert interrupted == 12 and route in cycles(model)
+    slow_copies(programs(model)[0].executor.device, 0.002)
+    assert interrupted(model, twin, 12, 0.17, lambda: None) == 12 and route in cycles(model)
     x = torch.randn(4, 8)
     restore(model)
     assert torch.equal(model(x), twin(x))

@@ -15,7 +15,7 @@ from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import host_store, limits, loader
 from chunkflow_compile.weights.backing import SharedMemory
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
-from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room, pin_budget
+from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room
 from chunkflow_compile.weights.pinning import pin_all
 
 GIB = 1 << 30
@@ -83,7 +83,6 @@ def test_memory_that_grows_as_it_is_used(tmp_path: Path, monkeypatch: pytest.Mon
     machine(tmp_path, V2.format(mounted="/"), "0::/job")
     monkeypatch.setenv("CHUNKFLOW_HOST_MEMORY", "128GiB")
     assert host_memory(tmp_path) == HostMemory(128 * GIB, 104 * GIB, "CHUNKFLOW_HOST_MEMORY")
-    assert pin_budget(0, 1, host_memory(tmp_path)) > 90 * GIB
     group(tmp_path, "sys/fs/cgroup/job", 50 * GIB, 10 * GIB, 0)
     assert host_memory(tmp_path).free == 40 * GIB
     monkeypatch.setenv("CHUNKFLOW_HOST_MEMORY", "plenty")
@@ -107,20 +106,10 @@ def test_a_group_above_its_limit_has_nothing_free(tmp_path: Path) -> None:
     assert host_memory(tmp_path).free == 0
 
 
-def test_what_may_be_pinned() -> None:
-    memory = HostMemory(64 * GIB, 40 * GIB)
-    assert memory.reserve == int(0.05 * 64 * GIB) and HostMemory(8 * GIB, GIB).reserve == LEAST_RESERVED
-    assert pin_budget(0, 1, memory) == 40 * GIB - memory.reserve
-    assert pin_budget(10 * GIB, 2, memory) == 10 * GIB + (40 * GIB - memory.reserve) // 2
-    full = HostMemory(64 * GIB, GIB)
-    assert pin_budget(10 * GIB, 1, full) == 10 * GIB + GIB - full.reserve < 10 * GIB
-    assert pin_budget(0, 1, full) == 0
-    assert pin_budget(0, 1) > 0, "of this machine"
-
-
 def test_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(64 * GIB, 10 * GIB))
-    reserve = int(0.05 * 64 * GIB)
+    memory = HostMemory(64 * GIB, 10 * GIB)
+    monkeypatch.setattr(limits, "host_memory", lambda: memory)
+    assert (reserve := memory.reserve) == int(0.05 * 64 * GIB) and HostMemory(8 * GIB, GIB).reserve == LEAST_RESERVED
     assert no_room(10 * GIB - reserve) is None and no_room(GIB) is None
     assert (no_room(10 * GIB) or "").startswith(f"{10 * GIB} are free, and {reserve} must stay free")
     monkeypatch.setattr(limits, "host_memory", lambda: HostMemory(0, 0))
@@ -139,7 +128,7 @@ class Reader:
         self.pinned.append(host.data_ptr())
         return lambda: None
 
-    def settle(self) -> None:
+    def sync_copies(self) -> None:
         """Nothing is copied."""
 
 
@@ -205,14 +194,6 @@ def one_has_less_room(rank: int) -> None:
 
 def test_what_ranks_pin_is_decided_together(on_ranks: Callable[..., None]) -> None:
     on_ranks(one_has_less_room)
-
-
-def test_freed_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[int] = []
-    monkeypatch.setattr("chunkflow_compile.model.placement.give_free_memory_back", lambda: calls.append(1))
-    model = offload(small_model("wan", Size(layers=1)), min_bytes=1024, dtype=torch.bfloat16)
-    assert calls == [1]
-    restore(model)
 
 
 def test_no_room_for_the_weights_of_one_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def assert_streams(model: Stack, run: Call) -> None:
         torch.testing.assert_close(run(x), twin(x))
     assert [p.root for p in placements_of(model)] == [model], "one placement for all blocks"
     for session in programs(model):
-        session.executor.intact_slots()  # waits for copies in flight
+        session.executor.device.copy.synchronize()
         assert [m.moved_bytes for m in session.measurements] == [session.plan.moved_bytes] * 3
         assert session.executor.traffic.copied_bytes >= session.plan.moved_bytes > 0
     assert sum(w.nbytes for session in programs(model) for w in session.plan.streamed) == LARGE

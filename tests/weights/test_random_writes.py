@@ -90,10 +90,10 @@ class Pair:
         name, world, rank = draw.choice(self.names), dist.get_world_size(), dist.get_rank()
         self.finish(draw, name)
         source, later = draw.randrange(world), draw.random() < 0.5
-        kind = draw.choice(("broadcast", "all_reduce", "reduce", "all_gather", "scatter", "p2p", "coalesced", "rows"))
+        kind = draw.choice(("broadcast", "all_reduce", "reduce", "all_gather", "scatter", "coalesced", "rows"))
         works = []
         for p in self.both(name):
-            target: Any = draw.choice((p, p.data)) if kind != "p2p" else p
+            target: Any = draw.choice((p, p.data))
             if kind == "broadcast":
                 works.append(dist.broadcast(target, source, async_op=True))
             elif kind == "all_reduce":
@@ -108,15 +108,11 @@ class Pair:
             elif kind == "scatter":
                 sent = [torch.full_like(target, (r + 1) / 8).cpu() for r in range(world)]
                 works.append(dist.scatter(target, sent if rank == source else None, source, async_op=True))
-            elif kind == "coalesced":
+            else:
                 with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
                     dist.all_reduce(target[:2], dist.ReduceOp.MAX)
                     dist.all_reduce(target[2:], dist.ReduceOp.MAX)
                 works.append(manager)
-            elif rank == source:
-                works.append(dist.isend(target * 0.5, (source + 1) % world))
-            elif rank == (source + 1) % world:
-                works.append(dist.irecv(target, source))
         self.busy[name] = works
         if not later:
             self.finish(draw, name)

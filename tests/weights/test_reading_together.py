@@ -15,13 +15,13 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
 from test_drive import buffers, planned_reads, read_so_far
+from test_shared_weights import everywhere
 from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
-from chunkflow_compile.runtime.drive_runs import BroughtRun
 
 SIZE = Size(layers=2)
 LEAST = 1024
@@ -57,10 +57,9 @@ def reader_of(model: nn.Module) -> Any:
 def together(model: nn.Module) -> bool:
     """Whether this rank takes part: others copy what it reads, or it copies what the first rank has read."""
     found = reader_of(model)
-    shared = found._shared
-    if shared is not None and shared.leads:
+    if (shared := found._ring) is not None and shared.leads:
         return all(shared._words[other] == shared._run != 0 for other in shared._others)
-    return isinstance(found._live.run, BroughtRun)
+    return bool(found.joined)
 
 
 def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0, wanted: bool = True) -> None:
@@ -73,12 +72,6 @@ def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0, w
     raise AssertionError(found)
 
 
-def everywhere(value: Any) -> list[Any]:
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, value)
-    return found
-
-
 def counted(model: nn.Module, run: Any, twin: nn.Module, seed: int, turns: int = 6) -> tuple[list[int], int, int]:
     """Bytes that each rank reads in so many steps, those that the plan has for one rank, and those of the ring."""
     (program,) = programs(model)
@@ -89,7 +82,7 @@ def counted(model: nn.Module, run: Any, twin: nn.Module, seed: int, turns: int =
         step(run, twin, seed + turn)
     program.arena.streams.copy.synchronize()
     planned = planned_reads(program.plan, [h for h in buffers(model).values() if h.drive is not None])
-    return everywhere(read_so_far(model) - before), turns * planned, reader_of(model)._wanted
+    return everywhere(read_so_far(model) - before), turns * planned, reader_of(model)._thread._wanted
 
 
 def read_by_the_first(rank: int, folder: str, world: int) -> None:
@@ -154,7 +147,7 @@ def blocks(rank: int, folder: str) -> None:
     for turn in range(4):
         step(run, twin, turn)
         if turn >= rank:
-            programs(model)[0].arena.cycles.settle()  # the cycle is planned on a thread
+            programs(model)[0].arena.cycles.wait_planned()  # the cycle is planned on a thread
     assert chunkflow_compile.cycles(model)
     until_together(model, run, twin)
     read = everywhere(read_so_far(model))
@@ -215,7 +208,7 @@ def not_in_step(rank: int, folder: str) -> None:
     run = torch.compile(model, backend="chunkflow", options=OPTIONS)
     for turn in range(3 + 5 * rank):
         step(run, twin, turn)
-    assert reader_of(model)._shared is None and read_so_far(model) > 0
+    assert reader_of(model)._ring is None and read_so_far(model) > 0
     restore(model)
     dist.barrier()
 

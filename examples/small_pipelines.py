@@ -1,6 +1,6 @@
 """Small random diffusers pipelines, whole: text encoders, transformers, VAEs and tokenizers that need no files.
 
-For tests, and for the examples with ``--tiny``.
+For the examples with ``--tiny``, and for tests.
 """
 
 from __future__ import annotations
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from small_encoders import TEXT, TextAndImages, clip, llama, qwen3, qwen_vl, t5, tokenizer, umt5
 
-from .small_encoders import TEXT, TextAndImages, clip, llama, qwen3, qwen_vl, t5, tokenizer, umt5
+from chunkflow_compile.models.sizes import Config, build_model
 
 Components = dict[str, Any]
 
@@ -35,9 +36,6 @@ class SmallPipeline:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             pipe = getattr(diffusers, self.class_name)(**self.components())
-        for component in pipe.components.values():
-            if isinstance(component, torch.nn.Module):
-                component.eval()
         pipe.set_progress_bar_config(disable=True)
         return pipe
 
@@ -63,14 +61,16 @@ def _scheduler(**config: Any) -> Any:
     return FlowMatchEulerDiscreteScheduler(**config)
 
 
-def _pipeline_components(transformer: Any, vae: Any, text_encoder: Any, tokens: int = 512, **more: Any) -> Components:
+def _parts(transformer: Any, vae: Any, text_encoder: Any, tokens: int = 512, **more: Any) -> Components:
     """The components of a pipeline.  ``tokens``: most in a prompt.  ``more``: others, or one in place of these."""
     found = {"transformer": transformer, "vae": vae, "scheduler": _scheduler(), "text_encoder": text_encoder}
     return {**found, "tokenizer": tokenizer(tokens), **more}
 
 
+# Of all transformers but Z-Image's.
+_HEADS: Config = {"num_attention_heads": 4, "attention_head_dim": 16}
 # Of AutoencoderKL and AutoencoderKLFlux2.
-_IMAGE_VAE: Mapping[str, Any] = {
+_IMAGE_VAE: Config = {
     "sample_size": 32,
     "latent_channels": 4,
     "block_out_channels": (32, 32),
@@ -83,26 +83,14 @@ _IMAGE_VAE: Mapping[str, Any] = {
 
 
 def _image_vae() -> Any:
-    from diffusers import AutoencoderKL
-
-    return AutoencoderKL(**_IMAGE_VAE, shift_factor=0.1, scaling_factor=1.5)
-
-
-def _small_wan_vae() -> Any:
-    from diffusers import AutoencoderKLWan
-
-    return AutoencoderKLWan(
-        base_dim=16, z_dim=16, dim_mult=[1, 1, 1, 1], num_res_blocks=1, temperal_downsample=[False, True, True]
-    )
+    return build_model("AutoencoderKL", **_IMAGE_VAE, shift_factor=0.1, scaling_factor=1.5)
 
 
 def _wan_transformer(channels: int = 16, **config: Any) -> Any:
-    from diffusers import WanTransformer3DModel
-
-    return WanTransformer3DModel(
+    return build_model(
+        "WanTransformer3DModel",
+        **_HEADS,
         patch_size=(1, 2, 2),
-        num_attention_heads=4,
-        attention_head_dim=16,
         in_channels=channels,
         out_channels=16,
         text_dim=TEXT,
@@ -114,87 +102,86 @@ def _wan_transformer(channels: int = 16, **config: Any) -> Any:
     )
 
 
-def _wan_components() -> Components:
-    return _pipeline_components(
-        _wan_transformer(), _small_wan_vae(), umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None
+def _wan() -> Components:
+    transformer = _wan_transformer()
+    vae = build_model(
+        "AutoencoderKLWan",
+        base_dim=16,
+        z_dim=16,
+        dim_mult=[1, 1, 1, 1],
+        num_res_blocks=1,
+        temperal_downsample=[False, True, True],
     )
+    return _parts(transformer, vae, umt5(), scheduler=_scheduler(shift=7.0), transformer_2=None)
 
 
 def _wan_two_experts() -> Components:
-    return {**_wan_components(), "transformer_2": _wan_transformer(), "boundary_ratio": 0.875}
+    return {**_wan(), "transformer_2": _wan_transformer(), "boundary_ratio": 0.875}
+
+
+_VISION: Config = {
+    "hidden_size": TEXT,
+    "intermediate_size": 4 * TEXT,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 16,
+    "projection_dim": TEXT,
+}
 
 
 def _wan_from_image() -> Components:
-    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+    from transformers import CLIPImageProcessor
 
-    vision = CLIPVisionConfig(
-        hidden_size=TEXT,
-        intermediate_size=4 * TEXT,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        image_size=32,
-        patch_size=16,
-        projection_dim=TEXT,
-    )
     return {
-        **_wan_components(),
+        **_wan(),
         "transformer": _wan_transformer(36, image_dim=TEXT, added_kv_proj_dim=TEXT),
-        "image_encoder": CLIPVisionModel(vision),
+        "image_encoder": build_model("CLIPVisionModel", **_VISION),
         "image_processor": CLIPImageProcessor(crop_size=32, size=32),
     }
 
 
-def _flux_components() -> Components:
-    from diffusers import FluxTransformer2DModel
+_FLUX: Config = {**_HEADS, "patch_size": 1, "in_channels": 16, "num_layers": 2, "num_single_layers": 3}
 
-    transformer = FluxTransformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=4,
+
+def _flux() -> Components:
+    transformer = build_model(
+        "FluxTransformer2DModel",
+        **_FLUX,
         joint_attention_dim=TEXT,
         pooled_projection_dim=TEXT,
         guidance_embeds=True,
         axes_dims_rope=(4, 4, 8),
     )
-    return _pipeline_components(transformer, _image_vae(), clip(), 77, text_encoder_2=t5(), tokenizer_2=tokenizer())
+    return _parts(transformer, _image_vae(), clip(), 77, text_encoder_2=t5(), tokenizer_2=tokenizer())
 
 
 def _flux2() -> Components:
-    from diffusers import AutoencoderKLFlux2, Flux2Transformer2DModel
-
-    transformer = Flux2Transformer2DModel(
-        patch_size=1,
-        in_channels=16,
-        num_layers=2,
-        num_single_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=4,
+    transformer = build_model(
+        "Flux2Transformer2DModel",
+        **_FLUX,
         joint_attention_dim=2 * TEXT,
         timestep_guidance_channels=64,
         axes_dims_rope=(4, 4, 4, 4),
         guidance_embeds=False,
     )
-    return _pipeline_components(transformer, AutoencoderKLFlux2(**_IMAGE_VAE), qwen3())
+    return _parts(transformer, build_model("AutoencoderKLFlux2", **_IMAGE_VAE), qwen3())
 
 
 def _qwen_image(levels: int = 2) -> Components:
     """``levels``: of the VAE, each with half the edge of the one before."""
-    from diffusers import AutoencoderKLQwenImage, QwenImageTransformer2DModel
-
-    transformer = QwenImageTransformer2DModel(
+    transformer = build_model(
+        "QwenImageTransformer2DModel",
+        **_HEADS,
         patch_size=2,
         in_channels=16,
         out_channels=4,
         num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=4,
         joint_attention_dim=TEXT,
         axes_dims_rope=(8, 4, 4),
     )
-    vae = AutoencoderKLQwenImage(
+    vae = build_model(
+        "AutoencoderKLQwenImage",
         base_dim=16,
         z_dim=4,
         dim_mult=[*(1,) * (levels - 1), 2, 4],
@@ -203,7 +190,7 @@ def _qwen_image(levels: int = 2) -> Components:
         latents_mean=[0.0] * 4,
         latents_std=[1.0] * 4,
     )
-    return _pipeline_components(transformer, vae, qwen_vl(), 2048)
+    return _parts(transformer, vae, qwen_vl(), 2048)
 
 
 def _qwen_image_edit() -> Components:
@@ -212,13 +199,11 @@ def _qwen_image_edit() -> Components:
 
 
 def _hunyuan_video() -> Components:
-    from diffusers import AutoencoderKLHunyuanVideo, HunyuanVideoTransformer3DModel
-
-    transformer = HunyuanVideoTransformer3DModel(
+    transformer = build_model(
+        "HunyuanVideoTransformer3DModel",
+        **_HEADS,
         in_channels=4,
         out_channels=4,
-        num_attention_heads=4,
-        attention_head_dim=16,
         num_layers=2,
         num_single_layers=2,
         num_refiner_layers=1,
@@ -228,7 +213,8 @@ def _hunyuan_video() -> Components:
         pooled_projection_dim=TEXT,
         rope_axes_dim=(8, 4, 4),
     )
-    vae = AutoencoderKLHunyuanVideo(
+    vae = build_model(
+        "AutoencoderKLHunyuanVideo",
         latent_channels=4,
         down_block_types=("HunyuanVideoDownBlock3D",) * 4,
         up_block_types=("HunyuanVideoUpBlock3D",) * 4,
@@ -236,24 +222,23 @@ def _hunyuan_video() -> Components:
         layers_per_block=1,
         norm_num_groups=4,
     )
-    return _pipeline_components(
+    return _parts(
         transformer, vae, llama(), scheduler=_scheduler(shift=7.0), text_encoder_2=clip(), tokenizer_2=tokenizer(77)
     )
 
 
 def _ltx() -> Components:
-    from diffusers import AutoencoderKLLTXVideo, LTXVideoTransformer3DModel
-
-    transformer = LTXVideoTransformer3DModel(
+    transformer = build_model(
+        "LTXVideoTransformer3DModel",
+        **_HEADS,
         in_channels=8,
         out_channels=8,
-        num_attention_heads=4,
-        attention_head_dim=16,
         cross_attention_dim=64,
         num_layers=3,
         caption_channels=TEXT,
     )
-    vae = AutoencoderKLLTXVideo(
+    vae = build_model(
+        "AutoencoderKLLTXVideo",
         latent_channels=8,
         block_out_channels=(16, 16, 16, 16),
         decoder_block_out_channels=(16, 16, 16, 16),
@@ -262,13 +247,12 @@ def _ltx() -> Components:
         spatio_temporal_scaling=(True, True, False, False),
         decoder_spatio_temporal_scaling=(True, True, False, False),
     )
-    return _pipeline_components(transformer, vae, t5())
+    return _parts(transformer, vae, t5())
 
 
 def _z_image() -> Components:
-    from diffusers import ZImageTransformer2DModel
-
-    transformer = ZImageTransformer2DModel(
+    transformer = build_model(
+        "ZImageTransformer2DModel",
         all_patch_size=(2,),
         all_f_patch_size=(1,),
         in_channels=4,
@@ -281,31 +265,30 @@ def _z_image() -> Components:
         axes_dims=[8, 4, 4],
         axes_lens=[256, 32, 32],
     )
-    return _pipeline_components(transformer, _image_vae(), qwen3())
+    return _parts(transformer, _image_vae(), qwen3())
 
 
 def _sd3(**config: Any) -> Components:
-    from diffusers import SD3Transformer2DModel
-
-    transformer = SD3Transformer2DModel(
+    transformer = build_model(
+        "SD3Transformer2DModel",
+        **_HEADS,
         sample_size=32,
         patch_size=1,
         in_channels=4,
         num_layers=3,
-        attention_head_dim=16,
-        num_attention_heads=4,
         joint_attention_dim=2 * TEXT,
         caption_projection_dim=64,
         pooled_projection_dim=2 * TEXT,
         out_channels=4,
         **config,
     )
-    return _pipeline_components(
+    projected = "CLIPTextModelWithProjection"
+    return _parts(
         transformer,
         _image_vae(),
-        clip(projected=True),
+        clip(projected),
         77,
-        text_encoder_2=clip(projected=True),
+        text_encoder_2=clip(projected),
         tokenizer_2=tokenizer(77),
         text_encoder_3=t5(2 * TEXT),
         tokenizer_3=tokenizer(),
@@ -321,10 +304,10 @@ _IMAGE = {"prompt": "a paper boat", "height": 32, "width": 32, "max_sequence_len
 _VIDEO = {**_IMAGE, "num_frames": 5, "negative_prompt": "rain"}
 
 SMALL_PIPELINES: Mapping[str, SmallPipeline] = {
-    "wan": SmallPipeline("WanPipeline", _wan_components, {**_VIDEO, "guidance_scale": 4.0}),
+    "wan": SmallPipeline("WanPipeline", _wan, {**_VIDEO, "guidance_scale": 4.0}),
     "wan2.2": SmallPipeline("WanPipeline", _wan_two_experts, {**_VIDEO, "guidance_scale": 4.0}),
     "wan-i2v": SmallPipeline("WanImageToVideoPipeline", _wan_from_image, {**_VIDEO, "guidance_scale": 4.0}, image=True),
-    "flux": SmallPipeline("FluxPipeline", _flux_components, _IMAGE),
+    "flux": SmallPipeline("FluxPipeline", _flux, _IMAGE),
     "flux2": SmallPipeline(
         "Flux2KleinPipeline", _flux2, {**_IMAGE, "guidance_scale": 4.0, "text_encoder_out_layers": (1, 2)}
     ),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from chunkflow_compile.models.sizes import Config, build_model
+
 # Width of the text encoders, and so of the prompt embeddings.
 TEXT = 64
 _MARKS = ("<pad>", "</s>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
@@ -31,70 +33,46 @@ def tokenizer(longest: int = 512) -> Any:
 _VOCABULARY = len(_MARKS) + 256
 
 
-def t5(width: int = TEXT) -> Any:
-    """T5's encoder.  ``width``: of its embeddings."""
-    from transformers import T5Config, T5EncoderModel
+# The fields by which transformers call the width of most encoders.
+_WIDTHS: Config = {
+    "vocab_size": _VOCABULARY,
+    "hidden_size": TEXT,
+    "intermediate_size": 4 * TEXT,
+    "num_attention_heads": 4,
+}
 
-    return T5EncoderModel(T5Config(vocab_size=_VOCABULARY, d_model=width, d_kv=16, d_ff=256, num_heads=4, num_layers=2))
+
+def t5(width: int = TEXT, class_name: str = "T5EncoderModel") -> Any:
+    """T5's encoder.  ``width``: of its embeddings."""
+    return build_model(class_name, vocab_size=_VOCABULARY, d_model=width, d_kv=16, d_ff=256, num_heads=4, num_layers=2)
 
 
 def umt5() -> Any:
     """Wan's encoder."""
-    from transformers import UMT5Config, UMT5EncoderModel
+    return t5(class_name="UMT5EncoderModel")
 
-    return UMT5EncoderModel(
-        UMT5Config(vocab_size=_VOCABULARY, d_model=TEXT, d_kv=16, d_ff=4 * TEXT, num_heads=4, num_layers=2)
+
+def clip(class_name: str = "CLIPTextModel") -> Any:
+    """CLIP's text encoder.  SD3 reads the one ``WithProjection``."""
+    marks = {"bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+    return build_model(
+        class_name, **_WIDTHS, num_hidden_layers=3, max_position_embeddings=77, projection_dim=TEXT, **marks
     )
-
-
-def clip(projected: bool = False) -> Any:
-    """CLIP's text encoder.  ``projected``: with the projection that SD3 reads."""
-    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection
-
-    config = CLIPTextConfig(
-        vocab_size=_VOCABULARY,
-        hidden_size=TEXT,
-        intermediate_size=4 * TEXT,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        max_position_embeddings=77,
-        projection_dim=TEXT,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-    )
-    return (CLIPTextModelWithProjection if projected else CLIPTextModel)(config)
 
 
 def qwen3() -> Any:
     """The encoder of FLUX.2 and Z-Image."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    return Qwen3ForCausalLM(
-        Qwen3Config(
-            vocab_size=_VOCABULARY,
-            hidden_size=TEXT,
-            intermediate_size=4 * TEXT,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=16,
-        )
-    )
+    return build_model("Qwen3ForCausalLM", **_WIDTHS, num_hidden_layers=3, num_key_value_heads=2, head_dim=16)
 
 
 def qwen_vl() -> Any:
     """The encoder of Qwen-Image, for text and images."""
-    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
-
     mark = {name: i for i, name in enumerate(_MARKS)}
-    config = Qwen2_5_VLConfig(
+    return build_model(
+        "Qwen2_5_VLForConditionalGeneration",
         text_config={
-            "vocab_size": _VOCABULARY,
-            "hidden_size": TEXT,
-            "intermediate_size": 4 * TEXT,
+            **_WIDTHS,
             "num_hidden_layers": 2,
-            "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e6},
         },
@@ -110,23 +88,11 @@ def qwen_vl() -> Any:
         vision_end_token_id=mark["<|vision_end|>"],
         image_token_id=mark["<|image_pad|>"],
     )
-    return Qwen2_5_VLForConditionalGeneration(config)
 
 
 def llama() -> Any:
     """HunyuanVideo's encoder."""
-    from transformers import LlamaConfig, LlamaModel
-
-    return LlamaModel(
-        LlamaConfig(
-            vocab_size=_VOCABULARY,
-            hidden_size=TEXT,
-            intermediate_size=4 * TEXT,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            pad_token_id=0,
-        )
-    )
+    return build_model("LlamaModel", **_WIDTHS, num_hidden_layers=4, pad_token_id=0)
 
 
 class TextAndImages:

@@ -1,4 +1,4 @@
-"""The time of steps in a row."""
+"""The time of work on a device."""
 
 from __future__ import annotations
 
@@ -16,20 +16,21 @@ class Stopwatch:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._begin: Any
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._begin = self._mark()
+        self._begin = time.perf_counter() if self._stream is None else mark(self._stream)
 
     def stop(self) -> float:
         """Seconds until the device has done what it was given since; waits for that."""
-        end = self._mark()
         if self._stream is None:
-            return float(end - self._begin)
+            return float(time.perf_counter() - self._begin)
+        end = mark(self._stream)
         end.synchronize()
         return float(self._begin.elapsed_time(end)) / 1e3
 
-    def _mark(self) -> Any:
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(self._stream)
-        return event
+
+def mark(stream: torch.cuda.Stream) -> Any:
+    """A timed event on a stream."""
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(stream)
+    return event

@@ -1,10 +1,13 @@
-"""A route is a cycle on the weights of its calls: the executors of its places, and what they have in the arena."""
+"""A cycle that is bound to memory: the executors of its calls, what they have in the arena, and what its passes took.
+
+A program alone is a cycle of one call.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,32 +25,36 @@ from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.source import DriveBytes
 
 from .arena import Arena, Binding
-from .call_site import CallSite, Key, bare
-from .executor import KEPT_MEASUREMENTS, Executor
+from .call_site import CallKey, CallSite, bare
+from .executor import Executor
 from .measurement import Passes, StepMeasurement, as_one, measured, save, warm_timings
 
 # The buffers of the weights of a cycle, by their names in it.
-Homes = Mapping[str, weakref.ref[HostBuffer]]
+BufferRefs = Mapping[str, weakref.ref[HostBuffer]]
 
 
-class Route:
+class BoundCycle:
     """A cycle on the weights of its calls.
 
-    ``position``: the call that is expected next.  ``jumps``: those so far.  ``replan_after``: the number of warm passes
-    after which to plan it again from their times; 0 for never.  ``settings``: that it was planned with, but for those times.
-    ``folder``: where measurements are written, None for nowhere.
+    ``keys``: of its calls, none of a program alone.  ``position``: the call that is expected next.  ``jumps``: the calls off
+    the cycle so far, at which it was entered anew.  ``replan_after``: the number of warm passes after which to plan it again
+    from their times; 0 for never.  ``settings``: that it was planned with, but for those times.  ``folder``: where
+    measurements are written, None for nowhere.
     """
 
     def __init__(
         self,
         arena: Arena,
-        keys: tuple[Key, ...],
         calls: Sequence[Call],
-        buffers: Homes,
+        buffers: BufferRefs,
         settings: Settings,
         cycle: Cycle,
         marks: Arrivals,
+        *,
+        keys: tuple[CallKey, ...] = (),
+        advice: Callable[[], str] = str,
     ) -> None:
+        """``advice``: returns a sentence on what would fit if the arena does not."""
         self.arena = arena
         self.keys = keys
         self.cycle = cycle
@@ -58,21 +65,19 @@ class Route:
         self.calls = calls
         self.buffers = buffers
         self.settings = settings
+        self._advice = advice
         self._versions: dict[str, int] = {}
-        self._places = [
-            {id(self.buffers[n]()): n for n in call.names.values() if n in self.buffers} for call in self.calls
-        ]
-        self._seen: list[tuple[int, ...] | None] = [None for _ in self.keys]  # as the site of a call has them
-        self._passes = Passes(len(self.keys), KEPT_MEASUREMENTS)
+        self._names = [{id(buffers[n]()): n for n in call.names.values() if n in buffers} for call in calls]
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # as the site of a call has them
+        self._passes = Passes(len(calls))
         self._begun = 0  # passes
         self._marks = marks
         self._binding: Binding | None = None
         self._executors: list[weakref.WeakKeyDictionary[CallSite, Executor]] = [
-            weakref.WeakKeyDictionary() for _ in self.keys
+            weakref.WeakKeyDictionary() for _ in calls
         ]
-        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = (
-            weakref.WeakKeyDictionary()
-        )  # regions, and their keys
+        # regions, and their keys
+        self._proved: weakref.WeakKeyDictionary[GraphModule, str] = weakref.WeakKeyDictionary()
 
     @property
     def lasts(self) -> bool:
@@ -89,9 +94,16 @@ class Route:
         """The newest passes over the calls, oldest first, each as one step; waits for those in flight."""
         return tuple(as_one(calls) for calls in self._measured(wait=True))
 
+    def adopt(self, other: BoundCycle) -> None:
+        """Take over the measurements of a cycle that this one replaces."""
+        self._passes.whole.extend(other._passes.whole)
+
     def timings(self, passes: int) -> Timings | None:
         """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
-        return warm_timings(self.cycle.plan, self._measured(), passes, self.cycle.starts)
+        found = self._measured()
+        if len(self.calls) == 1:  # its first step need not be cold, and pays for first touches
+            return warm_timings(self.cycle.plan, found[1:], passes)
+        return warm_timings(self.cycle.plan, found, passes, self.cycle.starts)
 
     def _measured(self, wait: bool = False) -> list[tuple[StepMeasurement, ...]]:
         """The newest passes, each the measurements of its calls."""
@@ -99,7 +111,7 @@ class Route:
             self.arena.streams.collect(wait)
         return list(self._passes.whole)
 
-    def predicted(self, keys: Collection[Key | None]) -> float | None:
+    def predicted(self, keys: Collection[CallKey | None]) -> float | None:
         """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
         if (found := self.cycle.plan.predicted) is None:
             return None
@@ -120,11 +132,21 @@ class Route:
             return memory is planned.memory
         return self.cycle.plan.device_bytes + planned.outside <= memory <= planned.memory
 
-    def find(self, key: Key) -> int | None:
+    def find(self, key: CallKey) -> int | None:
         """The place of a call, the expected one first; None if it is not in the cycle."""
         count = len(self.keys)
         found = (c % count for c in range(self.position, self.position + count) if self.keys[c % count] is key)
         return next(found, None)
+
+    def begin(self, site: CallSite, call: int) -> Executor:
+        """The executor of a call that begins now.  Raises ChunkflowError if the arena has no room."""
+        found = self.executor(site, call)
+        self.position = (call + 1) % len(self.calls)
+        if call == 0:
+            if self._begun and not self._begun & (self._begun - 1):  # after passes 1, 2, 4, 8, ...: a run may be killed
+                self._save()
+            self._begun += 1
+        return found
 
     def executor(self, site: CallSite, call: int) -> Executor:
         """The executor of a call's site in its place.  Raises ChunkflowError if the arena has no room."""
@@ -132,33 +154,33 @@ class Route:
         found = self._executors[call].get(site)
         if found is None:
             found = self._executors[call][site] = self._make(site, call)
-        self.position = (call + 1) % len(self.keys)
-        self._begun += call == 0
-        if call == 0 and not self._begun & (self._begun - 1):  # as the steps of a program alone
-            self.save()
         return found
 
-    def save(self, wait: bool = False) -> None:
-        """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
-        if self.folder is None:
-            return
-        with contextlib.suppress(OSError, ChunkflowError):
-            save(self.folder, measured(self.cycle.plan, [as_one(calls) for calls in self._measured(wait)]))
-
     def unbind(self) -> None:
-        """Wait for work in flight and drop every reference to the memory."""
-        self.save(wait=True)
+        """Wait for work in flight and drop every reference to the memory; the next call binds it again."""
+        self._save(wait=True)
         for executors in self._executors:
             for executor in list(executors.values()):
                 executor.vacate()
             executors.clear()
         self._end_turn()
         self._binding = None
-        self.arena.give_up(self)
+
+    def release(self) -> None:
+        """Unbind, and let go of the weights that it keeps on the device beside the memory."""
+        self.unbind()
+        self.arena.release(self)
+
+    def _save(self, wait: bool = False) -> None:
+        """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
+        if self.folder is None:
+            return
+        with contextlib.suppress(OSError, ChunkflowError):
+            save(self.folder, measured(self.cycle.plan, [as_one(calls) for calls in self._measured(wait)]))
 
     def _end_turn(self) -> None:
         """Let the next call start cold."""
-        if self._binding is not None and self.arena.holder is self._binding.occupancy:
+        if self._binding is not None and self.arena.holder is self._binding.state:
             self.arena.holder = None
 
     def _check_versions(self, site: CallSite, call: int) -> None:
@@ -169,12 +191,12 @@ class Route:
         known = tuple(self._versions.get(name) for name in names)
         if known != site.versions:
             if self._outdated():
-                self.unbind()
+                self.release()
             self._end_turn()
             self._versions = {
                 name: buffer.version for name, ref in self.buffers.items() if (buffer := ref()) is not None
             }
-            self._seen = [None for _ in self.keys]
+            self._seen = [None for _ in self.calls]
         self._seen[call] = site.versions
 
     def _outdated(self) -> bool:
@@ -195,7 +217,8 @@ class Route:
             placed = site.call(site.names() | names)
             program, marks = self._program(site, call, placed)
             cycle = cycle.at(call, program)
-        self.arena.step_aside([site.key])  # its own plan keeps other weights on the device
+        if self.keys:
+            self.arena.release_alone([site.key])  # its own plan keeps other weights on the device
         binding = replace(self._bound(site.code.pin_bytes), marks=marks)
         file = site.file, partial(self._passes.file, call)
         return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file)
@@ -217,14 +240,16 @@ class Route:
 
     def _name(self, buffer: HostBuffer, call: int) -> str:
         """The name in the cycle of a weight of a call."""
-        return self._places[call][id(buffer)]
+        return self._names[call][id(buffer)]
 
     def _bound(self, pin_bytes: int | None) -> Binding:
         """What the cycle has in the arena's memory.  Raises ChunkflowError if the device has no room."""
         if self._binding is None:
-            self.arena.step_aside(self.keys)
+            self.arena.release_alone(self.keys)
             buffers = {name: self._buffer(name) for name in self.buffers}
-            self._binding = self.arena.bind(self, self.cycle.plan, buffers, self._marks, pin_bytes=pin_bytes)
+            self._binding = self.arena.bind(
+                self, self.cycle, buffers, self._marks, pin_bytes=pin_bytes, advice=self._advice
+            )
         return self._binding
 
     def _buffer(self, name: str) -> HostBuffer:

@@ -1,0 +1,204 @@
+"""The streams of a GPU: the caller's, and one for copies, which a thread issues if some come from pageable memory.
+
+CUDA may hold the thread that issues a copy from memory that could not be pinned, or from the drive, until the copy stream
+comes to it.  If that were the thread that issues compute, nothing would overlap.  So a thread of its own issues everything
+on the copy stream, and sends pageable bytes through a small pinned ring.  Where not even the ring can be pinned, it issues
+a copy only once its opening is reached.
+
+The thread that issues compute waits only until the copies of a weight are issued, never until they are over.  It ends a
+step when all its copies are issued: the host then runs less far ahead of the GPU than with pinned weights.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+import torch
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.source import DriveBytes, Source
+from chunkflow_compile.weights.staging import Staging
+
+from .cuda_time import Clock
+from .device_base import Waited, Watch
+from .read_ahead import Reading
+from .torch_cuda import TorchCuda
+
+
+class CudaStream:
+    """A stream of the GPU.  ``clock``: marks the times of its work in a call that is measured.
+
+    ``stream``: torch's stream; None for the caller's, which each step sets again.  ``copies``: the stream whose events it
+    waits for.
+    """
+
+    copies: CudaStream | None = None
+
+    def __init__(self, cuda: TorchCuda, clock: Clock, stream: torch.cuda.Stream | None = None) -> None:
+        self.cuda = cuda
+        self.clock = clock
+        self.stream: Any = stream
+        self._side = stream is not None
+        self._process = os.getpid()
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked from the one that made the stream: it has no GPU, and waits for none."""
+        return os.getpid() != self._process
+
+    def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
+        frame = self.clock.open
+        if not self._side and not name and watch is None:  # host work only, such as dropping values
+            work()
+            return
+        with contextlib.ExitStack() as around:
+            if self._side:
+                around.enter_context(self.cuda.on(self.stream))
+            if name:
+                around.enter_context(self.cuda.named(name))
+            if watch is None or frame is None:
+                work()
+                return
+            begin = frame.mark(self.stream)
+            work()
+            frame.between(begin, frame.mark(self.stream), watch)
+
+    def record(self, event: torch.cuda.Event) -> None:
+        event.record(self.stream)
+
+    def wait(self, event: torch.cuda.Event, waited: Waited | None = None) -> None:
+        frame = self.clock.open
+        if self.copies is not None:
+            self.copies.await_record(event)
+        if waited is None or frame is None:
+            self.stream.wait_event(event)
+            return
+        begin = frame.mark(self.stream)
+        self.stream.wait_event(event)
+        frame.stood(begin, frame.mark(self.stream), waited)
+
+    def synchronize(self) -> None:
+        try:
+            if self.stream is not None and not self.inherited:
+                self.stream.synchronize()
+        except RuntimeError as error:
+            raise ChunkflowError(f"The GPU failed: {error}") from error
+
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
+        """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of this stream."""
+        assert isinstance(source, torch.Tensor), "weights on the drive are staged"
+        self.cuda.copy(target, source)
+
+    def await_record(self, event: torch.cuda.Event) -> None:
+        """Wait until the newest record of ``event`` is issued; only then may another stream wait for the event."""
+
+    def end_step(self) -> None:
+        """Wait until the work of a step is issued.  Called by the thread that issues the step."""
+
+    def close(self) -> None:
+        """End what issues the work."""
+
+
+class StagedCopies(CudaStream):
+    """A copy stream whose work one thread issues."""
+
+    def __init__(self, copies: CudaStream, compute: CudaStream) -> None:
+        """``copies``: the stream so far, which the thread takes over."""
+        super().__init__(copies.cuda, copies.clock, copies.stream)
+        self._compute = compute
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunkflow-copies")
+        self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False))
+        self._newest: Future[None] | None = None
+        self._worker = 0  # ident of the thread
+        self._records: dict[int, Future[None]] = {}  # id of an event -> where its newest record in this step is issued
+        self._marks: list[torch.cuda.Event] = []  # events to reuse, each at a point of the compute stream
+
+    def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
+        self._put(partial(super().run, work, watch, name))
+
+    def record(self, event: torch.cuda.Event) -> None:
+        self._records[id(event)] = self._put(partial(super().record, event))
+
+    def wait(self, event: torch.cuda.Event, waited: Waited | None = None) -> None:
+        """Let the copies put from here on start after ``event``, which compute has just recorded.
+
+        ``event`` will be recorded again before the thread comes to this wait, so an event of our own marks the point.
+        """
+        mark = self._marks.pop() if self._marks else self.cuda.event(False)
+        self._compute.record(mark)
+        wait = super().wait
+
+        def issue() -> None:
+            if self._staging.pinned:
+                wait(mark)
+            else:
+                mark.synchronize()
+            self._marks.append(mark)  # a wait that is issued holds on to the point, not to the event
+
+        self._put(issue)
+
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
+        if isinstance(source, Reading):
+            values, _ = source.acquire()
+            self.cuda.copy(target, values)
+            copied = self.cuda.event(False)
+            super().record(copied)
+            source.release(copied)
+            return
+        if source.is_pinned() or not self._staging.pinned:
+            self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
+        else:
+            self._staging.to_device(target, source, self.cuda.copy, super().record)
+
+    def await_record(self, event: torch.cuda.Event) -> None:
+        if (record := self._records.get(id(event))) is not None:
+            _raise_from(record)
+
+    def issued(self) -> None:
+        """Wait until everything put so far is issued; raise what failed.
+
+        Not on the thread itself, where the collector may run a finalizer that unpins another model's memory.
+        """
+        if self._newest is not None and threading.get_ident() != self._worker and not self.inherited:
+            _raise_from(self._newest)
+
+    def end_step(self) -> None:
+        """Wait until the copies of a step are issued, and forget where: an event that is dropped leaves its id to another.
+
+        Called by the thread that issues the step, as :meth:`record` and :meth:`await_record` are.
+        """
+        self.issued()
+        self._records.clear()
+
+    def synchronize(self) -> None:
+        try:
+            self.issued()
+        finally:
+            self._newest = None
+            super().synchronize()
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False)
+
+    def _put(self, work: Callable[[], None]) -> Future[None]:
+        before = self._newest
+
+        def run() -> None:
+            self._worker = threading.get_ident()
+            if before is not None and (error := before.exception()) is not None:
+                raise error  # after a failure nothing more is issued, until synchronize has told of it
+            work()
+
+        self._newest = made = self._thread.submit(run)
+        return made
+
+
+def _raise_from(issued: Future[None]) -> None:
+    if (error := issued.exception()) is not None:
+        raise ChunkflowError(f"A copy to the device failed: {error}") from error

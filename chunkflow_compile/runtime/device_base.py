@@ -1,0 +1,134 @@
+"""What the executor asks of a device: memory, in-order streams, events between them, and times.
+
+There are three devices.  ``cpu``, the default, computes on the calling thread and copies on one thread that stands for
+the copy engine.  ``threads`` has a thread for every stream, compute included, so the host runs ahead as on a GPU.
+``cuda`` is a GPU.  The executor issues the same operations on all of them.  The first two can emulate a link.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+
+from chunkflow_compile.weights.source import Source
+
+from .host_clock import MONOTONIC, HostClock
+from .read_ahead import Reading
+
+# Called with the seconds that a stream stalled.
+Waited = Callable[[float], None]
+# Called with the times when a step began and ended, seconds of the device's clock, and whether the previous step was
+# measured too.  If it was not, its copies that ran beside the collectives of this step are unknown.
+StepEnd = Callable[[float, float, bool], None]
+
+
+class Watch(Protocol):
+    """Called with the times when a piece of work begins and ends, seconds of the device's clock.
+
+    ``cuda`` calls it only after the step.
+    """
+
+    def begins(self, at: float) -> None: ...
+
+    def ends(self, at: float) -> None: ...
+
+
+class Stream(Protocol):
+    """A queue of work that runs in order.  Events are of the device's own class."""
+
+    def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
+        """Enqueue ``work``.  ``watch``: receives its times.  ``name``: shown by profilers of the device."""
+
+    def record(self, event: Any) -> None:
+        """Mark this point of the stream."""
+
+    def wait(self, event: Any, waited: Waited | None = None) -> None:
+        """Make the work enqueued from here on start after the event's newest mark.
+
+        ``waited`` is called with the seconds that the stream stalled.
+        """
+
+    def synchronize(self) -> None:
+        """Block the host until the stream is empty.  Raises what the stream's work raised."""
+
+
+class Device:
+    """A device: the memory of the arena, and the streams.  Methods that do nothing here do nothing on host threads.
+
+    ``collective``: the stream that collectives run on; the same object as ``compute`` if they run in its order.
+    ``clock``: of its host threads.  ``closed``: whether its streams are closed.
+    """
+
+    name: str
+    compute: Stream
+    copy: Stream
+    collective: Stream
+    clock: HostClock = MONOTONIC
+    closed = False
+
+    def event(self) -> Any:
+        """A new event, with no mark."""
+        raise NotImplementedError
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Memory for an arena, uint8.  Raises RuntimeError if there is not enough."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def release(self) -> None:
+        """Keep the memory of the arena no longer: nothing in flight uses it."""
+
+    def record_stream(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Name memory outside the arena that steps read: it must not be reused under a step in flight."""
+
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        """Let the copy engine read a host tensor directly; return a function to undo it.  Raises OSError on failure."""
+        return lambda: None
+
+    def stage(self) -> None:
+        """From now on, some copies come from memory that could not be pinned."""
+
+    def copy_bytes(self, target: torch.Tensor, source: Source | Reading) -> None:
+        """Copy ``source`` to ``target`` (uint8, equal sizes); called as work of the copy stream."""
+        raise NotImplementedError
+
+    def received(self, nbytes: int) -> None:
+        """Called as work of the collective stream, after a collective has brought ``nbytes`` into this rank."""
+
+    def deliver(self) -> None:
+        """Return when all enqueued work has produced its Python objects; raise what the work raised.
+
+        The contents of the tensors among them may still be in flight, as on a GPU.
+        """
+
+    def sync_copies(self) -> None:
+        """Wait for the copies that delivered steps read: after that the host may write to their source."""
+
+    def measure(self, passes: int | None) -> None:
+        """Where it takes time, measure the next ``passes`` passes, and none after them; None to choose them.
+
+        What was measured is known when :meth:`collect` waits for it.
+        """
+
+    def choose(self, step: int) -> bool:
+        """Whether to measure the calls of the pass that begins.  ``step``: of its program, counted from 0."""
+        return True
+
+    def start(self, marked: bool, known: bool) -> Any:
+        """Begin a call of a program; return what :meth:`finish` needs as ``begun``, None if the call is not measured.
+
+        ``marked``: as chosen for its pass.  ``known``: whether the program's call before it was measured.
+        """
+        raise NotImplementedError
+
+    def finish(self, begun: Any, over: StepEnd) -> None:
+        """End a call.  ``over`` is called once its times are known, or never if it is not measured."""
+        raise NotImplementedError
+
+    def collect(self, wait: bool = False) -> None:
+        """Report the times known by now of the steps issued; with ``wait``, wait for those of all steps."""
+
+    def close(self) -> None:
+        """Close the streams."""
+        raise NotImplementedError

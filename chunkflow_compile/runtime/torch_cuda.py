@@ -1,0 +1,153 @@
+"""What the cuda device uses of torch.cuda, for one GPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import weakref
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any, TypeVar
+
+import torch
+
+Made = TypeVar("Made")
+
+
+class TorchCuda:
+    """A GPU through torch.cuda.  Tests put another in its place, which has the same methods."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def stream(self) -> torch.cuda.Stream:
+        """The stream for copies: one for each GPU, for the life of the process."""
+        return _copy_stream(self._device)
+
+    def current(self) -> torch.cuda.Stream:
+        """The caller's current stream."""
+        return torch.cuda.current_stream(self._device)
+
+    def on(self, stream: torch.cuda.Stream) -> contextlib.AbstractContextManager[Any]:
+        """Make ``stream`` the current one inside the context."""
+        # torch.cuda.stream ends by setting the thread's own GPU, which starts it: GPU 0 in any thread that set none
+        here = torch.cuda.current_device() == stream.device_index
+        return torch.cuda.stream(stream) if here else self._on_other(stream)
+
+    @contextlib.contextmanager
+    def _on_other(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            yield
+
+    def event(self, timed: bool) -> torch.cuda.Event:
+        """A new event; a timed one costs more to record."""
+        return _kept_by_children(torch.cuda.Event(enable_timing=timed))
+
+    def named(self, name: str) -> contextlib.AbstractContextManager[Any]:
+        """Name the work enqueued inside the context, for profilers."""
+        found: contextlib.AbstractContextManager[Any] = torch.cuda.nvtx.range(name)
+        return found
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Device memory, uint8.  Raises RuntimeError if there is not enough."""
+        return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+
+    def trim(self) -> None:
+        """Give memory that was freed back to the device."""
+        torch.cuda.empty_cache()
+
+    def record_stream(self, memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """Let the allocator reuse ``memory``, once freed, only after the work that ``stream`` holds by then."""
+        _kept_by_children(memory).record_stream(stream)
+
+    def abandon(self, memory: torch.Tensor) -> None:
+        """Never free ``memory``.  On a GPU that has failed, torch would end the process when it frees it."""
+        _keep_for_ever(memory)
+
+    def staging(self, nbytes: int) -> torch.Tensor:
+        """Pinned host memory, uint8.  Raises RuntimeError if there is none."""
+        with torch.cuda.device(self._device):
+            return _kept_by_children(torch.empty(nbytes, dtype=torch.uint8, pin_memory=True))
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Enqueue a copy from the host on the current stream."""
+        target.copy_(source, non_blocking=True)
+
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        """Pin the pages of a host tensor; return a function that unpins them.  Raises OSError if that fails."""
+        return register(host, self._device)
+
+
+# torch hands out the 32 streams of a pool in turn.  A new one for each session would in time be the caller's own, or
+# NCCL's, and copies would queue before compute without a word.  Each priority has a pool.  Within torch, NCCL and the
+# caller have that of 0, NCCL with is_high_priority_stream and symmetric memory that of -3, FSDP that of -1, and nothing that
+# of -2.  A priority has no effect on copies.
+_PRIORITY = -2
+
+
+@cache
+def _copy_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=_PRIORITY)
+
+
+def _keep_for_ever(made: object) -> None:
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(made))
+
+
+class _Token:
+    """Lasts as long as the event or the memory that has it.  torch 2.11 clears no weak reference to an event itself."""
+
+
+@cache
+def _tokens() -> weakref.WeakValueDictionary[int, _Token]:
+    """By the address of what has them."""
+    found: weakref.WeakValueDictionary[int, _Token] = weakref.WeakValueDictionary()
+
+    def in_child() -> None:
+        for address in list(found):
+            _keep_for_ever(ctypes.cast(address, ctypes.py_object).value)
+
+    os.register_at_fork(after_in_child=in_child)
+    return found
+
+
+def _kept_by_children(made: Made) -> Made:
+    """Let a forked child never free an event or memory of the GPU, which it cannot use: torch would end it."""
+    token: Any = _Token()
+    made.__dict__["chunkflow_token"] = _tokens()[id(made)] = token
+    return made
+
+
+# Flag of cudaHostRegister: pinned for every device.  Not combined with the read-only flag, because load_state_dict
+# writes there, also from a GPU.
+_PORTABLE = 1
+
+
+def register(host: torch.Tensor, device: torch.device) -> Callable[[], None]:
+    """Pin exactly the bytes of a host tensor; return a function that unpins them.  Raises OSError if that fails.
+
+    The runtime that torch itself has loaded does it: bindings of another package may be newer than the driver.
+    """
+    if host.is_pinned():  # by torch's allocator, say: CUDA refuses to pin it twice
+        return lambda: None
+    address, nbytes, process = host.data_ptr(), host.numel() * host.element_size(), os.getpid()
+    runtime = torch.cuda.cudart()
+    with torch.cuda.device(device):  # a thread that has used no GPU yet would start GPU 0
+        _check(runtime.cudaHostRegister(address, nbytes, _PORTABLE), device)
+
+    def undo() -> None:
+        if os.getpid() != process:
+            return  # a forked child has pinned nothing, and has no GPU
+        with torch.cuda.device(device):
+            _check(runtime.cudaHostUnregister(address), device)
+
+    return undo
+
+
+def _check(error: Any, device: torch.device) -> None:
+    if int(error) == 0:
+        return
+    with contextlib.suppress(RuntimeError):  # the runtime keeps the error for the next launch: let it be ours
+        torch.zeros(1, device=device)
+    raise OSError(f"CUDA error {int(error)}, {torch.cuda.cudart().cudaGetErrorString(error)}")
