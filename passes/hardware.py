@@ -92,6 +92,8 @@ class Hardware:
     """Seconds that a collective between nodes takes beside collective_latency_s."""
     drive_bandwidth: float = 2e9
     """Bytes/s that this rank reads from the drive, for weights beyond host_memory; 2 GB/s is a common NVMe drive."""
+    cards: tuple[str, ...] = ()
+    """The cards that this is the profile of, as their drivers name them."""
     sources: Mapping[str, str] = field(default_factory=dict)
     link_emulation: LinkEmulation | None = None
     """The link to emulate while programs run; None to use the machine's own."""
@@ -170,7 +172,10 @@ class Hardware:
         except (ValueError, AttributeError, TypeError) as error:
             raise ChunkflowError(f"This is not a hardware profile: {error}.") from error
         if schema != SCHEMA:
-            raise ChunkflowError(f"The hardware profile has schema {schema!r}, this version reads {SCHEMA}.")
+            raise ChunkflowError(
+                f"The hardware profile has schema {schema!r}, this version reads {SCHEMA}, which tells GEMMs, attention and "
+                "other kernels apart: run chunkflow calibrate again, or name a built-in profile."
+            )
         fields = {f.name: f for f in dataclasses.fields(Hardware)}
         for name in body:
             if name not in fields:
@@ -186,7 +191,7 @@ class Hardware:
                 body["link_emulation"] = LinkEmulation(**body["link_emulation"])
             except TypeError as error:
                 raise ChunkflowError(f"Hardware field link_emulation is not valid: {error}.") from error
-        return Hardware(**body)
+        return Hardware(**{**body, "cards": tuple(body.get("cards", ()))})
 
 
 # Field -> the range of real machines.  A value outside it has the wrong unit (GB for bytes, ms for seconds).

@@ -46,10 +46,13 @@ def run(arguments: argparse.Namespace) -> int:
 
 def profile_table(profile: Hardware) -> str:
     """The figures of a profile as a table."""
-    rows = [(f"peak {d}", f"{rate / 1e12:.3g} TFLOP/s") for d, rate in profile.peak_flops.items()]
+    rows = [(f"GEMM in {d}", f"{rate / 1e12:.3g} TFLOP/s") for d, rate in profile.gemm_flops.items()]
+    rows += [(f"attention by {k}", f"{rate / 1e12:.3g} TFLOP/s") for k, rate in profile.attention_flops.items()]
     rows += [
-        ("reached by compute", f"{100 * profile.eta_comp:.0f} %"),
-        ("memory", f"{profile.memory_bandwidth / 1e9:.4g} GB/s"),
+        ("attention takes", profile.attention),
+        ("memory", f"{profile.memory_rate / 1e9:.4g} GB/s"),
+        ("cache", f"{profile.cache_bytes >> 20} MiB, {profile.cache_bandwidth / 1e9:.4g} GB/s"),
+        ("a kernel", f"{profile.kernel_s * 1e6:.3g} us"),
         ("copy to the device", f"{profile.copy_rate / 1e9:.4g} GB/s, {profile.chunk_s * 1e6:.3g} us a chunk"),
         (
             "collective",
@@ -59,7 +62,7 @@ def profile_table(profile: Hardware) -> str:
             "drive",
             f"{profile.drive_bandwidth / 1e9:.4g} GB/s{'' if 'drive_bandwidth' in profile.sources else ', assumed'}",
         ),
-        ("a call", f"{profile.launch_s * 1e6:.3g} us"),
+        ("a region", f"{profile.launch_s * 1e6:.3g} us"),
         ("copy beside a collective", f"{profile.copy_slowdown:.2f} times as long"),
         ("collective beside a copy", f"{profile.collective_slowdown:.2f} times as long"),
         ("compute beside a copy", f"{profile.compute_slowdown:.2f} times as long"),

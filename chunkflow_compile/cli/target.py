@@ -172,9 +172,9 @@ def load_and_plan(arguments: argparse.Namespace, progress: Progress) -> tuple[Ta
 
 def note_rates(found: Target) -> None:
     """Print a note on stderr if the machine has no rate for a dtype of the model."""
-    dtypes = sorted({r.cost.dtype for r in found.problem.regions if r.cost.flops} - set(found.hardware.peak_flops))
+    dtypes = sorted({r.cost.dtype for r in found.problem.regions if r.cost.flops} - set(found.hardware.gemm_flops))
     if dtypes:
-        missing, known = ", ".join(dtypes), ", ".join(found.hardware.peak_flops)
+        missing, known = ", ".join(dtypes), ", ".join(found.hardware.gemm_flops)
         print(
             f"note: {found.hardware.name} has no rate for {missing}; planned at the slowest of {known}", file=sys.stderr
         )

@@ -18,18 +18,8 @@ if TYPE_CHECKING:
 # Names the profile that chunkflow calibrate has written.
 MEASURED = "measured"
 CPU = "cpu"
-# Part of a card's name -> the nearest built-in profile; the first match counts.
-CARDS = {
-    "H200": "h200",
-    "H100 NVL": "h100-pcie-x2",
-    "H100 PCIe": "h100-pcie-x2",
-    "H100": "h100-nvlink",
-    "L40S": "l40s-pcie",
-    "5090": "rtx-5090-pcie",
-    "4090": "rtx-4090-pcie",
-}
-# For an unknown card: with a slow link, plans keep more weights on the device.
-_CAREFUL = "rtx-4090-pcie"
+# Names a profile scaled for the card of this process, which has none.
+SCALED = "scaled"
 
 
 def profile_names() -> list[str]:
@@ -77,16 +67,27 @@ def default_profile(device: torch.device) -> str:
         return CPU
     import torch
 
-    name = torch.cuda.get_device_name(device)
+    properties = torch.cuda.get_device_properties(device)
+    name = properties.name
     if (measured := _measured_path()) is not None and name in str(_read_profile(measured).sources):
         return MEASURED
-    found = next((profile for part, profile in CARDS.items() if part in name), None)
+    found = next((profile for profile in profile_names() if name in _read_built_in(profile).cards), None)
     if found is None:
         warnings.warn(
-            f"No hardware profile fits {name}: plans use {_CAREFUL}. Run chunkflow calibrate once on this machine.",
+            f"No hardware profile is of {name}: plans use {alike(properties)}, scaled by what its driver tells of it. Run "
+            "chunkflow calibrate once on this machine.",
             stacklevel=2,
         )
-    return found or _CAREFUL
+    return found or SCALED
+
+
+def _scaled() -> Hardware:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise ChunkflowError(f"hardware={SCALED!r} is scaled for the card of this machine, but there is none.")
+    properties: Properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return scaled(properties, _read_built_in(alike(properties)))
 
 
 def load_profile(name: str | Path) -> Hardware:
@@ -102,14 +103,22 @@ def load_profile(name: str | Path) -> Hardware:
         if (measured := _measured_path()) is None:
             raise ChunkflowError("hardware='measured', but this machine is not measured yet: run chunkflow calibrate.")
         return _read_profile(measured)
+    if str(name) == SCALED:
+        return _scaled()
     if str(name) in profile_names():
-        return _read_profile(Path(__file__).parent / f"{name}.json")
+        return _read_built_in(str(name))
     if Path(name).is_file():
         return _read_profile(Path(name))
+    close = difflib.get_close_matches(str(name).lower(), profile_names(), n=1, cutoff=0.0)[0]
     raise ChunkflowError(
-        f"There is no hardware profile {str(name)!r}: use one of {', '.join(profile_names())}, a JSON file, or "
-        f"{MEASURED!r}."
+        f"There is no hardware profile {str(name)!r}; the nearest is {close!r}. Use one of {', '.join(profile_names())}, a JSON "
+        f"file, or {MEASURED!r}."
     )
+
+
+@functools.cache
+def _read_built_in(name: str) -> Hardware:
+    return _read_profile(Path(__file__).parent / f"{name}.json")
 
 
 def _read_profile(path: Path) -> Hardware:

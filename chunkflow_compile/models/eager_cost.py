@@ -34,8 +34,8 @@ class EagerCost:
     traffic: int
 
     def seconds(self, hardware: Hardware) -> float:
-        """Roofline of the whole call, as of a region."""
-        return max(self.flops / hardware.flops("bfloat16"), self.traffic / hardware.memory_bandwidth)
+        """Of products, and of all that ops read and write, one after the other."""
+        return self.flops / hardware.flops("bfloat16") + self.traffic / hardware.memory_rate
 
 
 def eager_cost(build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]], dtype: torch.dtype) -> EagerCost:

@@ -1,0 +1,77 @@
+"""A profile for a card that has none: one of its architecture, scaled by what the driver tells of the card."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from chunkflow_compile.passes.hardware import Hardware
+
+
+class Properties(Protocol):
+    """Of a card, as ``torch.cuda.get_device_properties`` gives them.  Clocks in kHz, the bus in bits."""
+
+    name: str
+    major: int
+    minor: int
+    multi_processor_count: int
+    clock_rate: int
+    memory_clock_rate: int
+    memory_bus_width: int
+    L2_cache_size: int
+
+
+# Compute capability -> a profile of that architecture, and the multiprocessors and the highest clock (kHz) of its card, from
+# the data sheet: rates of GEMMs and attention go with their product.
+_LIKE: Mapping[tuple[int, int], tuple[str, int, int]] = {
+    (8, 0): ("a100-80gb-nvlink", 108, 1_410_000),
+    (8, 6): ("rtx-3090-pcie", 82, 1_695_000),
+    (8, 9): ("rtx-4090-pcie", 128, 2_520_000),
+    (9, 0): ("h100-nvlink", 132, 1_980_000),
+    (10, 0): ("b200", 148, 1_965_000),
+    (12, 0): ("rtx-5090-pcie", 170, 2_407_000),
+}
+
+
+def alike(properties: Properties) -> str:
+    """The name of the profile from which that of a card is scaled: of its architecture, or else of the newest before it."""
+    return _nearest(properties)[0]
+
+
+def scaled(properties: Properties, like: Hardware) -> Hardware:
+    """The profile of a card, from ``like``, that of :func:`alike`: its links, and the rates by what the card has more or less.
+
+    A link between cards is not known: it is assumed to be PCIe.
+    """
+    name, processors, clock = _nearest(properties)
+    faster = properties.multi_processor_count * properties.clock_rate / (processors * clock)
+    memory = 2 * 1000 * properties.memory_clock_rate * properties.memory_bus_width / 8  # two transfers a clock
+    how = f"scaled from {name} by multiprocessors and clock, {faster:.2f} times"
+    return replace(
+        like,
+        name=f"scaled for {properties.name}",
+        cards=(),
+        gemm_flops={dtype: faster * rate for dtype, rate in like.gemm_flops.items()},
+        attention_flops={kernel: faster * rate for kernel, rate in like.attention_flops.items()},
+        memory_bandwidth=memory or like.memory_bandwidth,
+        cache_bytes=properties.L2_cache_size or like.cache_bytes,
+        collective_bandwidth=min(like.collective_bandwidth, 0.75 * like.h2d_bandwidth),
+        shared_link=True,
+        copy_slowdown=2.0,
+        collective_slowdown=2.0,
+        sources={
+            **like.sources,
+            "gemm_flops": how,
+            "attention_flops": how,
+            "memory_bandwidth": "its driver: memory clock and width of the bus",
+            "cache_bytes": "its driver",
+            "collective_bandwidth": "assumption: three quarters of PCIe",
+            "shared_link": "assumption: PCIe carries copies and collectives alike",
+        },
+    )
+
+
+def _nearest(properties: Properties) -> tuple[str, int, int]:
+    capability = properties.major, properties.minor
+    return _LIKE[max((known for known in _LIKE if known <= capability), default=min(_LIKE))]
