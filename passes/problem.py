@@ -54,8 +54,8 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class RegionCost:
     """The work of a region.  ``flops``: of its products, which are GEMMs, convolutions and attention; ``attention``: those of
-    attention among them.  ``operands``: bytes that products read and write.  ``traffic``: of the other kernels, by the size of
-    a tensor, the bytes that they read and write of tensors of that size.  ``kernels``: how many there are, with products.
+    attention among them.  ``operands``: bytes that products read and write.  ``traffic``: of the other kernels, by the size
+    of a tensor, the bytes that they read and write of tensors of that size.  ``kernels``: how many there are, with products.
 
     ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
     """

@@ -11,6 +11,7 @@ from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.sizes import Quantisation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_GROUP_BYTES, DEFAULT_MIN_BYTES, Yield
 
+KERNELS = ("cudnn", "fa3", "fa2", "efficient")
 SIZES = {
     "frames": "frames of video",
     "height": "pixels",
@@ -35,6 +36,14 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     branches = "2: the branches of classifier-free guidance are on ranks of their own, P each (default 1)"
     add("--cfg-parallel", type=int, default=1, metavar="N", help=branches)
     add_hardware(parser, "h100-pcie-x2")
+    add_kernels(parser)
+    add(
+        "--nodes",
+        type=int,
+        default=1,
+        metavar="N",
+        help="machines that the ranks are on, equally many on each (default 1)",
+    )
     goal = parser.add_mutually_exclusive_group()
     within = "most weight bytes on the device, such as 4GiB: the fastest plan within them"
     goal.add_argument("--memory", metavar="SIZE", help=within)
@@ -64,6 +73,13 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
 def add_hardware(parser: argparse.ArgumentParser, default: str) -> None:
     known = f"{', '.join(profile_names())}, a JSON file, or measured (default {default})"
     parser.add_argument("--hardware", default=default, metavar="HW", help=known)
+
+
+def add_kernels(parser: argparse.ArgumentParser) -> None:
+    """What the machine runs a region with: the cost of a step goes by it."""
+    kernel = "what attention runs on (default auto: what torch takes on the machine)"
+    parser.add_argument("--attention", choices=("auto", *KERNELS), default="auto", help=kernel)
+    add_lowering(parser)
 
 
 def add_sizes(parser: argparse.ArgumentParser, names: Iterable[str], title: str) -> argparse._ArgumentGroup:

@@ -13,7 +13,7 @@ from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.published import PUBLISHED
 from chunkflow_compile.passes.names import OPTIONAL_PASSES, POLICIES, STAGES
 
-from .arguments import SIZES, add_hardware, add_json, add_lowering, add_model, add_sizes
+from .arguments import SIZES, add_hardware, add_json, add_kernels, add_lowering, add_model, add_sizes
 
 # Measured steps per arm.
 _DEMO_STEPS = 3
@@ -96,6 +96,7 @@ def _pipeline(parser: ArgumentParser) -> None:
     add("pipeline", metavar="PIPELINE", help=", ".join(PUBLISHED))
     add("--memory", metavar="SIZE", help="most bytes on the device, such as 12GiB (default: the least that fits)")
     add_hardware(parser, "rtx-4090-pcie")
+    add_kernels(parser)
     add("--steps", type=int, metavar="N", help="denoising steps (default: the model's)")
     add_sizes(parser, ("frames", "height", "width"), "sizes (default: as published)")
     add("--picture", metavar="PNG", help="draw the memory over the generation")
@@ -108,6 +109,8 @@ def _simulate(parser: ArgumentParser) -> None:
     add_model(parser)
     which = "one policy (default: all, with layerwise-prefix only if --memory is set)"
     parser.add_argument("--policy", default="all", choices=("all", *SIMULATED), help=which)
+    degrees = "in place of policies, plan for each of these degrees, and say which to take"
+    parser.add_argument("--sweep-ulysses", metavar="1,2,4,8", help=degrees)
     add_json(parser, "the record")
 
 

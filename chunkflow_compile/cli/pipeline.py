@@ -30,12 +30,13 @@ from chunkflow_compile.units import parse_bytes
 
 from .arguments import sizes_given
 from .output import Progress, say, write_json
+from .target import machine
 
 
 def run(arguments: argparse.Namespace) -> int:
     for file in filter(None, (arguments.picture, arguments.timeline)):
         check_writable(Path(file))
-    found, hardware = published(arguments.pipeline), load_profile(arguments.hardware)
+    found, hardware = published(arguments.pipeline), machine(load_profile(arguments.hardware), arguments)
     memory = None if arguments.memory is None else parse_bytes(arguments.memory, "--memory")
     sizes = replace(found.transformer.sizes, **sizes_given(arguments))
     found.transformer.shape(sizes)
@@ -43,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     if steps < found.experts:
         raise ChunkflowError(f"--steps must be at least {found.experts}.")
     progress = Progress(len(found.encoders) + 3)
-    components = list(_components(found, sizes, steps, hardware, progress))
+    fused = arguments.lowering == "inductor"
+    components = list(_components(found, sizes, steps, hardware, fused, progress))
     with progress.phase("planning"):
         least = least_budget(components, hardware)
         memory = least if memory is None else memory
@@ -63,17 +65,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _components(
-    found: Published, sizes: OutputSizes, steps: int, hardware: Hardware, progress: Progress
+    found: Published, sizes: OutputSizes, steps: int, hardware: Hardware, fused: bool, progress: Progress
 ) -> Iterator[Component]:
     """The phases of a generation, in order."""
     for encoder in found.encoders:
         with progress.phase(f"tracing {encoder.name}"):
             cost = eager_cost(_called(encoder.model_and_inputs), torch.bfloat16)
             traced = trace_without_weights(encoder.model_and_inputs, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
-            yield _component(encoder.name, cost, encoder.calls, make_cut(traced).problem)
+            yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)).problem)
     transformer = found.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
-        problem = make_cut(transformer.trace(1, sizes)).problem
+        problem = make_cut(replace(transformer.trace(1, sizes), fused=fused)).problem
         cost = eager_cost(_called(partial(transformer.build, sizes, torch.device("cpu"))), torch.bfloat16)
     for expert in range(found.experts):  # each takes its share of the steps
         mine = steps // found.experts + (expert < steps % found.experts)

@@ -11,11 +11,14 @@ from chunkflow_compile.passes.placement.place import BUDGETED
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, seconds, table
 
+from .degrees import sweep
 from .output import Progress, say, write_json
 from .parsers import SIMULATED
 
 
 def run(arguments: argparse.Namespace) -> int:
+    if arguments.sweep_ulysses is not None:
+        return sweep(arguments)
     progress = Progress(2)
     found = target.load_target(arguments, progress)
     able = [p for p in SIMULATED if p != "layerwise-prefix" or arguments.memory]  # it has no plan without a budget

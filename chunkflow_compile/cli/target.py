@@ -198,14 +198,30 @@ def _forwards(arguments: argparse.Namespace, name: str, default: int) -> int:
     return calls // ranks
 
 
+def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
+    """The machine with the attention kernel and the number of nodes that the user has set.
+
+    Raises ChunkflowError if it has no rate for the kernel, or if the nodes do not divide the ranks.
+    """
+    if arguments.attention != "auto":
+        hardware = replace(hardware, attention=arguments.attention)
+    nodes, ranks = getattr(arguments, "nodes", 1), getattr(arguments, "ulysses", 1)
+    if nodes < 1 or ranks % nodes:
+        raise ChunkflowError(
+            f"--nodes {nodes} does not divide --ulysses {ranks}: a node has equally many ranks of a group, and at least one."
+        )
+    return hardware if nodes == 1 else replace(hardware, node_ranks=ranks // nodes)
+
+
 def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
     settings = options.settings()
+    settings = replace(settings, hardware=machine(settings.hardware, arguments))
     host_memory, drive = getattr(arguments, "host_memory", None), getattr(arguments, "drive", None)
     if drive is not None:
         settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=parse_rate(drive, "--drive")))
     return Target(
         title=title,
-        traced=traced,
+        traced=replace(traced, fused=arguments.lowering == "inductor"),
         degree=arguments.ulysses,
         forwards=forwards,
         settings=settings,

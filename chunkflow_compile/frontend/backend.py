@@ -173,7 +173,7 @@ class _MakeRunner:
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> Runner:
         self.report("planning")
         chosen, tables = self.chosen, move_tables(aten, self.device)
-        traced = describe_graph(aten, self.parameters, self.index.blocks)
+        traced = describe_graph(aten, self.parameters, self.index.blocks, self.chosen.lowering != "eager")
         notes = list[str]()
         note_estimates(traced, notes.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)

@@ -29,6 +29,7 @@ from chunkflow_compile.weights.streamable import why_not
 
 # Why a parameter stays on the device that is an attribute of no module, or of none that can be found.
 NO_MODULE = "no module holds it"
+_NO_LIMIT = 1 << 30
 # ATen's ops for Tensor.to and Tensor.cuda.
 _DEVICE_MOVES = (torch.ops.aten._to_copy.default,)
 
@@ -50,7 +51,9 @@ def trace(model: nn.Module, inputs: Mapping[str, Any], min_bytes: int = DEFAULT_
 
         return lower_to_aten(graph, example_inputs, compiler)
 
-    with torch.no_grad():
+    # each trace is one more compilation of the same code, which no later call uses
+    limits = torch._dynamo.config.patch(recompile_limit=_NO_LIMIT, accumulated_recompile_limit=_NO_LIMIT)
+    with torch.no_grad(), limits:
         try:
             torch.compile(model, backend=backend, fullgraph=True, dynamic=False)(**inputs)
         except _TracedError:
@@ -95,12 +98,19 @@ def as_on_device(inputs: Sequence[Any]) -> list[Any]:
     return [replaced(value) for value in inputs]
 
 
-def describe_graph(graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str]) -> Traced:
-    """An ATen graph with the sizes of the process groups that its collectives use, which must still exist."""
+def describe_graph(
+    graph: GraphModule, parameters: Sequence[Parameter], blocks: Mapping[str, str], fused: bool = True
+) -> Traced:
+    """An ATen graph with the sizes of the process groups that its collectives use, which must still exist.
+
+    ``fused``: whether Inductor will fuse its ops.
+    """
     ranks = {name: len(ranks_of(name)) for name in sorted(group_names(graph.graph))}
     unknown = bounds(graph)
     sizes = estimated(hints(graph), unknown)
-    return Traced(graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks, sizes=sizes, unknown=unknown)
+    return Traced(
+        graph=graph, parameters=tuple(parameters), blocks=blocks, ranks=ranks, sizes=sizes, unknown=unknown, fused=fused
+    )
 
 
 def describe_parameters(inputs: Sequence[Any], model: ModelIndex, min_bytes: int) -> list[Parameter]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
 import os
 import warnings
 from pathlib import Path
@@ -11,6 +13,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 
 from .caches import warn_once
+from .scaled import Properties, alike, scaled
 
 if TYPE_CHECKING:
     import torch
@@ -111,8 +114,8 @@ def load_profile(name: str | Path) -> Hardware:
         return _read_profile(Path(name))
     close = difflib.get_close_matches(str(name).lower(), profile_names(), n=1, cutoff=0.0)[0]
     raise ChunkflowError(
-        f"There is no hardware profile {str(name)!r}; the nearest is {close!r}. Use one of {', '.join(profile_names())}, a JSON "
-        f"file, or {MEASURED!r}."
+        f"There is no hardware profile {str(name)!r}; the nearest is {close!r}. Use one of {', '.join(profile_names())}, a "
+        f"JSON file, or {MEASURED!r}."
     )
 
 

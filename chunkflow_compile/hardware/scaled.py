@@ -40,7 +40,7 @@ def alike(properties: Properties) -> str:
 
 
 def scaled(properties: Properties, like: Hardware) -> Hardware:
-    """The profile of a card, from ``like``, that of :func:`alike`: its links, and the rates by what the card has more or less.
+    """The profile of a card, from ``like``, that of :func:`alike`: its links, and rates by what the card has more or less.
 
     A link between cards is not known: it is assumed to be PCIe.
     """

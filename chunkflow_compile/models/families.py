@@ -36,6 +36,12 @@ def _wan_inputs(config: Config, shape: Shape, generator: torch.Generator | None)
     }
 
 
+def _wan_image_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
+    """With the tokens of the first frame: 257 of CLIP's ViT-H/14."""
+    image = torch.randn(shape.batch, 257, config["image_dim"], generator=generator)
+    return {**_wan_inputs(config, shape, generator), "encoder_hidden_states_image": image}
+
+
 def _flux_inputs(config: Config, shape: Shape, generator: torch.Generator | None) -> dict[str, Any]:
     tokens, batch = shape.height * shape.width, shape.batch
     rows, columns = torch.meshgrid(torch.arange(shape.height), torch.arange(shape.width), indexing="ij")
@@ -80,6 +86,7 @@ FAMILIES: Mapping[str, Family] = {
     f.name: f
     for f in (
         Family("wan", "WanTransformer3DModel", _wan_inputs),
+        Family("wan-i2v", "WanTransformer3DModel", _wan_image_inputs),
         Family("flux", "FluxTransformer2DModel", _flux_inputs),
         Family("hunyuanvideo", "HunyuanVideoTransformer3DModel", _hunyuan_inputs),
         Family("qwen-image", "QwenImageTransformer2DModel", _qwen_inputs),

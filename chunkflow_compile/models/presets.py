@@ -171,6 +171,24 @@ PRESETS: Mapping[str, Preset] = {
             temporal=4,
         ),
         Preset(
+            name="wan2.1-i2v-14b",
+            family="wan-i2v",
+            config={
+                **_WAN_CONFIG,
+                "num_attention_heads": 40,
+                "in_channels": 36,
+                "out_channels": 16,
+                "ffn_dim": 13824,
+                "num_layers": 40,
+                "image_dim": 1280,
+                "added_kv_proj_dim": 5120,
+            },
+            sizes=OutputSizes(height=480, width=832, frames=81),
+            forwards=2,
+            spatial=8,
+            temporal=4,
+        ),
+        Preset(
             name="flux.1-dev",
             family="flux",
             config={
@@ -216,7 +234,7 @@ PRESETS: Mapping[str, Preset] = {
                 "num_attention_heads": 24,
                 "joint_attention_dim": 3584,
             },
-            sizes=OutputSizes(height=1024, width=1024),
+            sizes=OutputSizes(height=1024, width=1024, text=64),  # prompts are not padded: some forty words
             forwards=2,
             spatial=16,
         ),

@@ -3,8 +3,8 @@
 On entry: the nodes of a region, with values without data, and which of them are products.
 On exit: how many other kernels there are, and what they read and write.
 
-Inductor fuses pointwise ops and reductions that follow each other without a product between them.  Such a group reads once what
-comes from outside it, and writes what is used outside it.  An eager op is a kernel by itself.
+Inductor fuses pointwise ops and reductions that follow each other without a product between them.  Such a group reads once
+what comes from outside it, and writes what is used outside it.  An eager op is a kernel by itself.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ def _depths(values: Values, products: Collection[Node]) -> dict[Node, int]:
 
 
 def _moved(group: set[Node], values: Values, bases: Mapping[Node, Node]) -> Iterator[tuple[int, int]]:
-    """Bytes of each tensor that a kernel reads or writes, and how many of them it moves: each at most once, however many views of
-    the tensor it reads."""
+    """Bytes of each tensor that a kernel reads or writes, and how many of them it moves: each at most once, however many
+    views it reads."""
     read: dict[Node, int] = {}
     for node in dict.fromkeys(n for member in group for n in member.all_input_nodes):
         if (base := bases[node]) not in group:

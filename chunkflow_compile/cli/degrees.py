@@ -1,0 +1,101 @@
+"""``chunkflow simulate --sweep-ulysses``: the step and the memory by Ulysses degree, and which degree to take."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from tabulate import tabulate
+
+from chunkflow_compile.cli import target
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.report.record import size
+
+from .output import Progress, say, write_json
+
+# A higher degree pays if its ranks do at least this share of what they would do on generations of their own.
+ENOUGH = 0.7
+
+
+@dataclass(frozen=True, kw_only=True)
+class Degree:
+    """A step at a degree.  ``collective_s``: of it, in collectives that compute waits for.  Bytes of weights of one rank on its
+    device, and of all ranks of a machine in host memory, which they share."""
+
+    degree: int
+    step_s: float
+    collective_s: float
+    device_bytes: int
+    host_bytes: int
+
+    def share(self, base: Degree) -> float:
+        """Steps of a rank in the time of one at the degree of ``base``, per step of a rank there."""
+        return base.step_s * base.degree / (self.step_s * self.degree)
+
+
+def sweep(arguments: argparse.Namespace) -> int:
+    """Plan for each degree, and print the table and the sentence."""
+    degrees = _degrees(arguments.sweep_ulysses)
+    progress = Progress(2 * len(degrees))
+    found = list[Degree]()
+    for degree in degrees:
+        given = argparse.Namespace(**{**vars(arguments), "ulysses": degree})
+        made, plan = target.load_and_plan(given, progress)
+        assert plan.predicted is not None
+        found.append(
+            Degree(
+                degree=degree,
+                step_s=plan.predicted.step_s * made.forwards,
+                collective_s=plan.predicted.collective_s * made.forwards,
+                device_bytes=plan.device_bytes,
+                host_bytes=made.problem.total_bytes,
+            )
+        )
+    say(arguments, f"{made.title}, simulated on {made.hardware.name}, {made.calls}\n")
+    rows = [
+        (
+            d.degree,
+            f"{d.step_s:.3f} s",
+            f"{found[0].step_s / d.step_s:.2f}",
+            f"{100 * d.share(found[0]):.0f} %",
+            f"{100 * d.collective_s / d.step_s:.0f} %",
+            size(d.device_bytes),
+            size(d.host_bytes),
+        )
+        for d in found
+    ]
+    headers = ("degree", "step", "faster", "of each rank", "in collectives", "weights on a device", "host memory")
+    say(arguments, tabulate(rows, headers=headers))
+    sentence = recommended(found)
+    say(arguments, f"\n{sentence}")
+    write_json(arguments, {"model": made.title, "degrees": [asdict(d) for d in found], "recommended": sentence})
+    return 0
+
+
+def recommended(found: Sequence[Degree]) -> str:
+    """One sentence: the highest degree that pays, and what the fastest costs."""
+    base = found[0]
+    best = max((d for d in found if d.share(base) >= ENOUGH), key=lambda d: d.degree)
+    fastest = min(found, key=lambda d: d.step_s)
+    if fastest.degree == best.degree:
+        return f"Take degree {best.degree}: it has the shortest step, and each rank does {_share(best, base)} of its work alone."
+    return (
+        f"Take degree {best.degree}: degree {fastest.degree} has the shortest step, {base.step_s / fastest.step_s:.2f} times as "
+        f"fast as degree {base.degree}, but its ranks do {_share(fastest, base)} of what they do in generations of their own."
+    )
+
+
+def _share(degree: Degree, base: Degree) -> str:
+    return f"{100 * degree.share(base):.0f} %"
+
+
+def _degrees(text: str) -> list[int]:
+    """The degrees of a list, ascending.  Raises ChunkflowError if it is none."""
+    try:
+        found = sorted({int(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or found[0] < 1:
+        raise ChunkflowError(f"--sweep-ulysses {text}: give degrees, such as 1,2,4,8.")
+    return found
