@@ -20,8 +20,8 @@ ENOUGH = 0.7
 
 @dataclass(frozen=True, kw_only=True)
 class Degree:
-    """A step at a degree.  ``collective_s``: of it, in collectives that compute waits for.  Bytes of weights of one rank on its
-    device, and of all ranks of a machine in host memory, which they share."""
+    """A step at a degree.  ``collective_s``: of it, in collectives that compute waits for.  Bytes of weights of one rank on
+    its device, and of all ranks of a machine in host memory, which they share."""
 
     degree: int
     step_s: float
@@ -79,10 +79,12 @@ def recommended(found: Sequence[Degree]) -> str:
     best = max((d for d in found if d.share(base) >= ENOUGH), key=lambda d: d.degree)
     fastest = min(found, key=lambda d: d.step_s)
     if fastest.degree == best.degree:
-        return f"Take degree {best.degree}: it has the shortest step, and each rank does {_share(best, base)} of its work alone."
+        alone = f"each rank does {_share(best, base)} of what it does at degree {base.degree}"
+        return f"Take degree {best.degree}: it has the shortest step, and {alone}."
+    times = f"{base.step_s / fastest.step_s:.2f} times as fast as degree {base.degree}"
     return (
-        f"Take degree {best.degree}: degree {fastest.degree} has the shortest step, {base.step_s / fastest.step_s:.2f} times as "
-        f"fast as degree {base.degree}, but its ranks do {_share(fastest, base)} of what they do in generations of their own."
+        f"Take degree {best.degree}: degree {fastest.degree} has the shortest step, {times}, but each of its ranks does "
+        f"{_share(fastest, base)} of what it does in generations of its own."
     )
 
 
