@@ -49,20 +49,8 @@ class Hardware:
     """FLOP/s of large square GEMMs by dtype ("bfloat16", "float16", "float32"), as measured on such a card."""
     eta_gemm: float
     """Share of gemm_flops that the GEMMs and convolutions of a model reach, above 0 and at most 1."""
-    attention_flops: Mapping[str, float]
-    """FLOP/s of attention in 16 bits by kernel ("cudnn", "fa3", "fa2", "efficient"; "cpu")."""
-    attention: str
-    """The kernel that attention takes: at first the one that torch takes on this machine."""
     memory_bandwidth: float
     """Bytes/s between the device and its own memory."""
-    eta_memory: float
-    """Share of memory_bandwidth that kernels reach, above 0 and at most 1."""
-    cache_bytes: int
-    """Bytes of the device's last cache, 0 if there is none to speak of."""
-    cache_bandwidth: float
-    """Bytes/s between the device and that cache."""
-    kernel_s: float
-    """Seconds from the end of a kernel to the start of the next one."""
     h2d_bandwidth: float
     """Bytes/s of the link from the host to this device, before eta_pref."""
     eta_pref: float
@@ -84,6 +72,18 @@ class Hardware:
     compute_slowdown: float = 1.0
     """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
     memory bandwidth and, on a CPU, core time."""
+    attention_flops: Mapping[str, float] = field(default_factory=dict)
+    """FLOP/s of attention in 16 bits by kernel ("cudnn", "fa3", "fa2", "efficient"; "cpu"); empty if it is as fast as GEMMs."""
+    attention: str = ""
+    """The kernel that attention takes: at first the one that torch takes on this machine."""
+    eta_memory: float = 1.0
+    """Share of memory_bandwidth that kernels reach, above 0 and at most 1."""
+    cache_bytes: int = 0
+    """Bytes of the device's last cache, 0 if there is none to speak of."""
+    cache_bandwidth: float = 1e13
+    """Bytes/s between the device and that cache."""
+    kernel_s: float = 0.0
+    """Seconds from the end of a kernel to the start of the next one."""
     node_ranks: int = 0
     """Ranks of a node, 0 if all ranks are on one.  Those of several nodes also exchange over the links between nodes."""
     node_bandwidth: float = 25e9
@@ -103,13 +103,16 @@ class Hardware:
             _check_number(name, getattr(self, name), low, high)
         for name, kind, example in (("gemm_flops", "dtypes", "bfloat16"), ("attention_flops", "kernels", "fa2")):
             rates = getattr(self, name)
-            if not isinstance(rates, Mapping) or not rates:
+            if not isinstance(rates, Mapping) or (name == "gemm_flops" and not rates):
                 raise ChunkflowError(f"Hardware field {name} must map {kind} to FLOP/s, like {{{example!r}: 600e12}}.")
             for key, rate in rates.items():
                 _check_number(f"{name}[{key!r}]", rate, 1e8, 1e17)
-        if self.attention not in self.attention_flops:
-            known = ", ".join(self.attention_flops)
-            raise ChunkflowError(f"{self.name} has no rate of attention by {self.attention}: it has {known}.")
+        if self.attention and self.attention not in self.attention_flops:
+            close = difflib.get_close_matches(self.attention, self.attention_flops, n=1, cutoff=0.0)
+            raise ChunkflowError(
+                f"{self.name} has no attention by {self.attention}: it has {', '.join(self.attention_flops) or 'no rate'}"
+                f"{f', of which {close[0]} is the nearest' if len(self.attention_flops) > 1 else ''}."
+            )
         if not isinstance(self.shared_link, bool):
             raise ChunkflowError(f"Hardware field shared_link must be true or false, not {self.shared_link!r}.")
         if not self.shared_link and (self.copy_slowdown != 1 or self.collective_slowdown != 1):
@@ -123,6 +126,8 @@ class Hardware:
 
     def attention_rate(self, dtype: str) -> float:
         """FLOP/s of attention; slower by as much as GEMMs are in a dtype that is slower than those of 16 bits."""
+        if not self.attention:
+            return self.flops(dtype)
         slower = min(1.0, self._gemm(dtype) / max(self.gemm_flops.values()))
         return slower * self.attention_flops[self.attention]
 

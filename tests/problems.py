@@ -14,8 +14,8 @@ CHUNK = 1024
 # 1000 FLOP take a microsecond, and so does the copy of a chunk.
 MACHINE = Hardware(
     name="numbers",
-    peak_flops={"float32": 1e11},
-    eta_comp=0.01,
+    gemm_flops={"float32": 1e11},
+    eta_gemm=0.01,
     memory_bandwidth=1e14,
     h2d_bandwidth=CHUNK * 1e6,
     eta_pref=1.0,
@@ -56,7 +56,7 @@ def problem(
             block=f"blocks.{k * blocks // len(compute)}",
             nodes=1,
             weights=tuple(w.name for w in weights if k in w.uses),
-            cost=RegionCost(flops=round(1000 * c), nbytes=0, dtype="float32"),
+            cost=RegionCost(flops=round(1000 * c), dtype="float32"),
         )
         for k, c in enumerate(compute)
     )

@@ -75,7 +75,7 @@ def draw_roofline(results: list[Result], machine: Hardware, path: Path) -> None:
     figure, axes = new_axes(8, 4.6)
     roof = machine.flops("bfloat16")
     knee = knee_of(
-        peak=machine.peak_flops["bfloat16"],
+        peak=machine.gemm_flops["bfloat16"],
         eta_comp=machine.eta_comp,
         h2d=machine.h2d_bandwidth,
         eta_pref=machine.eta_pref,

@@ -82,11 +82,23 @@ def read(path: Path) -> list[Row]:
     with path.open() as file:
         return [
             Row(
-                model=r["model"], variant=r["variant"], height=int(r["height"]), width=int(r["width"]),
-                frames=int(r["frames"]) if r["model"].startswith(("wan", "hunyuan")) else 1, card=r["card"],
-                hardware=r["hardware"], ulysses=int(r["ulysses"]), dtype=r["dtype"], engine=r["engine"],
-                fused=r["lowering"] == "inductor", attention=r["attention"], kernel_stated=r["kernel_stated"] == "yes",
-                offload=r["offload"], policy=r["policy"], total=r["measured"] == "total", seconds=float(r["seconds"]),
+                model=r["model"],
+                variant=r["variant"],
+                height=int(r["height"]),
+                width=int(r["width"]),
+                frames=int(r["frames"]) if r["model"].startswith(("wan", "hunyuan")) else 1,
+                card=r["card"],
+                hardware=r["hardware"],
+                ulysses=int(r["ulysses"]),
+                dtype=r["dtype"],
+                engine=r["engine"],
+                fused=r["lowering"] == "inductor",
+                attention=r["attention"],
+                kernel_stated=r["kernel_stated"] == "yes",
+                offload=r["offload"],
+                policy=r["policy"],
+                total=r["measured"] == "total",
+                seconds=float(r["seconds"]),
                 source=r["source"],
             )  # fmt: skip
             for r in csv.DictReader(file)
@@ -220,7 +232,9 @@ def draw(found: Sequence[Compared], path: Path) -> None:
     axes.plot(ends, ends, color="0.3", linewidth=1)
     for factor in (0.8, 1.2):
         axes.plot(ends, [factor * e for e in ends], color="0.7", linewidth=1, linestyle="--")
-    axes.set(xscale="log", yscale="log", xlabel="measured, s a step", ylabel="predicted, s a step", title="lines: 20 % off")
+    axes.set(
+        xscale="log", yscale="log", xlabel="measured, s a step", ylabel="predicted, s a step", title="lines: 20 % off"
+    )
     axes.legend()
     figure.savefig(path, dpi=120)
 

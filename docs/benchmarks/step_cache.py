@@ -173,8 +173,8 @@ def _as_fast(machine: Hardware, resident: Cached, longest: float) -> Hardware:
     """The profile with the speed of compute that was measured on the longest step."""
     plans = [p.plan.predicted for p in programs(resident.model)]  # a call of each
     ratio = longest / sum(p.resident_step_s for p in plans if p is not None)
-    peaks = {dtype: peak / ratio for dtype, peak in machine.peak_flops.items()}
-    return replace(machine, peak_flops=peaks, memory_bandwidth=machine.memory_bandwidth / ratio)
+    peaks = {dtype: peak / ratio for dtype, peak in machine.gemm_flops.items()}
+    return replace(machine, gemm_flops=peaks, memory_bandwidth=machine.memory_bandwidth / ratio)
 
 
 @dataclass(frozen=True)

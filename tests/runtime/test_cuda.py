@@ -28,7 +28,7 @@ from torch import nn
 from chunkflow_compile import Arena, ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.frontend.frame import device_of
 from chunkflow_compile.hardware.loopback import join_loopback
-from chunkflow_compile.hardware.profiles import CARDS, load_profile
+from chunkflow_compile.hardware.profiles import load_profile, profile_names
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime.cuda import CudaDevice
@@ -351,8 +351,9 @@ def test_options_that_a_gpu_refuses(kind: DeviceKind, policy: str, said: str) ->
 
 
 def test_cards_have_profiles() -> None:
-    for name in CARDS.values():
-        assert "bfloat16" in load_profile(name).peak_flops
+    cards = [card for name in profile_names() for card in load_profile(name).cards]
+    assert len(cards) == len(set(cards)) > 30
+    assert all("bfloat16" in load_profile(name).gemm_flops for name in profile_names() if name != "cpu")
 
 
 def test_tensors_that_forward_moves_may_be_on_another_device() -> None:

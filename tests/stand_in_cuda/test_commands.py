@@ -36,7 +36,7 @@ def test_calibration(tmp_path: Path) -> None:
     out = tmp_path / "card.json"
     ran(*CHUNKFLOW, "calibrate", "--device", "cuda", "--loopback", "--out", str(out))
     found = Hardware.from_json(out.read_text())
-    assert found.h2d_bandwidth > 0 and found.peak_flops and "measured on NVIDIA H200" in found.sources["peak_flops"]
+    assert found.h2d_bandwidth > 0 and found.gemm_flops and "measured on NVIDIA H200" in found.sources["gemm_flops"]
 
 
 def test_the_doctor_sees_the_card() -> None:

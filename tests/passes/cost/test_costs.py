@@ -18,8 +18,8 @@ from chunkflow_compile.passes.problem import RegionCost
 
 HARDWARE = Hardware(
     name="round figures",
-    peak_flops={"bfloat16": 1e12, "float32": 1e11},
-    eta_comp=0.5,
+    gemm_flops={"bfloat16": 1e12, "float32": 1e11},
+    eta_gemm=0.5,
     memory_bandwidth=1e11,
     h2d_bandwidth=1e10,
     eta_pref=0.9,
@@ -50,10 +50,12 @@ def test_equal_regions_cost_the_same() -> None:
 
 
 def test_the_roofline_takes_the_longer_of_compute_and_memory() -> None:
-    assert RegionCost(flops=10**9, nbytes=0, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(2e-3 + 1e-5)
-    assert RegionCost(flops=10**9, nbytes=0, dtype="float32").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
-    assert RegionCost(flops=1, nbytes=10**9, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(1e-2 + 1e-5)
-    assert RegionCost(flops=10**9, nbytes=0, dtype="int8").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
+    assert RegionCost(flops=10**9, dtype="bfloat16").seconds(HARDWARE) == pytest.approx(2e-3 + 1e-5)
+    assert RegionCost(flops=10**9, dtype="float32").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
+    assert RegionCost(flops=1, traffic=((10**9, 10**9),), dtype="bfloat16").seconds(HARDWARE) == pytest.approx(
+        1e-2 + 1e-5
+    )
+    assert RegionCost(flops=10**9, dtype="int8").seconds(HARDWARE) == pytest.approx(2e-2 + 1e-5)
 
 
 def test_flops_of_a_small_wan_block_are_the_formula_s() -> None:
@@ -72,10 +74,10 @@ def test_a_profile_survives_json() -> None:
     [
         ({"h2d_bandwidth": -1.0}, r"h2d_bandwidth=-1.0 is outside"),
         ({"h2d_bandwidth": 31.5}, r"h2d_bandwidth=31.5 is outside .* units are bytes"),
-        ({"eta_comp": 1.2}, r"eta_comp=1.2 is outside"),
+        ({"eta_gemm": 1.2}, r"eta_gemm=1.2 is outside"),
         ({"eta_pref": "fast"}, r"eta_pref must be a number"),
-        ({"peak_flops": {}}, r"peak_flops must map dtypes to FLOP/s"),
-        ({"peak_flops": {"bfloat16": 756}}, r"peak_flops\['bfloat16'\]=756 is outside"),
+        ({"gemm_flops": {}}, r"gemm_flops must map dtypes to FLOP/s"),
+        ({"gemm_flops": {"bfloat16": 756}}, r"gemm_flops\['bfloat16'\]=756 is outside"),
         ({"shared_link": "yes"}, r"shared_link must be true or false"),
         ({"shared_link": False}, r"must be 1 where shared_link is false"),
         ({"collective_slowdown": 0.5}, r"collective_slowdown=0.5 is outside"),
@@ -94,4 +96,4 @@ def test_a_profile_with_a_missing_or_unknown_field_is_refused() -> None:
     with pytest.raises(ChunkflowError, match="not a hardware profile"):
         Hardware.from_json("nothing")
     with pytest.raises(ChunkflowError, match="schema 9"):
-        Hardware.from_json(HARDWARE.to_json().replace('"schema": 1', '"schema": 9'))
+        Hardware.from_json(HARDWARE.to_json().replace('"schema": 2', '"schema": 9'))

@@ -135,7 +135,7 @@ def test_a_program_plays_as_its_plan_predicts(policy: str) -> None:
         dist.destroy_process_group()
     plan = plan_of(cut.problem, policy=policy)
     machine = replace(
-        MACHINE, name="slow", launch_s=1e-3, h2d_bandwidth=2e7, peak_flops={"float32": 1e12}, eta_comp=1.0
+        MACHINE, name="slow", launch_s=1e-3, h2d_bandwidth=2e7, gemm_flops={"float32": 1e12}, eta_gemm=1.0
     )
     played = play_program(rewrite(cut, plan), machine)
     again = Simulator(cut.problem, machine, plan.chunk_bytes).play(
