@@ -73,9 +73,9 @@ class Hardware:
     """Factor, at least 1, by which a copy in flight stretches compute and the latency of collectives: the copy uses
     memory bandwidth and, on a CPU, core time."""
     attention_flops: Mapping[str, float] = field(default_factory=dict)
-    """FLOP/s of attention in 16 bits by kernel ("cudnn", "fa3", "fa2", "efficient"; "cpu"); empty if it is as fast as GEMMs."""
+    """FLOP/s of attention in 16 bits by kernel: "cudnn", "fa3", "fa2", "efficient"; "cpu"."""
     attention: str = ""
-    """The kernel that attention takes: at first the one that torch takes on this machine."""
+    """The kernel that attention takes, at first the one that torch takes on this machine; empty: as fast as GEMMs."""
     eta_memory: float = 1.0
     """Share of memory_bandwidth that kernels reach, above 0 and at most 1."""
     cache_bytes: int = 0

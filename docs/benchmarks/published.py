@@ -100,7 +100,7 @@ def read(path: Path) -> list[Row]:
                 total=r["measured"] == "total",
                 seconds=float(r["seconds"]),
                 source=r["source"],
-            )  # fmt: skip
+            )
             for r in csv.DictReader(file)
         ]  # type: ignore[arg-type]
 
@@ -119,8 +119,7 @@ def traces(wanted: Iterable[Traced], cache: Path | None) -> dict[Traced, Problem
     found: dict[Traced, Problem] = pickle.loads(cache.read_bytes()) if cache is not None and cache.exists() else {}
     todo = sorted(set(wanted) - found.keys())
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        for what, problem in zip(todo, tqdm(pool.map(trace, todo), total=len(todo), desc="tracing"), strict=True):
-            found[what] = problem
+        found |= zip(todo, tqdm(pool.map(trace, todo), total=len(todo), desc="tracing"), strict=True)
     if cache is not None:
         cache.write_bytes(pickle.dumps(found))
     return found
@@ -172,7 +171,8 @@ def page(found: Sequence[Compared], left_out: Sequence[Row]) -> str:
     names = ", ".join(sorted({r.card for r in left_out}))
     return f"""# Published step times beside predictions
 
-What others have measured, and what `chunkflow simulate` predicts for the same model, sizes, degree, attention kernel and lowering.
+What others have measured, and what `chunkflow simulate` predicts for the same model, sizes, degree, attention kernel and
+lowering.
 Nothing here was run for this page; each row names its source. Written by `make published`, from
 [published_steps.csv](published_steps.csv).
 
