@@ -41,7 +41,7 @@ ROUNDS_BESIDE = 40
 # A smaller slowdown of compute is noise, and would keep plans from streaming.
 LEAST_SLOWDOWN = 1.02
 _TIMEOUT = timedelta(minutes=2)
-_KERNELS: Mapping[str, SDPBackend] = {
+KERNELS: Mapping[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -117,11 +117,11 @@ def _attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[dict[str
     if device.type == "cpu":
         return {"cpu": rate()}, "cpu"
     found = dict[str, float]()
-    for kernel, backend in _KERNELS.items():
+    for kernel, backend in KERNELS.items():
         with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # one that cannot run here
             found[kernel] = rate()
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v))
-    first = next((kernel for kernel, backend in _KERNELS.items() if backend == chosen), "")
+    first = next((kernel for kernel, backend in KERNELS.items() if backend == chosen), "")
     return found, first if first in found else max(found, key=lambda kernel: found[kernel])
 
 
