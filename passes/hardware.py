@@ -76,6 +76,8 @@ class Hardware:
     """FLOP/s of attention in 16 bits by kernel: "cudnn", "fa3", "fa2", "efficient"; "cpu"."""
     attention: str = ""
     """The kernel that attention takes, at first the one that torch takes on this machine; empty: as fast as GEMMs."""
+    eta_masked: float = 1.0
+    """Share of that rate which attention with a mask reaches, above 0 and at most 1."""
     eta_memory: float = 1.0
     """Share of memory_bandwidth that kernels reach, above 0 and at most 1."""
     cache_bytes: int = 0
@@ -203,6 +205,7 @@ class Hardware:
 _RANGES: Mapping[str, tuple[float, float]] = {
     "eta_gemm": (0.001, 1),
     "eta_memory": (0.01, 1),
+    "eta_masked": (0.01, 1),
     "kernel_s": (0, 0.01),
     "cache_bytes": (0, 1e10),
     "cache_bandwidth": (1e8, 1e15),

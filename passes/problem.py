@@ -54,8 +54,9 @@ class Weight:
 @dataclass(frozen=True, kw_only=True)
 class RegionCost:
     """The work of a region.  ``flops``: of its products, which are GEMMs, convolutions and attention; ``attention``: those of
-    attention among them.  ``operands``: bytes that products read and write.  ``traffic``: of the other kernels, by the size
-    of a tensor, the bytes that they read and write of tensors of that size.  ``kernels``: how many there are, with products.
+    attention among them, and ``masked``: those of attention with a mask.  ``operands``: bytes that products read and write.
+    ``traffic``: of the other kernels, by the size of a tensor, the bytes that they read and write of tensors of that size.
+    ``kernels``: how many there are, with products.
 
     ``dtype`` and ``op``: those of most FLOPs; ``op`` is "attention", "convolution", "matmul" or empty.
     """
@@ -64,6 +65,7 @@ class RegionCost:
     dtype: str
     op: str = ""
     attention: int = 0
+    masked: int = 0
     operands: int = 0
     traffic: tuple[tuple[int, int], ...] = ()
     kernels: int = 0
@@ -71,7 +73,9 @@ class RegionCost:
     def seconds(self, hardware: Hardware) -> float:
         """Products take the longer of their FLOPs and of their operands; the other kernels run after them, one by one."""
         gemms = (self.flops - self.attention) / hardware.flops(self.dtype)
-        attention = self.attention / hardware.attention_rate(self.dtype)
+        attention = (self.attention - self.masked + self.masked / hardware.eta_masked) / hardware.attention_rate(
+            self.dtype
+        )
         products = max(gemms + attention, self.operands / hardware.memory_rate)
         others = sum(moved / hardware.rate_of(size) for size, moved in self.traffic)
         return products + others + self.kernels * hardware.kernel_s + hardware.launch_s

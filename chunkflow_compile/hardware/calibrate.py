@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import timedelta
 from functools import partial
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.multiprocessing.spawn import ProcessException, spawn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
@@ -41,6 +43,8 @@ ROUNDS_BESIDE = 40
 # A smaller slowdown of compute is noise, and would keep plans from streaming.
 LEAST_SLOWDOWN = 1.02
 _TIMEOUT = timedelta(minutes=2)
+# An H100 at 345 MHz gave 725 of its 781 TFLOP/s at first, and 52.6 of 55 GB/s.
+_WARM_UP_S = 1.0
 KERNELS: Mapping[str, SDPBackend] = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "fa2": SDPBackend.FLASH_ATTENTION,
@@ -76,12 +80,24 @@ def calibrate(
         "collectives and compute, alone and beside copies": link,
     }
     by = f"measured on {device_name(device)}, torch {torch.__version__}"
+    _warm_up(device)
     with tqdm(stages.items(), unit="stage") as progress:
         for text, measure in progress:
             progress.set_description(text)
             for figure, value, how in measure():
                 figures[figure], sources[figure] = value, how if how.startswith(_AS_IT_IS) else f"{by}: {how}"
     return Hardware(name=name, **figures, sources=sources, link_emulation=emulated)
+
+
+def _warm_up(device: torch.device) -> None:
+    """A card that was idle takes a second to reach its clocks, and its link to wake."""
+    if device.type == "cuda":
+        work = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+        start, copy = time.monotonic(), copier(device, 64 * MIB)
+        while time.monotonic() - start < _WARM_UP_S:
+            copy()
+            work @ work
+            torch.cuda.synchronize(device)
 
 
 def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
@@ -94,9 +110,10 @@ def _compute(device: torch.device) -> Iterator[_Figure]:
     assumed = "assumption: between the cards of which steps are published" if device.type == "cuda" else "assumption"
     yield "eta_gemm", _ETA_GEMM if device.type == "cuda" else 1.0, assumed
     main: torch.dtype = getattr(torch, max(gemms, key=lambda d: gemms[d]))
-    rates, first = _attention_rates(device, main)
+    rates, first, masked = _attention_rates(device, main)
     yield "attention_flops", rates, "a square of tokens, heads of 128"
     yield "attention", first, "what scaled_dot_product_attention takes here"
+    yield "eta_masked", masked, "what it takes with a mask of all heads, which may be another kernel"
 
 
 def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
@@ -105,24 +122,29 @@ def _gemm_rate(device: torch.device, dtype: torch.dtype) -> float:
     return round(2 * n**3 / median_seconds(device, lambda: a @ b))
 
 
-def _attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, float], str]:
-    """FLOP/s of attention by each kernel that can run here, and the one that torch takes."""
+def _attention_rates(device: torch.device, dtype: torch.dtype) -> tuple[dict[str, float], str, float]:
+    """FLOP/s of attention by each kernel that can run here, the one that torch takes, and the share that a mask leaves."""
     tokens, heads = (1024, 8) if device.type == "cpu" else (8192, 24)
     q, k, v = (torch.randn(1, heads, tokens, 128, device=device, dtype=dtype) for _ in range(3))
 
-    def rate() -> float:
-        seconds = median_seconds(device, lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v))
+    def rate(mask: torch.Tensor | None = None) -> float:
+        seconds = median_seconds(device, lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
         return round(4 * heads * tokens**2 * 128 / seconds)
 
+    def share(alone: float) -> float:
+        mask = torch.ones(1, 1, 1, tokens, dtype=torch.bool, device=device)
+        return round(min(1.0, rate(mask) / alone), 2)
+
     if device.type == "cpu":
-        return {"cpu": rate()}, "cpu"
+        return {"cpu": (alone := rate())}, "cpu", share(alone)
     found = dict[str, float]()
     for kernel, backend in KERNELS.items():
         with contextlib.suppress(RuntimeError), sdpa_kernel(backend):  # one that cannot run here
             found[kernel] = rate()
     chosen = SDPBackend(torch._fused_sdp_choice(q, k, v))
     first = next((kernel for kernel, backend in KERNELS.items() if backend == chosen), "")
-    return found, first if first in found else max(found, key=lambda kernel: found[kernel])
+    first = first if first in found else max(found, key=lambda kernel: found[kernel])
+    return found, first, share(found[first])
 
 
 def _memory(device: torch.device) -> Iterator[_Figure]:
@@ -133,32 +155,30 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
     yield "eta_memory", 1.0, "1: the bandwidth is measured, not nominal"
     cache = 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
     yield "cache_bytes", cache, "as the driver says; the caches of a CPU are left out"
-    part = source[: max(1, cache // 16)]
-    inside = round(2 * part.nbytes / median_seconds(device, lambda: torch.add(part, 1, out=part)))
-    yield "cache_bandwidth", max(rate, inside), "a pointwise kernel on a quarter of the cache"
+    part = source[: cache // 16]
+    inside = round(2 * part.nbytes / _in_a_row(device, lambda: torch.add(part, 1, out=part))) if cache else rate
+    yield "cache_bandwidth", max(rate, inside), "pointwise kernels in a row on a quarter of the cache"
 
 
 def _calls(device: torch.device) -> Iterator[_Figure]:
-    a, calls = torch.ones(16, 16, device=device), 200
-
-    def many() -> None:
-        for _ in range(calls):
-            torch.relu(a)
-
-    call = median_seconds(device, many) / calls
+    a = torch.ones(16, 16, device=device)
+    call = _in_a_row(device, lambda: torch.relu(a))
     yield "launch_s", call if device.type == "cpu" else 2e-6, "a call that computes next to nothing"
-    yield "kernel_s", call if device.type == "cpu" else _kernel_seconds(device, many, calls), "small kernels in a row"
+    yield "kernel_s", call, "small kernels in a row"
 
 
-def _kernel_seconds(device: torch.device, many: Callable[[], None], calls: int) -> float:
-    """Seconds of a small kernel on the card: queued after work that takes longer than the host takes to queue them."""
+def _in_a_row(device: torch.device, call: Callable[[], object], calls: int = 200) -> float:
+    """Seconds of a call among many.  A card is given them while it works longer than the host takes to issue them."""
+    if device.type == "cpu":
+        return median_seconds(device, lambda: [call() for _ in range(calls)]) / calls
     work, stream = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16), torch.cuda.current_stream(device)
     found = list[float]()
     for _ in range(5):
-        for _ in range(4):
+        for _ in range(6):
             work @ work
         begin = mark(stream)
-        many()
+        for _ in range(calls):
+            call()
         end = mark(stream)
         end.synchronize()
         found.append(begin.elapsed_time(end) / 1e3 / calls)
@@ -166,10 +186,25 @@ def _kernel_seconds(device: torch.device, many: Callable[[], None], calls: int) 
 
 
 def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_Figure]:
+    if device.type == "cuda":
+        start_s, rate = _queued_copies(device)
+        yield "h2d_bandwidth", rate, "copies of 64 MiB in a row, less the time to start one"
+        yield "chunk_s", start_s, "copies of 1 MiB in a row, less their bytes"
+        return
     times = [(size, median_seconds(device, copier(device, size, _make_link(emulated)))) for size in COPY_SIZES]
     start_s, rate = _line_through(times)
     yield "h2d_bandwidth", rate, "a copy of 64 MiB, less the time to start one"
     yield "chunk_s", start_s, "a copy of 4 KiB"
+
+
+def _queued_copies(device: torch.device) -> tuple[float, float]:
+    """Seconds to start a copy, and bytes/s.  Copies of weights are queued, so most of the time to start one is hidden."""
+    (small, short), (large, long) = (
+        (size, _in_a_row(device, copier(device, size, walk=256 * MIB), calls))
+        for size, calls in ((MIB, 256), (64 * MIB, 8))
+    )
+    rate = (large - small) / (long - short)
+    return float(f"{max(0.0, short - small / rate):.3g}"), round(rate)
 
 
 def _by_itself(device: torch.device, figures: Mapping[str, Any]) -> Iterator[_Figure]:

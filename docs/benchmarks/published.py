@@ -31,8 +31,10 @@ from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.problem import Problem
 
 ROWS = Path(__file__).parent / "published_steps.csv"
-# What is traced: a preset, its sizes, its Ulysses degree, and whether Inductor fuses its ops.
-Traced = tuple[str, int, int, int, int, bool]
+# What is traced: a preset, its height, width and frames, and its Ulysses degree.
+Traced = tuple[str, int, int, int, int]
+# With Inductor's kernels, and with those of eager code.
+Problems = dict[tuple[Traced, bool], Problem]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +62,7 @@ class Row:
 
     @property
     def traced(self) -> Traced:
-        return self.model, self.height, self.width, self.frames, self.ulysses, self.fused
+        return self.model, self.height, self.width, self.frames, self.ulysses
 
     @property
     def streams(self) -> bool:
@@ -105,23 +107,27 @@ def read(path: Path) -> list[Row]:
         ]  # type: ignore[arg-type]
 
 
-def trace(what: Traced) -> Problem:
+def trace(what: Traced) -> tuple[Traced, Problem, Problem]:
+    """What was traced, its problem with Inductor's kernels, and with those of eager code."""
     import diffusers
 
     diffusers.utils.logging.set_verbosity_error()
-    model, height, width, frames, degree, fused = what
+    model, height, width, frames, degree = what
     known = preset(model)
     sizes = replace(known.sizes, height=height, width=width, frames=frames, batch=1)
-    return make_cut(replace(known.trace(degree, sizes), fused=fused)).problem
+    traced = known.trace(degree, sizes)
+    fused, eager = (make_cut(replace(traced, fused=fused)).problem for fused in (True, False))
+    return what, fused, eager
 
 
-def traces(wanted: Iterable[Traced], cache: Path | None) -> dict[Traced, Problem]:
-    found: dict[Traced, Problem] = pickle.loads(cache.read_bytes()) if cache is not None and cache.exists() else {}
-    todo = sorted(set(wanted) - found.keys())
+def traces(wanted: Iterable[Traced], cache: Path | None) -> Problems:
+    found: Problems = pickle.loads(cache.read_bytes()) if cache is not None and cache.exists() else {}
+    todo = sorted(set(wanted) - {what for what, _ in found})
     with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
-        found |= zip(todo, tqdm(pool.map(trace, todo), total=len(todo), desc="tracing"), strict=True)
-    if cache is not None:
-        cache.write_bytes(pickle.dumps(found))
+        for what, fused, eager in tqdm(pool.map(trace, todo), total=len(todo), desc="tracing"):
+            found |= {(what, True): fused, (what, False): eager}
+            if cache is not None:
+                cache.write_bytes(pickle.dumps(found))
     return found
 
 
@@ -248,7 +254,7 @@ def main() -> None:
     rows = read(arguments.rows)
     known = [row for row in rows if row.hardware in profile_names()]
     problems = traces((row.traced for row in known), arguments.cache)
-    found = [compare(row, problems[row.traced]) for row in known]
+    found = [compare(row, problems[row.traced, row.fused]) for row in known]
     draw([c for c in found if not c.row.streams], arguments.out.with_suffix(".png"))
     arguments.out.write_text(page(found, [row for row in rows if row not in known]))
     print(page(found, []).split("![")[0])

@@ -50,6 +50,7 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
     return RegionCost(
         flops=sum(flops.values()),
         attention=by_op["attention"],
+        masked=sum(f for n, f in flops.items() if _masked(n)),
         operands=sum(nbytes(values[n]) + _read(n, values) for n in flops),
         traffic=tuple(sorted(others.traffic.items())),
         kernels=len(flops) + others.count,
@@ -84,6 +85,15 @@ def _kind(node: Node) -> str:
     return next(
         (kind for part, kind in (("attention", "attention"), ("conv", "convolution")) if part in name), "matmul"
     )
+
+
+def _masked(node: Node) -> bool:
+    """Whether a node is attention that reads a mask; ops of torch name it in two ways."""
+    if _kind(node) != "attention" or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    names = [argument.name for argument in node.target._schema.arguments]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return any(given.get(name) is not None for name in ("attn_mask", "attn_bias"))
 
 
 def _read(node: Node, values: Values) -> int:

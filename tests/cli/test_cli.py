@@ -215,7 +215,10 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Captu
         ),
         (["plan", "flux.1-dev", "--memory", "3 apples"], "memory='3 apples' is not a size"),
         (["plan", "flux.1-dev", "--slowdown", "0.9"], "slowdown=0.9 is below 1"),
-        (["plan", "flux.1-dev", "--hardware", "tpu"], "no hardware profile 'tpu': use one of cpu, "),
+        (
+            ["plan", "flux.1-dev", "--hardware", "tpu"],
+            "no hardware profile 'tpu'; the nearest is 'cpu'. Use one of a100-40gb-nvlink, ",
+        ),
         (["plan", "flux.1-dev", "--json", "/nowhere/plan.json"], "cannot be written to /nowhere/plan.json"),
         (["plan", MODEL, "--hardware", "cpu", "--min-bytes", "0", "--memory", "1KiB"], "Give memory="),
         (["simulate", "wan2.2-ti2v-5b", "--frames", "80"], "frames 80 is not 4 k + 1"),

@@ -315,7 +315,7 @@ qkv       1 of 3 chunks in another window  2        blocks.0, blocks.1
         self.assertExpectedInline(
             str(explain_plan(plan, slow_run(plan))),
             """\
-policy chunkflow, planned for machine; medians of 7 calls; plan 47cb7ee4e08e0f31
+policy chunkflow, planned for machine; medians of 7 calls; plan ce8c4b8e71195e8f
 
                          predicted    measured    ratio
 -----------------------  -----------  ----------  -------
@@ -349,8 +349,8 @@ windows that differ most from what was predicted:
        4  blocks.0: out          1.00 / 2.00    0.00 / 3.00   0.10 / 0.10
        5  blocks.1: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
        0  blocks.0: qkv          1.00 / 2.00    0.00 / 0.00   0.00 / 0.10
+       7  blocks.1: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
        2  blocks.0: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
-       6  blocks.1: elementwise  1.00 / 2.00    0.00 / 0.00   0.10 / 0.10
 (predicted / measured)""",
         )
 

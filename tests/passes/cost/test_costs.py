@@ -38,9 +38,10 @@ def test_a_region_counts_its_gemms_and_what_crosses_memory() -> None:
     block = cut.problem.regions[1].cost
     assert block.flops == 2 * (2 * 4 * 32 * 64)
     weights, x, hidden = 2 * 32 * 64 * 4, 4 * 32 * 4, 4 * 64 * 4
-    inputs_and_output = weights + 2 * x
-    gemms = weights + 2 * x + 2 * hidden
-    assert block.nbytes == inputs_and_output + gemms
+    assert block.operands == weights + 2 * x + 2 * hidden
+    # The GELU reads and writes the hidden ones; the addition reads two and writes one of the outer ones.
+    assert block.traffic == ((x, 3 * x), (hidden, 2 * hidden))
+    assert block.kernels == 4
     assert block.dtype == "float32"
 
 
