@@ -80,6 +80,11 @@ class RegionCost:
         others = sum(moved / hardware.rate_of(size) for size, moved in self.traffic)
         return products + others + self.kernels * hardware.kernel_s + hardware.launch_s
 
+    def attention_seconds(self, hardware: Hardware) -> float:
+        """Of the attention among its products; a mask makes it slower."""
+        flops = self.attention - self.masked + self.masked / hardware.eta_masked
+        return flops / hardware.attention_rate(self.dtype)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Region:

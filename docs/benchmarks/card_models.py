@@ -162,7 +162,7 @@ def predicted(problem: Problem, machine: Hardware) -> dict[str, float]:
     """Milliseconds by kind, and of the whole step; the number of kernels."""
     costs = [region.cost for region in problem.regions]
     gemms = sum((c.flops - c.attention) / machine.flops(c.dtype) for c in costs)
-    attention = sum(c.attention / machine.attention_rate(c.dtype) for c in costs)
+    attention = sum(c.attention_seconds(machine) for c in costs)
     step = sum(c.seconds(machine) for c in costs)
     return {
         "products": 1e3 * gemms,
