@@ -73,10 +73,7 @@ class RegionCost:
     def seconds(self, hardware: Hardware) -> float:
         """Products take the longer of their FLOPs and of their operands; the other kernels run after them, one by one."""
         gemms = (self.flops - self.attention) / hardware.flops(self.dtype)
-        attention = (self.attention - self.masked + self.masked / hardware.eta_masked) / hardware.attention_rate(
-            self.dtype
-        )
-        products = max(gemms + attention, self.operands / hardware.memory_rate)
+        products = max(gemms + self.attention_seconds(hardware), self.operands / hardware.memory_rate)
         others = sum(moved / hardware.rate_of(size) for size, moved in self.traffic)
         return products + others + self.kernels * hardware.kernel_s + hardware.launch_s
 

@@ -39,7 +39,7 @@ def sweep(arguments: argparse.Namespace) -> int:
     degrees = _degrees(arguments.sweep_ulysses)
     progress = Progress(2 * len(degrees))
     found = list[Degree]()
-    for degree in degrees:
+    for degree in reversed(degrees):  # the highest is the one that may not divide the heads
         given = argparse.Namespace(**{**vars(arguments), "ulysses": degree})
         made, plan = target.load_and_plan(given, progress)
         assert plan.predicted is not None
@@ -52,6 +52,7 @@ def sweep(arguments: argparse.Namespace) -> int:
                 host_bytes=made.problem.total_bytes,
             )
         )
+    found.reverse()
     say(arguments, f"{made.title}, simulated on {made.hardware.name}, {made.calls}\n")
     rows = [
         (

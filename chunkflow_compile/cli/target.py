@@ -119,6 +119,8 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     if arguments.ulysses < 1 or (arguments.forwards is not None and arguments.forwards < 1):
         raise ChunkflowError("--ulysses and --forwards must be at least 1.")
     options = options_of(arguments)
+    settings = options.settings()
+    settings = replace(settings, hardware=machine(settings.hardware, arguments))
     given = sizes_given(arguments)
     quantize, degree, cfg_parallel = arguments.quantize, arguments.ulysses, arguments.cfg_parallel
     if arguments.model.endswith(".json"):
@@ -139,7 +141,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
             traced = _trace(
                 arguments, lambda: trace_without_weights(build, degree, options.min_bytes, cfg_parallel=cfg_parallel)
             )
-        return _target_of(arguments.model, traced, arguments, options, forwards)
+        return _target_of(arguments.model, traced, arguments, settings, forwards)
     found = preset(arguments.model)
     sizes = replace(found.sizes, **given)
     found.shape(sizes)
@@ -147,7 +149,7 @@ def load_target(arguments: argparse.Namespace, progress: Progress) -> Target:
     with progress.phase(f"tracing {found.name}, half a minute for 10,000 nodes"):
         traced = _trace(arguments, lambda: found.trace(degree, sizes, options.min_bytes, quantize, cfg_parallel))
     title = f"{found.name}{f' in {quantize}' if quantize else ''}, {sizes}, batch {sizes.batch}"
-    return _target_of(title, traced, arguments, options, forwards)
+    return _target_of(title, traced, arguments, settings, forwards)
 
 
 def refuse_options(arguments: argparse.Namespace) -> None:
@@ -213,9 +215,7 @@ def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
     return hardware if nodes == 1 else replace(hardware, node_ranks=ranks // nodes)
 
 
-def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, options: Options, forwards: int) -> Target:
-    settings = options.settings()
-    settings = replace(settings, hardware=machine(settings.hardware, arguments))
+def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, settings: Settings, forwards: int) -> Target:
     host_memory, drive = getattr(arguments, "host_memory", None), getattr(arguments, "drive", None)
     if drive is not None:
         settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=parse_rate(drive, "--drive")))

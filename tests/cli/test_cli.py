@@ -146,6 +146,28 @@ def test_simulate_plays_every_policy_and_writes_the_same_record_as_the_demo(
     assert "step to layerwise" in shown and "2 forwards a step" in shown
 
 
+def test_a_sweep_of_degrees_says_which_to_take(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    slow, fast = (tmp_path / name for name in ("slow.json", "fast.json"))
+    for path, rate in ((slow, 2e6), (fast, 1e12)):
+        machine = replace(load_profile("cpu"), name="a machine", collective_bandwidth=rate, node_bandwidth=2e6)
+        path.write_text(machine.to_json())
+    out, sentences, steps = tmp_path / "sweep.json", [], []
+    for path, *nodes in ((slow,), (fast,), (fast, "--nodes", "2")):
+        degrees = "2" if nodes else "1,2"
+        sweep = ("--hardware", str(path), "--sweep-ulysses", degrees, *nodes, "--json", str(out))
+        assert main(["simulate", OWN, "--chunk-bytes", "1MiB", *sweep]) == 0
+        shown, written = capsys.readouterr().out, json.loads(out.read_text())
+        assert written["recommended"] in shown and "in collectives" in shown
+        sentences.append(written["recommended"])
+        steps.append({d["degree"]: d["step_s"] for d in written["degrees"]})
+    assert (
+        sentences[0] == "Take degree 1: it has the shortest step, and each rank does 100 % of what it does at degree 1."
+    )
+    assert sentences[1].startswith("Take degree 2: it has the shortest step, and each rank does ")
+    assert list(steps[0]) == [1, 2] and steps[0][1] == steps[1][1]
+    assert steps[1][2] < steps[2][2] and steps[2][2] > steps[1][1]  # between nodes the link is the slow one
+
+
 def test_cfg_parallelism_halves_the_calls_and_adds_an_exchange(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -219,6 +241,13 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Captu
             ["plan", "flux.1-dev", "--hardware", "tpu"],
             "no hardware profile 'tpu'; the nearest is 'cpu'. Use one of a100-40gb-nvlink, ",
         ),
+        (
+            ["plan", "flux.1-dev", "--hardware", "rtx-4090-pcie", "--attention", "fa3"],
+            "rtx-4090-pcie has no attention by fa3: it has fa2",
+        ),
+        (["simulate", "flux.1-dev", "--ulysses", "8", "--nodes", "3"], "--nodes 3 does not divide --ulysses 8: a node"),
+        (["simulate", "flux.1-dev", "--sweep-ulysses", "one"], "--sweep-ulysses one: give degrees, such as 1,2,4,8"),
+        (["simulate", "flux.1-dev", "--sweep-ulysses", "1,5"], "the Ulysses degree 5 must divide them"),
         (["plan", "flux.1-dev", "--json", "/nowhere/plan.json"], "cannot be written to /nowhere/plan.json"),
         (["plan", MODEL, "--hardware", "cpu", "--min-bytes", "0", "--memory", "1KiB"], "Give memory="),
         (["simulate", "wan2.2-ti2v-5b", "--frames", "80"], "frames 80 is not 4 k + 1"),
