@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu card contention cycle step-cache paper clean
+.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu card contention cycle step-cache paper published clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -112,6 +112,10 @@ contention: $(VENV)/ready
 # Traces twelve full-size configurations: ten minutes on two cores.
 paper: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/paper.py --out docs/benchmarks/paper.md
+
+# Step times that others have published beside predictions: traces twenty configurations in ten minutes on two cores.
+published: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/published.py --out docs/benchmarks/published.md
 
 # torch first: otherwise pip chooses a build of torch as a dependency.
 $(VENV)/ready: pyproject.toml

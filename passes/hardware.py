@@ -133,6 +133,14 @@ class Hardware:
         slower = min(1.0, self._gemm(dtype) / max(self.gemm_flops.values()))
         return slower * self.attention_flops[self.attention]
 
+    def attending_by(self, kernel: str) -> Hardware:
+        """This machine with attention by ``kernel``.  FlashAttention takes no mask: what runs on it packs its sequences.
+
+        Raises ChunkflowError if there is no rate for the kernel.
+        """
+        unmasked = {"eta_masked": 1.0} if kernel in ("fa2", "fa3") else {}
+        return dataclasses.replace(self, attention=kernel, **unmasked)
+
     def _gemm(self, dtype: str) -> float:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))
 

@@ -206,7 +206,7 @@ def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
     Raises ChunkflowError if it has no rate for the kernel, or if the nodes do not divide the ranks.
     """
     if arguments.attention != "auto":
-        hardware = replace(hardware, attention=arguments.attention)
+        hardware = hardware.attending_by(arguments.attention)
     nodes, ranks = getattr(arguments, "nodes", 1), getattr(arguments, "ulysses", 1)
     if nodes < 1 or ranks % nodes:
         raise ChunkflowError(

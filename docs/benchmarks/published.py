@@ -28,7 +28,7 @@ from chunkflow_compile.models.presets import preset
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Policy
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
-from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.passes.problem import Collective, Problem
 
 ROWS = Path(__file__).parent / "published_steps.csv"
 # What is traced: a preset, its height, width and frames, and its Ulysses degree.
@@ -68,6 +68,11 @@ class Row:
     def streams(self) -> bool:
         """Whether weights are moved in a step."""
         return self.offload not in ("none", "expert swap", "FSDP", "T5 on CPU")
+
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank holds a part of the weights (FSDP), as those of the official code do where there are several."""
+        return self.engine == "official" and self.ulysses > 1
 
 
 @dataclass(frozen=True)
@@ -134,10 +139,35 @@ def traces(wanted: Iterable[Traced], cache: Path | None) -> Problems:
 def compare(row: Row, problem: Problem) -> Compared:
     machine = load_profile(row.hardware)
     if row.attention != "auto":
-        machine = replace(machine, attention=row.attention)
+        machine = machine.attending_by(row.attention)
+    if row.sharded:
+        problem = gathered(problem, row.ulysses)
     plan = place(problem, machine, policy=row.policy, chunk_bytes=DEFAULT_CHUNK_BYTES)
     assert plan.predicted is not None
     return Compared(row, plan.predicted.step_s * preset(row.model).forwards)
+
+
+def gathered(problem: Problem, ranks: int) -> Problem:
+    """With an all-gather of its weights for each block, which FSDP queues after the collectives of the block before."""
+    spans: dict[str, list[int]] = defaultdict(list)
+    for region in problem.regions:
+        if region.block:
+            spans[region.block].append(region.index)
+    made = list(problem.collectives)
+    for number, indices in enumerate(spans.values()):
+        inside = sum(w.nbytes for w in problem.weights if w.uses and indices[0] <= w.uses[0] <= indices[-1])
+        begin = max((c.until for c in problem.collectives if c.until <= indices[0]), default=0)
+        made.append(
+            Collective(
+                name=f"gather_{number}",
+                kind="all_gather",
+                nbytes=inside * (ranks - 1) // ranks,
+                before=begin,
+                until=indices[0],
+                ranks=ranks,
+            )
+        )
+    return replace(problem, collectives=tuple(sorted(made, key=lambda c: (c.before, c.until))))
 
 
 def rows_table(found: Sequence[Compared]) -> str:
@@ -179,7 +209,8 @@ def page(found: Sequence[Compared], left_out: Sequence[Row]) -> str:
 
 What others have measured, and what `chunkflow simulate` predicts for the same model, sizes, degree, attention kernel and
 lowering.
-Nothing here was run for this page; each row names its source. Written by `make published`, from
+Nothing here was run for this page; each row names its source. The official code of Wan shards weights over several cards:
+an all-gather for each block is predicted with the rest. Written by `make published`, from
 [published_steps.csv](published_steps.csv).
 
 Median absolute error: {middle(fused)} of compiled or fused engines whose kernel is stated, {middle(eager)} of eager code.
