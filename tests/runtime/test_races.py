@@ -90,7 +90,7 @@ def test_programs_that_take_turns_in_one_arena_give_the_model_s_numbers_on_every
     """Two programs on the same weights, in every order of two steps."""
     count: Counter[str] = Counter()
 
-    @examples(0, 20)
+    @examples(0, 14)
     @given(specs, choices, choices)
     def check_all(spec: Spec, one: Choices, other: Choices) -> None:
         found = Bench(spec)

@@ -275,6 +275,13 @@ def test_a_file_that_ends(file: WeightFile) -> None:
     reader.stop()
 
 
+def test_a_part_of_the_bytes_of_a_weight(file: WeightFile) -> None:
+    """As a part of a tensor: a prefetch may begin with any chunk."""
+    weight, content = DriveBytes(file, 100, 1000), CONTENT[100:1100]
+    for part in (slice(0, 300), slice(300, 700), slice(700, 2000), slice(2000, 3000)):
+        assert bytes(weight[part].read_all().tolist()) == content[part]
+
+
 def test_a_thread_that_cannot_start_leaves_the_ring_of_all_ranks(
     file: WeightFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
