@@ -227,7 +227,8 @@ def remove(pipe: Any) -> Any:
     """
     if isinstance(pipe, nn.Module):
         raise ChunkflowError(
-            f"remove takes a diffusers pipeline, not {type(pipe).__name__}: call chunkflow_compile.restore(model) for one model."
+            f"remove takes a diffusers pipeline, not {type(pipe).__name__}: for one model, call "
+            "chunkflow_compile.restore(model)."
         )
     components = getattr(pipe, "components", None)
     owners = components.values() if isinstance(components, Mapping) else ()
