@@ -16,8 +16,8 @@ from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.compile import check_dynamic, compile_by_kind
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
-from chunkflow_compile.model.offload import offload
-from chunkflow_compile.model.placement import placement_of
+from chunkflow_compile.model.offload import bring_back, offload
+from chunkflow_compile.model.placement import placement_of, placements_of
 from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import Budget, budget_of, claim, unclaim
@@ -221,9 +221,15 @@ def remove(pipe: Any) -> Any:
     """Undo :func:`apply`: ordinary components again, bit for bit, where they were before; return the pipeline.
 
     Waits for a generation under way.  Of a pipeline that was not applied, the components of one that is gone are undone.
-    Components that another pipeline shares stay as they are until that is removed too.
-    Raises ChunkflowError if a component finds no room where it was; the pipeline stays applied then.
+    Components that another pipeline shares stay as they are until that is removed too.  Those of a deep copy come to the
+    device that they ran on; the pipeline that it was made of stays applied.
+    Raises ChunkflowError if a component finds no room where it was, and the pipeline stays applied then; or for a model.
     """
+    if isinstance(pipe, nn.Module):
+        raise ChunkflowError(
+            f"remove takes a diffusers pipeline, not {type(pipe).__name__}: for one model, call "
+            "chunkflow_compile.restore(model)."
+        )
     components = getattr(pipe, "components", None)
     owners = components.values() if isinstance(components, Mapping) else ()
     for budget in _budgets([pipe]) or _budgets(owners):  # those of a pipeline that is gone
@@ -238,6 +244,9 @@ def remove(pipe: Any) -> Any:
                 raise
             unclaim(pipe, budget)
     if (plain := without_turns(type(pipe))) is not type(pipe):  # also that of a copy
+        for model in components_of(pipe).values():
+            if budget_of(model) is None and not placements_of(model):
+                bring_back(model)  # a deep copy has offloaded weights of its own, in no placement
         pipe.__class__ = plain
     return pipe
 

@@ -83,11 +83,16 @@ class ReadAhead:
         self.stop()
         self._expected = expected
         self._ring = shared = ring if ring is not None and ring.claim() else None
-        alone = local_ranks() < 2 if shared is None else shared.leads
-        # where memory is short, the page cache would drop what it has before it is read again; ranks that each read for
-        # themselves may still find there what another has just read
-        self._drive.beside = alone and host_memory().free < sum(source.numel() for source in order.repeated)
-        self._thread = ReadThread(order, self._pin, self._drive, self._memory, shared)
+        try:
+            alone = local_ranks() < 2 if shared is None else shared.leads
+            # where memory is short, the page cache would drop what it has before it is read again; ranks that each read for
+            # themselves may still find there what another has just read
+            self._drive.beside = alone and host_memory().free < sum(source.numel() for source in order.repeated)
+            self._thread = ReadThread(order, self._pin, self._drive, self._memory, shared)
+        except BaseException:
+            if shared is not None:
+                shared.release()  # nobody else would
+            raise
         self._memory = None
         self._dropped = weakref.finalize(self, _drop, self._thread)
         self._dropped.atexit = False

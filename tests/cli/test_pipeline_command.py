@@ -38,12 +38,12 @@ def test_what_an_eager_call_takes() -> None:
     assert cost.traffic >= 2 * (weight + inputs + output) + 3 * output
 
 
-ENCODER = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_heads": 4, "num_layers": 2}
+ENCODER = {"vocab_size": 64, "d_model": 64, "d_kv": 16, "d_ff": 256, "num_heads": 4, "num_layers": 1}
 
 
 def _small() -> Published:
     """A small Wan of two experts, with its encoder and its VAE."""
-    config = {**SMALL_MODELS["wan"](Size(layers=4, heads=8)), "in_channels": 16, "out_channels": 16, "text_dim": 64}
+    config = {**SMALL_MODELS["wan"](Size(layers=2, heads=8)), "in_channels": 16, "out_channels": 16, "text_dim": 64}
     preset = Preset(
         name="small",
         family="wan",

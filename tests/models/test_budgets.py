@@ -32,8 +32,8 @@ def test_a_result_is_returned_though_it_took_too_much(applied: Applied, caplog: 
         said = "A call of vae took more than the budget: memory=1048576 bytes is too little for vae (AutoencoderKLWan): its"
         assert caplog.text.count(said) == told
         assert budget.phase_of(pipe.vae).goal == goal, "a smaller call may fit"
-    small = {"height": 16, "width": 16}
-    assert torch.equal(WAN.generate(pipe, **small), expected("wan", **small))
+    small = torch.randn(1, pipe.vae.config.z_dim, 1, 2, 2)
+    assert torch.equal(pipe.vae.decode(small)[0], plain("wan").vae.decode(small)[0])
 
 
 @pytest.mark.long

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import OPTIONS
-from helpers import graphs
+from helpers import Block, Stack, check_steps, graphs, twins
 from torch import nn
 
 import chunkflow_compile
@@ -174,6 +174,47 @@ def test_a_block_that_differs_later_is_told_apart(
         function()
     assert torch.equal(pair.check(), plain) and graphs() == after
     assert torch._dynamo.config.skip_nnmodule_hook_guards, "the user's setting is back"
+
+
+class Hosted(Block):
+    """Has an attribute of the name that the memory of an offloaded weight has."""
+
+    def __init__(self) -> None:
+        super().__init__(32)
+        self.host = "here"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * (1 if self.host == "here" else 2)
+
+
+def test_an_attribute_of_a_module_that_is_called_host_is_guarded() -> None:
+    def made() -> Stack:
+        stack = Stack()
+        stack.blocks = nn.ModuleList([Hosted(), Hosted()])
+        return stack
+
+    model, twin = twins(made)
+    chunkflow_compile.compile(model, **EAGER)
+    for host in ("here", "there"):
+        model.blocks[1].host = twin.blocks[1].host = host  # type: ignore[union-attr]
+        check_steps(model, twin, 2)
+
+
+def either(module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+    scaled = tuple((2 if kwargs is None else 3) * a for a in args)
+    return scaled if kwargs is None else (scaled, kwargs)
+
+
+def test_a_hook_that_takes_keyword_arguments_later_is_told_apart(pair: Pair) -> None:
+    """It is the same function, in the same place: that it takes them is all that differs."""
+    given = []
+    for with_kwargs in (False, True):
+        parts = [m.blocks[1].attn1.to_q for m in pair.both]
+        handles = [part.register_forward_pre_hook(either, with_kwargs=with_kwargs) for part in parts]
+        given.append(pair.check())
+        for handle in handles:
+            handle.remove()
+    assert not torch.equal(*given)
 
 
 def test_a_hook_of_gradients_does_nothing_where_they_are_off(pair: Pair) -> None:

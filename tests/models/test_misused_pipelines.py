@@ -214,7 +214,10 @@ def test_a_copy_of_a_pipeline(tmp_path: Path, applied: Applied) -> None:
     assert torch.equal(WAN.generate(other), expected("wan"))
     assert is_plain(remove(other)) and same_weights(other, twin)
     another = remove(copy.deepcopy(pipe))
-    assert type(another) is type(twin) and not any(map(compiled, models(another).values()))
+    assert is_plain(another) and same_weights(another, twin) and placed(pipe) == {*models(pipe)}
+    with pytest.raises(ChunkflowError, match=r"remove takes a diffusers pipeline, not Aut.*: .*restore\(model\)"):
+        remove(pipe.vae)
+    assert budget_of(pipe.vae) is budget
 
 
 def test_components_that_change_after() -> None:

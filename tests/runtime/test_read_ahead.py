@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -29,6 +30,7 @@ from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.runtime.read_thread import Order
 from chunkflow_compile.weights.limits import HostMemory
 from chunkflow_compile.weights.mapping import Descriptor
+from chunkflow_compile.weights.shared_ring import SharedRing
 from chunkflow_compile.weights.source import DriveBytes, WeightFile
 
 
@@ -271,6 +273,36 @@ def test_a_file_that_ends(file: WeightFile) -> None:
         with pytest.raises(ChunkflowError, match=r"The file ends at byte 4096: load the model again"):
             Reading(reader, cycle[1]).acquire()
     reader.stop()
+
+
+def test_a_part_of_the_bytes_of_a_weight(file: WeightFile) -> None:
+    """As a part of a tensor: a prefetch may begin with any chunk."""
+    weight, content = DriveBytes(file, 100, 1000), CONTENT[100:1100]
+    for part in (slice(0, 300), slice(300, 700), slice(700, 2000), slice(2000, 3000)):
+        assert bytes(weight[part].read_all().tolist()) == content[part]
+
+
+def test_a_thread_that_cannot_start_leaves_the_ring_of_all_ranks(
+    file: WeightFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next reader claims it, and other ranks find no reads offered."""
+
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    shared, cycle = SharedRing.made(), cycle_of(file, [(64 * i, 64) for i in range(4)])
+    ring, other = (SharedRing(shared, rank, (0, 1), WITHIN) for rank in (0, 1))
+    order, reader = Order([], cycle, 0), ReadAhead(unpinned)
+    for broken in (True, False):
+        with monkeypatch.context() as patch:
+            if broken:
+                patch.setattr(threading.Thread, "start", no_thread)
+            with pytest.raises(RuntimeError, match="can't start") if broken else contextlib.nullcontext():
+                reader.reset(order, ring=ring)
+        assert (other.offer(order.digest(), (0, 0), 0, len(cycle)) is None) == broken
+    assert not ring.claim()
+    reader.close()
+    assert ring.claim()
 
 
 def test_the_size_of_the_ring() -> None:

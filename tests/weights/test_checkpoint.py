@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -133,8 +134,11 @@ def test_a_drive_that_fails(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     model = loaded(saved)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     monkeypatch.setattr(os, "preadv", fails)
-    with pytest.raises(ChunkflowError, match=r"cannot be read at byte \d+: Input/output error. Check the drive"):
+    with pytest.raises(
+        ChunkflowError, match=r"cannot be read at byte \d+: Input/output error. Check the drive"
+    ) as failed:
         offload(model, min_bytes=256, dtype=torch.bfloat16)
+    assert failed.tb and not [t for t in threading.enumerate() if t.name.startswith("chunkflow-read")]
     assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     monkeypatch.undo()
     offload(model, min_bytes=256, dtype=torch.bfloat16)

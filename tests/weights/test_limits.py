@@ -203,9 +203,9 @@ def test_no_room_for_the_weights_of_one_rank(tmp_path: Path, monkeypatch: pytest
     model, twin, cast = loaded(tmp_path), loaded(tmp_path), loaded(tmp_path, torch_dtype=torch.bfloat16)
     full, told = HostMemory(GIB, 5, Path("/sys/fs/cgroup/memory.max")), list[HostMemory]()
     monkeypatch.setattr(limits, "host_memory", lambda: told.pop(0) if told else full)
-    monkeypatch.setattr(loader, "_CHECKED", 1 << 14)
-    for free in ([], [HostMemory(64 * GIB, 40 * GIB)] * 3):
+    for free, checked in ([], GIB), ([HostMemory(64 * GIB, 40 * GIB)] * 3, 1 << 14):
         told[:] = free
+        monkeypatch.setattr(loader, "_CHECKED", checked)
         with pytest.raises(
             ChunkflowError, match=r"take \d+ more bytes of host memory, and 5 are free below .*memory.max"
         ):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -170,6 +172,18 @@ def test_a_rank_that_fails_is_heard_at_once() -> None:
         "The weights are not placed, because rank 1 failed: The drive is full.",
     }
     assert time.monotonic() - began < 10 and not store.keys
+
+
+def test_a_rank_that_nobody_has_waited_for_has_ended() -> None:
+    """The number of its process is still there."""
+    process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    known = {1: (process.pid, node._began(process.pid))}
+    first = Node(Group(Store(), 0, (0, 1), timedelta(seconds=20)), "key", known)
+    process.kill()
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    with pytest.raises(ChunkflowError, match="Rank 1 has ended while the weights were placed"):
+        first.gather(0)
+    process.wait()
 
 
 def test_a_store_that_has_ended() -> None:
