@@ -70,14 +70,14 @@ slow, copies cannot be hidden, and only fewer copies help. Conversely, at the st
 
 {measured}
 
-Constants fitted to that one configuration, once, and used for all:
+Fitted to that one configuration, once, and used for all:
 
 {fitted}
 
 The reference code sends 8 all-to-alls a block, of which 6 carry the latent; diffusers, which is simulated here, sends 4.
 In the last columns, every collective has 1.5 times its bytes, as in the reference code. One configuration was measured,
-and two constants were fitted to it: this checks consistency, but not the other eleven. The simulated ratio of the
-two arms is {ratio[1]:.2f}, the measured one {ratio[0]:.2f}.
+and a constant was fitted to it: this checks consistency, but not the other eleven. The simulated ratio of the two
+arms is {ratio[1]:.2f}, the measured one {ratio[0]:.2f}.
 
 ## Where the time goes
 
@@ -107,9 +107,9 @@ on its own.
 ![roofline](paper_roofline.png)
 
 F is the FLOPs of a block on one rank, and I = F / bytes of its weights. I* is the knee: above it, a block computes for
-longer than its own copy takes. F* = I* times the bytes. Here eta_comp is {machine.eta_comp}, fitted to a
-whole step. The knee is therefore lower than with the paper's 0.60, and blocks hide their copies at smaller sizes than the
-critical points below. The last column is for the whole step: "yes" if copies and collectives, which share the link,
+longer than its own copy takes. F* = I* times the bytes. Here GEMMs reach {machine.flops("bfloat16") / 1e12:.0f} TFLOP/s,
+and attention {machine.attention_rate("bfloat16") / 1e12:.0f}. The knee is therefore lower than with the paper's 454, and blocks hide their copies
+at smaller sizes than the critical points below. The last column is for the whole step: "yes" if copies and collectives, which share the link,
 together take no longer than the resident step. That does not mean that hiding is cheap: where blocks differ (the double
 blocks of FLUX and HunyuanVideo have more bytes than the single ones, but the same compute), copies must run far ahead,
 which takes memory.

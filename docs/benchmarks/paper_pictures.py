@@ -76,7 +76,7 @@ def draw_roofline(results: list[Result], machine: Hardware, path: Path) -> None:
     roof = machine.flops("bfloat16")
     knee = knee_of(
         peak=machine.gemm_flops["bfloat16"],
-        eta_comp=machine.eta_comp,
+        eta_comp=machine.eta_gemm,
         h2d=machine.h2d_bandwidth,
         eta_pref=machine.eta_pref,
     )
