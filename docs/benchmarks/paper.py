@@ -76,8 +76,8 @@ Fitted to that one configuration, once, and used for all:
 
 The reference code sends 8 all-to-alls a block, of which 6 carry the latent; diffusers, which is simulated here, sends 4.
 In the last columns, every collective has 1.5 times its bytes, as in the reference code. One configuration was measured,
-and a constant was fitted to it: this checks consistency, but not the other eleven. The simulated ratio of the two
-arms is {ratio[1]:.2f}, the measured one {ratio[0]:.2f}.
+and two constants were fitted to it: this checks consistency, but not the other eleven. The simulated ratio of the
+two arms is {ratio[1]:.2f}, the measured one {ratio[0]:.2f}.
 
 ## Where the time goes
 
