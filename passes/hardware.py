@@ -138,8 +138,8 @@ class Hardware:
 
         Raises ChunkflowError if there is no rate for the kernel.
         """
-        unmasked = {"eta_masked": 1.0} if kernel in ("fa2", "fa3") else {}
-        return dataclasses.replace(self, attention=kernel, **unmasked)
+        masked = 1.0 if kernel in ("fa2", "fa3") else self.eta_masked
+        return dataclasses.replace(self, attention=kernel, eta_masked=masked)
 
     def _gemm(self, dtype: str) -> float:
         return self.gemm_flops.get(dtype, min(self.gemm_flops.values()))

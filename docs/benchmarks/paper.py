@@ -108,11 +108,11 @@ on its own.
 
 F is the FLOPs of a block on one rank, and I = F / bytes of its weights. I* is the knee: above it, a block computes for
 longer than its own copy takes. F* = I* times the bytes. Here GEMMs reach {machine.flops("bfloat16") / 1e12:.0f} TFLOP/s,
-and attention {machine.attention_rate("bfloat16") / 1e12:.0f}. The knee is therefore lower than with the paper's 454, and blocks hide their copies
-at smaller sizes than the critical points below. The last column is for the whole step: "yes" if copies and collectives, which share the link,
-together take no longer than the resident step. That does not mean that hiding is cheap: where blocks differ (the double
-blocks of FLUX and HunyuanVideo have more bytes than the single ones, but the same compute), copies must run far ahead,
-which takes memory.
+and attention {machine.attention_rate("bfloat16") / 1e12:.0f}. The knee is therefore lower than with the paper's 454, and
+blocks hide their copies at smaller sizes than the critical points below. The last column is for the whole step: "yes" if
+copies and collectives, which share the link, together take no longer than the resident step. That does not mean that
+hiding is cheap: where blocks differ (the double blocks of FLUX and HunyuanVideo have more bytes than the single ones, but
+the same compute), copies must run far ahead, which takes memory.
 
 ## Critical points
 

@@ -41,24 +41,39 @@ def arrivals(cycle: Cycle | Program) -> Arrivals:
     cycle = Cycle.of(cycle)
     # the resident chunks, in the order in which a cold start copies them
     kept = [w.name for w in cycle.plan.streamed if None in w.windows]
-    issued: dict[str, list[tuple[int, int, Node | str]]] = {}  # weight -> its copies: step, position, what
+    issued: dict[str, list[tuple[int, Node | str]]] = {}  # weight -> its copies in a step: position, what
     for position, name in enumerate(kept):
-        issued.setdefault(name, []).append((-2, position, name))
+        issued.setdefault(name, []).append((position, name))
     nodes = [list(program.module.graph.nodes) for program in cycle.calls]
     starts = [0, *accumulate(map(len, nodes))]
     for position, node in enumerate(chain(*nodes)):
         if (prefetch := prefetch_of(node)) is not None:
-            issued.setdefault(prefetch.weight, []).append((-1 if prefetch.next_step else 0, position, node))
+            issued.setdefault(prefetch.weight, []).append((position, node))
     marked: dict[Node | str, int] = {}
     awaited: dict[Node, int] = {}
     for start, call in zip(starts, nodes, strict=False):
         for position, group in _wait_groups(call):
-            before = start + position
-            copies = [c for node in group for c in issued.get(str(node.args[0]), ()) if c[0] < 0 or c[1] < before]
-            if copies:
-                newest = max(copies, key=lambda c: c[:2])[2]
+            copies = [c for node in group for c in issued.get(str(node.args[0]), ())]
+            found = [
+                (turn, at, copied) for at, copied in copies if (turn := _turn(at, copied, start + position)) is not None
+            ]
+            if found:
+                newest = max(found, key=lambda c: c[:2])[2]
                 awaited[group[0]] = marked.setdefault(newest, len(marked))
     return Arrivals(marked, awaited)
+
+
+def _turn(position: int, copied: Node | str, before: int) -> int | None:
+    """The step in which a copy was issued that a wait at ``before`` finds: 0 its own, -1 the one before, -2 a cold start.
+
+    None for one that is issued only after the wait.  At a barrier, the newest may be a copy for the next step.
+    """
+    if isinstance(copied, str):
+        return -2
+    if position < before:
+        return 0
+    prefetch = prefetch_of(copied)
+    return -1 if prefetch is not None and prefetch.next_step else None
 
 
 def arrivals_at(cycle: Cycle, known: Arrivals, call: int, program: Program) -> Arrivals:

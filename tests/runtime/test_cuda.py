@@ -101,10 +101,13 @@ def test_time_is_measured_by_the_device(no_grad: None) -> None:
     for _ in range(8):
         run(torch.randn(4, 8))
     session = programs(model)[0]
-    copies = 0.004 * len(list(prefetches(session.program)))
-    for step in session.measurements[1:]:
-        assert step.copy_s == pytest.approx(copies, rel=0.02) and copies > 0
-        assert step.alone_s == step.copy_s and step.alone_bytes == step.moved_bytes
+    count = len(list(prefetches(session.program)))
+    copies, steps = 0.004 * count, session.measurements[1:]
+    # The last copies of a step, for the next one, may end in either.
+    assert sum(step.copy_s for step in steps) == pytest.approx(copies * len(steps), abs=0.005) and copies > 0
+    for step in steps:
+        assert step.copy_s == pytest.approx(copies, abs=0.005) and step.alone_s == step.copy_s
+        assert abs(step.alone_bytes - step.moved_bytes) <= step.moved_bytes / count * 2
         assert 0.004 <= step.exposed_h2d_s < step.step_s < 2 * copies
         assert all(s > 0 for s in step.windows.compute_s)
     regions = {w for w in cuda.names if w.startswith("region_")}
@@ -150,6 +153,7 @@ def test_a_hard_yield_keeps_late_copies_from_running_beside_collectives(yields: 
         assert torch.equal(run(x), twin(x))
     session = programs(model)[0]
     assert bool(session.plan.barriers) == (yields == "hard") and session.plan.moved_bytes > 0
+    assert any(prefetch.next_step for _, prefetch in prefetches(session.program))
     beside = [sum(m.windows.beside_s) for m in session.measurements[1:]]
     assert sum(beside) == 0 if yields == "hard" else sum(beside) > 0
 
