@@ -48,6 +48,9 @@ OPTIONS: dict[str, Any] = {
     "slowdown": 1.0,
 }
 
+# A machine on which no copy hides: weights stay on the device as far as they may.
+FAST = str(HERE / "fast_compute.json")
+
 # The same with all weights on the device.
 RESIDENT: dict[str, Any] = {**{k: v for k, v in OPTIONS.items() if k != "slowdown"}, "policy": "resident"}
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import FAST
 from pipelines import WAN, Allocator, Applied, expected, held
 
 from chunkflow_compile import ChunkflowError, explain, programs
@@ -103,7 +104,7 @@ class Pressed(Allocator):
 
 @pytest.fixture
 def pressed(applied: Applied) -> Pressed:
-    return Pressed(*applied())
+    return Pressed(*applied(hardware=FAST))
 
 
 def test_a_failure_that_passes_does_not_cost_residency_for_good(pressed: Pressed) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import diffusers
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import FAST, OPTIONS
 from helpers import Scaled, Stack, graphs, twins
 from torch import nn
 
@@ -226,7 +226,7 @@ def test_what_stays_on_the_device_counts_once_for_all_sizes() -> None:
     model = Stack(4).eval()
     options = {name: value for name, value in EAGER.items() if name != "slowdown"} | {
         "memory": 10**8,
-        "hardware": "cpu",
+        "hardware": FAST,
     }
     whole = torch.compile(model, backend="chunkflow", fullgraph=True, options=options)
     for rows in (4, 6, 9, 12):

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS, RESIDENT, WITHIN
+from conftest import FAST, OPTIONS, RESIDENT, WITHIN
 from helpers import Stack
 from torch import nn
 from torch.torch_version import TorchVersion
@@ -25,7 +25,7 @@ from chunkflow_compile.runtime.session import Session
 OPTIONS = {**OPTIONS, "lowering": "eager"}
 SHAPES = [(4, 8), (6, 8), (2, 3, 8)]
 # Keeps some weights and streams the others, on a machine on which copies do not hide.
-TIGHT: dict[str, object] = {"memory": 40000, "slowdown": None, "chunk_bytes": 8192, "hardware": "cpu"}
+TIGHT: dict[str, object] = {"memory": 40000, "slowdown": None, "chunk_bytes": 8192, "hardware": FAST}
 
 
 def stack(layers: int = 3, seed: int = 0) -> Stack:
