@@ -48,6 +48,9 @@ OPTIONS: dict[str, Any] = {
     "slowdown": 1.0,
 }
 
+# A machine on which the copies of the first block begin in the step before.
+WRAPS = str(HERE / "short_edges.json")
+
 # A machine on which no copy hides: weights stay on the device as far as they may.
 FAST = str(HERE / "fast_compute.json")
 

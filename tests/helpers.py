@@ -75,9 +75,7 @@ def cut_of(model: nn.Module, x: torch.Tensor, **options: int) -> Cut:
 
 def plan_of(problem: Problem, **goal: Any) -> Plan:
     """A plan in chunks of 4 KiB, on a machine that computes each region in about a millisecond."""
-    machine = replace(
-        load_profile(Path(__file__).parent / "slow_compute.json"), launch_s=1e-3, kernel_s=0.0, h2d_bandwidth=2e7
-    )
+    machine = replace(load_profile(Path(__file__).parent / "slow_compute.json"), launch_s=1e-3, h2d_bandwidth=2e7)
     if goal.keys().isdisjoint(("memory", "policy")):
         goal = {"slowdown": 1.0, **goal}
     return place(problem, machine, **{"chunk_bytes": 4096, **goal})

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from conftest import OPTIONS
+from conftest import OPTIONS, WRAPS
 from helpers import Stack, check_steps
 from torch import nn
 
 from chunkflow_compile import programs, restore
 from chunkflow_compile.runtime.session import Session
 
-EAGER = {**OPTIONS, "lowering": "eager"}
+EAGER = {**OPTIONS, "lowering": "eager", "hardware": WRAPS}
 
 
 def stack(layers: int = 4) -> Stack:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from tabulate import tabulate
 
-from chunkflow_compile.hardware.calibrate import KERNELS
+from chunkflow_compile.hardware.calibrate import BACKENDS
 from chunkflow_compile.hardware.machine import device_name
 from chunkflow_compile.hardware.profiles import load_profile
 from chunkflow_compile.models.presets import OutputSizes, Preset, preset
@@ -80,7 +80,7 @@ def measure(case: Case, device: torch.device) -> dict[str, Any]:
     model, inputs = case.preset.build(case.sizes, device)
     model.eval().requires_grad_(False)
     call = torch.compile(model, dynamic=False) if case.fused else model
-    only = sdpa_kernel(KERNELS[case.kernel]) if case.kernel else contextlib.nullcontext()
+    only = sdpa_kernel(BACKENDS[case.kernel]) if case.kernel else contextlib.nullcontext()
     with torch.no_grad(), only:
         began = time.perf_counter()
         for _ in range(3):

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from chunkflow_compile.passes.problem import RegionCost
 
-from .kernels import Values, nbytes, other_kernels, tensors
+from .kernels import Values, other_kernels, tensor_bytes, tensors
 
 # Products of an input and a weight that the flop counter does not know, most of them with a quantised weight.
 _PRODUCTS = frozenset(
@@ -51,7 +51,7 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
         flops=sum(flops.values()),
         attention=by_op["attention"],
         masked=sum(f for n, f in flops.items() if _masked(n)),
-        operands=sum(nbytes(values[n]) + _read(n, values) for n in flops),
+        operands=sum(tensor_bytes(values[n]) + _read(n, values) for n in flops),
         traffic=tuple(sorted(others.traffic.items())),
         kernels=len(flops) + others.count,
         dtype=_most(by_dtype, "float32"),
@@ -98,7 +98,7 @@ def _masked(node: Node) -> bool:
 
 def _read(node: Node, values: Values) -> int:
     """Bytes of the tensors that a node reads."""
-    return sum(nbytes(values[n]) for n in node.all_input_nodes)
+    return sum(tensor_bytes(values[n]) for n in node.all_input_nodes)
 
 
 def _dtype(value: Any) -> str:

@@ -47,10 +47,10 @@ def other_kernels(values: Values, products: Collection[Node], fused: bool) -> Ke
 
 
 def _computes(node: Node, values: Values) -> bool:
-    return node.op == "call_function" and not is_view(node) and bool(tensors(values[node]))
+    return node.op == "call_function" and not _moves_nothing(node) and bool(tensors(values[node]))
 
 
-def is_view(node: Node) -> bool:
+def _moves_nothing(node: Node) -> bool:
     """Whether a node moves nothing: its result is memory that is there already."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
@@ -62,7 +62,9 @@ def _bases(values: Values) -> dict[Node, Node]:
     found: dict[Node, Node] = {}
     for node in values:
         inputs = node.all_input_nodes
-        found[node] = found.get(inputs[0], inputs[0]) if inputs and node.op != "output" and is_view(node) else node
+        found[node] = (
+            found.get(inputs[0], inputs[0]) if inputs and node.op != "output" and _moves_nothing(node) else node
+        )
     return found
 
 
@@ -80,12 +82,12 @@ def _moved(group: set[Node], values: Values, bases: Mapping[Node, Node]) -> Iter
     read: dict[Node, int] = {}
     for node in dict.fromkeys(n for member in group for n in member.all_input_nodes):
         if (base := bases[node]) not in group:
-            read[base] = read.get(base, 0) + nbytes(values[node])
+            read[base] = read.get(base, 0) + tensor_bytes(values[node])
     for base, moved in read.items():
-        yield nbytes(values[base]), min(moved, nbytes(values[base]))
+        yield tensor_bytes(values[base]), min(moved, tensor_bytes(values[base]))
     for node in group:
         if _leaves(node, group, bases):
-            yield nbytes(values[node]), nbytes(values[node])
+            yield tensor_bytes(values[node]), tensor_bytes(values[node])
 
 
 def _leaves(node: Node, group: set[Node], bases: Mapping[Node, Node]) -> bool:
@@ -101,6 +103,6 @@ def tensors(value: Any) -> list[torch.Tensor]:
     return [t for v in value for t in tensors(v)] if isinstance(value, (list, tuple)) else []
 
 
-def nbytes(value: Any) -> int:
+def tensor_bytes(value: Any) -> int:
     """Bytes of the tensors of a value."""
     return sum(t.numel() * t.element_size() for t in tensors(value))

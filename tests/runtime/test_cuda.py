@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from clocks import OwnClock
-from conftest import OPTIONS, WITHIN
+from conftest import OPTIONS, WITHIN, WRAPS
 from fake_cuda import FakeCuda, FakeStream
 from helpers import Broken, Stack, UlyssesStack
 from hypothesis import given
@@ -147,7 +147,7 @@ def test_the_callers_stream_may_be_another_in_every_step(no_grad: None) -> None:
 def test_a_hard_yield_keeps_late_copies_from_running_beside_collectives(yields: str, no_grad: None) -> None:
     """The profile has a faster link than the device, so each window gets more copies than fit into it."""
     cuda = FakeCuda(copy_s=1e-2)
-    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), **{"yield": yields})
+    model, twin, run = compiled(cuda, lambda: UlyssesStack(4, width=64), hardware=WRAPS, **{"yield": yields})
     for _ in range(4):
         x = torch.randn(16, 64)
         assert torch.equal(run(x), twin(x))

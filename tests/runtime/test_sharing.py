@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import FAST, OPTIONS, RESIDENT, WITHIN
+from conftest import FAST, OPTIONS, RESIDENT, WITHIN, WRAPS
 from helpers import Stack
 from torch import nn
 from torch.torch_version import TorchVersion
@@ -22,7 +22,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime import arena as arena_module
 from chunkflow_compile.runtime.session import Session
 
-OPTIONS = {**OPTIONS, "lowering": "eager"}
+OPTIONS = {**OPTIONS, "lowering": "eager", "hardware": WRAPS}
 SHAPES = [(4, 8), (6, 8), (2, 3, 8)]
 # Keeps some weights and streams the others, on a machine on which copies do not hide.
 TIGHT: dict[str, object] = {"memory": 40000, "slowdown": None, "chunk_bytes": 8192, "hardware": FAST}
