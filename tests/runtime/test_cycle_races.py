@@ -145,7 +145,7 @@ def test_a_wait_for_a_copy_that_a_jump_leaves_out_is_refused() -> None:
     verify(found.cycle)
     (read,) = [n for n in found.cycle.calls[3].module.graph.nodes if n.target is WAIT and "down" in str(n.args[0])]
     with read.graph.inserting_before(read):
-        read.graph.call_function(WAIT, ("0.head.weight",))
+        read.graph.call_function(WAIT, ("2.head.weight",))
     with pytest.raises(FindingError, match=r"3\.down\.0\.weight: after a jump to call 3, region_\d+ .* does not wait"):
         verify(found.cycle)
     calls = [found.cycle.calls[i] for i in (0, 1, 2, 3, 3, 0, 3)]
