@@ -45,7 +45,8 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
     A link between cards is not known: it is assumed to be PCIe.
     """
     name, processors, clock = _nearest(properties)
-    faster = properties.multi_processor_count * properties.clock_rate / (processors * clock)
+    # a driver that tells no clock gives 0
+    faster = properties.multi_processor_count * properties.clock_rate / (processors * clock) or 1.0
     memory = 2 * 1000 * properties.memory_clock_rate * properties.memory_bus_width / 8  # two transfers a clock
     how = f"scaled from {name} by multiprocessors and clock, {faster:.2f} times"
     return replace(
