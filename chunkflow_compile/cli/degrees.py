@@ -37,6 +37,10 @@ class Degree:
 def sweep(arguments: argparse.Namespace) -> int:
     """Plan for each degree, and print the table and the sentence."""
     degrees = _degrees(arguments.sweep_ulysses)
+    if arguments.ulysses != 1 or arguments.policy != "all":
+        raise ChunkflowError(
+            "--sweep-ulysses plans policy chunkflow at its own degrees: leave out --ulysses and --policy."
+        )
     progress = Progress(2 * len(degrees))
     found = list[Degree]()
     for degree in reversed(degrees):  # the highest is the one that may not divide the heads
@@ -75,9 +79,9 @@ def sweep(arguments: argparse.Namespace) -> int:
 
 
 def recommended(found: Sequence[Degree]) -> str:
-    """One sentence: the highest degree that pays, and what the fastest costs."""
+    """One sentence: the fastest of the degrees that pay, and what the fastest of all costs."""
     base = found[0]
-    best = max((d for d in found if d.share(base) >= ENOUGH), key=lambda d: d.degree)
+    best = min((d for d in found if d.share(base) >= ENOUGH), key=lambda d: d.step_s)
     fastest = min(found, key=lambda d: d.step_s)
     if fastest.degree == best.degree:
         alone = f"each rank does {_share(best, base)} of what it does at degree {base.degree}"
@@ -85,7 +89,7 @@ def recommended(found: Sequence[Degree]) -> str:
     times = f"{base.step_s / fastest.step_s:.2f} times as fast as degree {base.degree}"
     return (
         f"Take degree {best.degree}: degree {fastest.degree} has the shortest step, {times}, but each of its ranks does "
-        f"{_share(fastest, base)} of what it does in generations of its own."
+        f"{_share(fastest, base)} of what it does at degree {base.degree}."
     )
 
 

@@ -212,6 +212,11 @@ def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
         raise ChunkflowError(
             f"--nodes {nodes} does not divide --ulysses {ranks}: a node has equally many ranks of a group, and at least one."
         )
+    if nodes > 1 and getattr(arguments, "cfg_parallel", 1) > 1:
+        raise ChunkflowError(
+            "--nodes with --cfg-parallel: which ranks share a node is not known. Leave out --nodes where each branch has a "
+            "node of its own, or --cfg-parallel."
+        )
     return hardware if nodes == 1 else replace(hardware, node_ranks=ranks // nodes)
 
 

@@ -72,7 +72,7 @@ def default_profile(device: torch.device) -> str:
 
     properties = torch.cuda.get_device_properties(device)
     name = properties.name
-    if (measured := _measured_path()) is not None and name in str(_read_profile(measured).sources):
+    if (measured := _measured_path()) is not None and f"{name}, torch" in str(_read_profile(measured).sources):
         return MEASURED
     found = next((profile for profile in profile_names() if name in _read_built_in(profile).cards), None)
     if found is None:

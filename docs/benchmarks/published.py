@@ -215,6 +215,12 @@ an all-gather for each block is predicted with the rest. Written by `make publis
 
 Median absolute error: {middle(fused)} of compiled or fused engines whose kernel is stated, {middle(eager)} of eager code.
 
+**These are not predictions of unseen rows.** The share of the GEMM rate that models reach (`eta_gemm`: H100 and H200,
+A100, and the Ada cards) and the attention of the RTX 5090 were chosen with rows of this page at hand, so the errors say
+how well one rate for each kind of work describes them all. All other figures are from data sheets and measurements named
+in each profile.
+Quantised rows are predicted in bfloat16; where a kernel is not stated, the one that the engine takes is assumed.
+
 ![measured against predicted](published.png)
 
 ## By card

@@ -247,6 +247,14 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Captu
             "rtx-4090-pcie has no attention by fa3: it has fa2",
         ),
         (["simulate", "flux.1-dev", "--ulysses", "8", "--nodes", "3"], "--nodes 3 does not divide --ulysses 8: a node"),
+        (
+            ["simulate", "wan2.2-ti2v-5b", "--ulysses", "2", "--cfg-parallel", "2", "--nodes", "2"],
+            "--nodes with --cfg-parallel: which ranks share a node is not known",
+        ),
+        (
+            ["simulate", "flux.1-dev", "--sweep-ulysses", "2", "--policy", "layerwise"],
+            "leave out --ulysses and --policy",
+        ),
         (["simulate", "flux.1-dev", "--sweep-ulysses", "one"], "--sweep-ulysses one: give degrees, such as 1,2,4,8"),
         (["simulate", "flux.1-dev", "--sweep-ulysses", "1,5"], "the Ulysses degree 5 must divide them"),
         (["plan", "flux.1-dev", "--json", "/nowhere/plan.json"], "cannot be written to /nowhere/plan.json"),
