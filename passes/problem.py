@@ -72,10 +72,15 @@ class RegionCost:
 
     def seconds(self, hardware: Hardware) -> float:
         """Products take the longer of their FLOPs and of their operands; the other kernels run after them, one by one."""
-        gemms = (self.flops - self.attention) / hardware.flops(self.dtype)
-        products = max(gemms + self.attention_seconds(hardware), self.operands / hardware.memory_rate)
+        products = max(
+            self.gemm_seconds(hardware) + self.attention_seconds(hardware), self.operands / hardware.memory_rate
+        )
         others = sum(moved / hardware.rate_of(size) for size, moved in self.traffic)
         return products + others + self.kernels * hardware.kernel_s + hardware.launch_s
+
+    def gemm_seconds(self, hardware: Hardware) -> float:
+        """Of the GEMMs and convolutions among its products."""
+        return (self.flops - self.attention) / hardware.flops(self.dtype)
 
     def attention_seconds(self, hardware: Hardware) -> float:
         """Of the attention among its products; a mask makes it slower."""

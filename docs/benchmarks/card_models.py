@@ -161,7 +161,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 def predicted(problem: Problem, machine: Hardware) -> dict[str, float]:
     """Milliseconds by kind, and of the whole step; the number of kernels."""
     costs = [region.cost for region in problem.regions]
-    gemms = sum((c.flops - c.attention) / machine.flops(c.dtype) for c in costs)
+    gemms = sum(c.gemm_seconds(machine) for c in costs)
     attention = sum(c.attention_seconds(machine) for c in costs)
     step = sum(c.seconds(machine) for c in costs)
     return {

@@ -28,6 +28,7 @@ from chunkflow_compile.models.presets import preset
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, Policy
 from chunkflow_compile.passes.pipeline import make_cut
 from chunkflow_compile.passes.placement.place import place
+from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.passes.problem import Collective, Problem
 
 ROWS = Path(__file__).parent / "published_steps.csv"
@@ -149,21 +150,17 @@ def compare(row: Row, problem: Problem) -> Compared:
 
 def gathered(problem: Problem, ranks: int) -> Problem:
     """With an all-gather of its weights for each block, which FSDP queues after the collectives of the block before."""
-    spans: dict[str, list[int]] = defaultdict(list)
-    for region in problem.regions:
-        if region.block:
-            spans[region.block].append(region.index)
     made = list(problem.collectives)
-    for number, indices in enumerate(spans.values()):
-        inside = sum(w.nbytes for w in problem.weights if w.uses and indices[0] <= w.uses[0] <= indices[-1])
-        begin = max((c.until for c in problem.collectives if c.until <= indices[0]), default=0)
+    for number, (first, last) in enumerate(block_regions(problem)):
+        inside = sum(w.nbytes for w in problem.weights if w.uses and first <= w.uses[0] <= last)
+        begin = max((c.until for c in problem.collectives if c.until <= first), default=0)
         made.append(
             Collective(
                 name=f"gather_{number}",
                 kind="all_gather",
                 nbytes=inside * (ranks - 1) // ranks,
                 before=begin,
-                until=indices[0],
+                until=first,
                 ranks=ranks,
             )
         )

@@ -53,12 +53,14 @@ def arrivals(cycle: Cycle | Program) -> Arrivals:
     awaited: dict[Node, int] = {}
     for start, call in zip(starts, nodes, strict=False):
         for position, group in _wait_groups(call):
-            copies = [c for node in group for c in issued.get(str(node.args[0]), ())]
-            found = [
-                (turn, at, copied) for at, copied in copies if (turn := _turn(at, copied, start + position)) is not None
+            copies = [
+                (turn, at, copied)
+                for node in group
+                for at, copied in issued.get(str(node.args[0]), ())
+                if (turn := _turn(at, copied, start + position)) is not None
             ]
-            if found:
-                newest = max(found, key=lambda c: c[:2])[2]
+            if copies:
+                newest = max(copies, key=lambda c: c[:2])[2]
                 awaited[group[0]] = marked.setdefault(newest, len(marked))
     return Arrivals(marked, awaited)
 
