@@ -42,15 +42,13 @@ class CallKey:
 class CallSite:
     """What a program tells the cycles of its arena.  It ends with the program's session.
 
-    ``key``: None if it is never a call of a cycle.  ``buffers``: of its offloaded weights, with their ``versions`` in this
-    order.  ``in_place``: its other weights, which have ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes
-    the measurement of each step.
+    ``key``: None if it is never a call of a cycle.  ``buffers``: of its offloaded weights.  ``in_place``: its other weights,
+    which have ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes the measurement of each step.
     """
 
     key: CallKey | None
     code: Code
     buffers: Mapping[str, HostBuffer]
-    versions: tuple[int, ...]
     in_place: tuple[str, ...]
     kept_bytes: int
     model: int

@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -63,6 +63,7 @@ class Session:
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.buffers.values(), *self._in_place.values())))  # equal for the same weights
         self._as_they_are = [state_of(parameters[name]) for name in self.buffers]
+        self._versions = _versions(self._as_they_are)
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
         self._others = tuple_getter([order.index(name) for name in self._in_place])
@@ -83,7 +84,7 @@ class Session:
                 self.key = self._key()
                 self._site: CallSite | None = self._described()
                 self.alone = self._as_a_cycle(self._site)
-                self.alone.executor(self._site, 0)
+                self.alone.executor(self._site, 0, self._versions)
             except BaseException:
                 arena.leave(self)
                 raise
@@ -97,7 +98,7 @@ class Session:
         """The executor of the program outside cycles.  Raises ChunkflowError if the session is closed."""
         if self._site is None:
             raise ChunkflowError("This program has ended: call the compiled model again.")
-        return self.alone.executor(self._site, 0)
+        return self.alone.executor(self._site, 0, self._versions)
 
     @property
     def part(self) -> bool:
@@ -130,10 +131,13 @@ class Session:
         if self.closed or self.current.code is not self.code:
             return False
         try:
-            # another buffer: it was restored, replaced, or given other memory; other numbers: it was written, so copies of it
-            # on the device are out of date
-            if list(map(state_of, self._offloaded(weights))) != self._as_they_are:
-                return False
+            found = list(map(state_of, self._offloaded(weights)))
+            if (
+                found != self._as_they_are
+            ):  # other numbers: it was written, so copies of it on the device are out of date
+                if any(new[0] is not old[0] for new, old in zip(found, self._as_they_are, strict=True)):
+                    return False  # another buffer: it was restored, replaced, or given other memory
+                self._as_they_are, self._versions = found, _versions(found)
         except AttributeError:  # it is an ordinary tensor now
             return False
         others = self._others(weights)
@@ -163,8 +167,8 @@ class Session:
         self.arena.called(self._groups)
         site = self._site
         assert site is not None, "it fits"
-        in_cycle = None if self.key is None else self.cycles.executor(site)
-        executor = in_cycle or self.alone.begin(site, 0)
+        in_cycle = None if self.key is None else self.cycles.executor(site, self._versions)
+        executor = in_cycle or self.alone.begin(site, 0, self._versions)
         self.arena.running = os.getpid(), self._called
         try:
             outputs = executor.run(inputs)
@@ -256,12 +260,16 @@ class Session:
             key=self.key,
             code=self.code,
             buffers=self.buffers,
-            versions=tuple(buffer.version for buffer in self.buffers.values()),
             in_place=tuple(self._in_place),
             kept_bytes=self.in_place,
             model=self.model,
             file=self.measured.append,
         )
+
+
+def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
+    """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
+    return tuple(sum(counts) for _, *counts in states)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
