@@ -19,6 +19,7 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import Lowering
+from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
@@ -114,7 +115,7 @@ def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
     return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
 
 
-@functools.cache  # once for all blocks
+@functools.cache  # once a process, for all blocks
 def _warn_once(said: str) -> None:
     _log.warning("%s", said)
 
@@ -153,6 +154,13 @@ def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
     """Note the sizes that depend on data, and what the plan takes them for."""
     if found := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
         note(f"sizes that depend on data: the plan takes {found}, so its FLOPs, bytes and times are estimates")
+
+
+def note_formulas(graph: GraphModule, note: Callable[[str], object]) -> None:
+    """Note the ops whose FLOPs nobody has declared, and log each once a process."""
+    for sentence in without_formula(graph.graph.nodes).values():
+        note(sentence)
+        _warn_once(sentence)
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:
