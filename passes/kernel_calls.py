@@ -77,6 +77,6 @@ def written_by(node: Node) -> list[Node]:
     operands: Any = node.kwargs["kwargs"]
     numbers: Any = [node.kwargs[name] for name in _NUMBERS]
     values = map_arg(operands, lambda n: n.meta["val"])
-    names = get_mutated_tensors(*numbers, values, node.kwargs["tma_descriptor_metadata"])  # type: ignore[arg-type]
+    names = get_mutated_tensors(numbers[0], numbers[1], values, node.kwargs["tma_descriptor_metadata"])  # type: ignore[arg-type]
     map_arg([operands[name] for name in names], found.append)
     return found

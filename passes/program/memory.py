@@ -1,9 +1,9 @@
 """Memory: which memory each value of a program may lie in, and which nodes read or write it.
 
 Writes are those that the schemas of the ops declare.  An op without a schema, such as ``cond``, writes what its nested
-graphs write; a call of a user's kernel what Triton finds in its source.  AOTAutograd makes inference graphs functional, so a graph that it traced holds no write; one that was
-built by hand may, as in a collective that writes the buffer it is given (``all_reduce_``).  Inductor adds none: it
-writes to an input of a region only where the region's graph does.
+graphs write; a call of a user's kernel what Triton finds in its source.  AOTAutograd makes inference graphs functional, so
+a graph that it traced holds no write; one that was built by hand may, as in a collective that writes the buffer it is given
+(``all_reduce_``).  Inductor adds none: it writes to an input of a region only where the region's graph does.
 
 Contract
     Reads a program only.  Where a schema leaves open whether values share memory, they do.
