@@ -1,4 +1,4 @@
-"""A user's kernels of Triton inside regions: compiled and launched, and never those of another graph.  None is executed."""
+"""A user's kernels of Triton inside regions: compiled and launched.  None is executed."""
 
 from __future__ import annotations
 
@@ -21,12 +21,6 @@ OPTIONS = {"min_bytes": 512, "chunk_bytes": 1 << 12, "hardware": "h200", "policy
 def scale(x, w, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, at < n) * tl.load(w + at, at < n), at < n)
-
-
-@triton.jit
-def shift(x, w, out, n, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(out + at, tl.load(x + at, at < n) + tl.load(w + at, at < n), at < n)
 
 
 @triton.jit
