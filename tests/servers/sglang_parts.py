@@ -14,8 +14,6 @@ import sglang_stand_ins
 import torch
 import torch.distributed as dist
 
-from chunkflow_compile.frontend.source_tree import ENTRY_POINTS as ENTRY_POINTS
-
 HERE = Path(__file__).parent
 
 # Weights of 4 KiB are large; on this machine all copies hide, so that as much streams as the budget asks for.
@@ -168,11 +166,29 @@ def transformer(args: Any, name: str) -> tuple[Any, Callable[[int], dict[str, An
     return model.eval().requires_grad_(False), inputs
 
 
-def stage(model: Any) -> Any:
-    """SGLang's denoising stage of a transformer; made, it has placed and compiled it."""
+def pipeline(model: Any, args: Any) -> Any:
+    """A pipeline of SGLang with a transformer alone; made, its stage has placed and compiled it."""
+    from sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline import LoRAPipeline
     from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
 
-    return DenoisingStage(model, scheduler=None)
+    class Pipeline(LoRAPipeline):
+        def load_modules(self, server_args: Any, loaded_modules: Any = None) -> Any:
+            return loaded_modules
+
+        def initialize_pipeline(self, server_args: Any) -> None:
+            pass
+
+        def create_pipeline_stages(self, server_args: Any) -> None:
+            self.add_stage(DenoisingStage(self.modules["transformer"], scheduler=None, pipeline=self))
+
+    return Pipeline(args.model_path, args, loaded_modules={"transformer": model})
+
+
+def residency(pipe: Any, args: Any) -> Any:
+    """What moves the components of a pipeline between its requests."""
+    from sglang.multimodal_gen.runtime.managers.memory_managers.component_manager import ComponentResidencyManager
+
+    return ComponentResidencyManager(pipe, args)
 
 
 @contextmanager
