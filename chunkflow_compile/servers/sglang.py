@@ -54,6 +54,9 @@ def load_on_the_host(args: Any) -> None:
 
     Raises ChunkflowError for arguments that contradict streaming.
     """
+    from sglang.multimodal_gen.runtime.managers.memory_managers.component_residency import normalize_component_residency
+
+    args.component_residency = normalize_component_residency(args.component_residency) or {}
     mode = args.explicit_residency_mode("transformer")
     if mode not in (None, "component-offload") or args.dit_layerwise_offload:
         raise ChunkflowError(
@@ -69,13 +72,7 @@ def load_on_the_host(args: Any) -> None:
     if not args.enable_torch_compile:
         raise ChunkflowError(f"{MEMORY} streams weights through compiled code: add --enable-torch-compile.")
     # Said of the transformer, SGLang's own choices for it (layerwise, FSDP, CUDA graphs by default) are made no more.
-    args.component_residency = {**_assignments(args.component_residency), "dit": "component-offload"}
-
-
-def _assignments(given: Any) -> dict[str, str]:
-    from sglang.multimodal_gen.runtime.managers.memory_managers.component_residency import normalize_component_residency
-
-    return normalize_component_residency(given) or {}
+    args.component_residency["dit"] = "component-offload"
 
 
 class Hooks:
@@ -154,7 +151,7 @@ def fp32_param(norm: Any, attr: str, param: Any, device: Any) -> Any:
 
 
 def no_key(*args: Any) -> None:
-    """In place of a key of addresses, which would be guarded: each call of a block would compile it again.
+    """In place of a key by which both branches of guidance share what a block computes of the timestep.
 
-    SGLang has none either where the whole model is compiled.
+    Where it compiles a model whole, SGLang has none.  With it, each branch would have programs of its own.
     """

@@ -166,8 +166,8 @@ def transformer(args: Any, name: str) -> tuple[Any, Callable[[int], dict[str, An
     return model.eval().requires_grad_(False), inputs
 
 
-def pipeline(model: Any, args: Any) -> Any:
-    """A pipeline of SGLang with a transformer alone; made, its stage has placed and compiled it."""
+def pipeline(model: Any, args: Any, staged: bool = True) -> Any:
+    """A pipeline of SGLang with a transformer alone; with its stage it has placed and compiled it."""
     from sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline import LoRAPipeline
     from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
 
@@ -179,7 +179,8 @@ def pipeline(model: Any, args: Any) -> Any:
             pass
 
         def create_pipeline_stages(self, server_args: Any) -> None:
-            self.add_stage(DenoisingStage(self.modules["transformer"], scheduler=None, pipeline=self))
+            if staged:
+                self.add_stage(DenoisingStage(self.modules["transformer"], scheduler=None, pipeline=self))
 
     return Pipeline(args.model_path, args, loaded_modules={"transformer": model})
 
