@@ -51,9 +51,7 @@ def join_ranks() -> None:
 
     world = dist.get_world_size()
     os.environ |= {"WORLD_SIZE": str(world), "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
-    parallel_state.maybe_init_distributed_environment_and_model_parallel(
-        tp_size=1, sp_size=world, ulysses_degree=world
-    )
+    parallel_state.maybe_init_distributed_environment_and_model_parallel(tp_size=1, sp_size=world, ulysses_degree=world)
 
 
 def wan(arch: Any) -> Callable[[int], dict[str, Any]]:
@@ -146,9 +144,7 @@ def arguments(folder: Path, name: str = "wan", **given: Any) -> Any:
     (folder / "transformer" / "config.json").write_text("{}")
     index = {"_class_name": pipeline, "_diffusers_version": "0.37.0", "transformer": ["diffusers", "X"]}
     (folder / "model_index.json").write_text(json.dumps(index))
-    args = ServerArgs.from_kwargs(
-        model_path=str(folder), model_id=model_id, **{"enable_torch_compile": True, **given}
-    )
+    args = ServerArgs.from_kwargs(model_path=str(folder), model_id=model_id, **{"enable_torch_compile": True, **given})
     set_global_server_args(args)
     return args
 

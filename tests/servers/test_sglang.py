@@ -78,7 +78,7 @@ class Served:
         return len(programs(self.model)), plan.moved_bytes
 
     def told(self, name: str) -> str:
-        """A line for the report of the tests, of a model at two sizes."""
+        """A line for the report of the tests."""
         count, moved = self.moved()
         weights = sum(p.nbytes for p in self.twin.parameters())
         return f"{name} {count} programs, {moved} of {weights} bytes a step, largest difference {self.worst}"
@@ -114,12 +114,12 @@ def serve_all(rank: int, folder: str, counts: str) -> None:
         torch._dynamo.reset()
         served = Served(Path(folder) / f"{name}{rank}", name, num_gpus=2, ulysses_degree=2)
         served.request()
-        served.request(size=12, steps=6)
-        served.moved()
+        told = served.told(f"SGLang's {name}, Ulysses 2, rank {rank}:")
+        served.request(size=12, steps=2)
         assert served.worst == 0
         assert any("all_to_all_single" in str(program.program) for program in programs(served.model)), name
         with open(f"{counts}{rank}", "a") as file:
-            print(served.told(f"SGLang's {name}, Ulysses 2, rank {rank}:"), file=file)
+            print(told, file=file)
 
 
 def test_two_ranks_stream_with_ulysses(
@@ -199,7 +199,9 @@ def test_eager_lowering_keeps_sglang_s_fused_kernels(tmp_path: Path) -> None:
     served = Served(tmp_path, "wan")
     served.request(steps=1)
     assert OPTIONS["lowering"] == "eager"
-    regions = [part.code for p in programs(served.model) for part in p.program.module.modules() if hasattr(part, "code")]
+    regions = [
+        part.code for p in programs(served.model) for part in p.program.module.modules() if hasattr(part, "code")
+    ]
     assert any("sgl_kernel.fused_scale_residual_norm_scale_shift_cpu" in code for code in regions)
 
 
@@ -234,7 +236,9 @@ def test_other_components_keep_their_residency(tmp_path: Path) -> None:
 
 def test_a_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
     served = served_with(tmp_path, Settings("64KiB", OPTIONS))
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=r"memory=65536 bytes is too little: .* Give memory="):
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=r"memory=65536 bytes is too little: .* Give memory="
+    ):
         served.request(steps=1)
 
 
