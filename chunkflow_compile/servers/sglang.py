@@ -79,7 +79,7 @@ class Hooks:
     """The hooks that know the settings.  ``settings``: of the environment."""
 
     def __init__(self, settings: Settings) -> None:
-        self._options = dict(settings.options)
+        self._options: dict[str, Any] = dict(settings.options)
         self._memory = settings.memory
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
 

@@ -7,8 +7,8 @@ import importlib.machinery
 import re
 import sys
 import types
-from importlib import import_module
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 # Module -> why it is not the real one.
@@ -46,7 +46,7 @@ def _anything(name: str) -> type:
 
 
 class _Module(types.ModuleType):
-    __path__: list[str] = []
+    __path__ = ()
     __version__ = "99"
 
     def __getattr__(self, name: str) -> Any:
