@@ -114,7 +114,8 @@ def serve_all(rank: int, folder: str, counts: str) -> None:
         served = Served(Path(folder) / f"{name}{rank}", name, num_gpus=2, ulysses_degree=2)
         served.request()
         told = served.told(f"SGLang's {name}, Ulysses 2, rank {rank}:")
-        served.request(size=12, steps=2)
+        served.request(size=12)
+        served.moved()
         assert served.worst == 0
         assert any("all_to_all_single" in str(program.program) for program in programs(served.model)), name
         with open(f"{counts}{rank}", "a") as file:
