@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from chunkflow_compile.model.offload import restore as restore
     from chunkflow_compile.model.replan import replan as replan
     from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
+    from chunkflow_compile.passes.graph.declared import register_collective as register_collective
     from chunkflow_compile.pipeline.apply import apply as apply
     from chunkflow_compile.pipeline.apply import remove as remove
     from chunkflow_compile.pipeline.explain import explain as explain
@@ -38,6 +39,7 @@ _HOMES = {
     "load": "chunkflow_compile.model.artifacts",
     "offload": "chunkflow_compile.model.offload",
     "programs": "chunkflow_compile.model.offload",
+    "register_collective": "chunkflow_compile.passes.graph.declared",
     "remove": "chunkflow_compile.pipeline.apply",
     "replan": "chunkflow_compile.model.replan",
     "restore": "chunkflow_compile.model.offload",

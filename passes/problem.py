@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from .hardware import Hardware
 
@@ -110,7 +111,8 @@ class Collective:
     """A collective.  ``nbytes``: bytes that cross the link into this rank.  ``ranks``: of its process group.
 
     ``before``: index of the first region after its start.  ``until``: index of the region before which its completion
-    is awaited.  Either is the number of regions if it lies after the last region.
+    is awaited.  Either is the number of regions if it lies after the last region.  ``engine``: what moves its bytes,
+    kernels or a copy engine, which then copies no weights.
     """
 
     name: str
@@ -119,6 +121,7 @@ class Collective:
     before: int
     until: int
     ranks: int = 2
+    engine: Literal["sm", "copy"] = "sm"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,7 +158,7 @@ class Problem:
         The order of weights is left out, because it changes when the model is offloaded.
         """
         regions = tuple((r.block, frozenset(r.weights)) for r in self.regions)
-        collectives = tuple((c.kind, c.before, c.until) for c in self.collectives)
+        collectives = tuple((c.kind, c.before, c.until, c.engine) for c in self.collectives)
         weights = frozenset((w.name, w.nbytes, w.uses, w.keep is None, w.drive) for w in self.weights)
         return regions, collectives, weights
 
@@ -171,6 +174,8 @@ class Problem:
             "collectives": [(c.kind, c.nbytes, c.before, c.until) for c in self.collectives],
             "weights": sorted((w.name, w.nbytes, w.dtype, w.shape, w.uses, w.keep is None) for w in self.weights),
         }
+        if engines := [i for i, c in enumerate(self.collectives) if c.engine == "copy"]:
+            body["engines"] = engines
         if drive := sorted(w.name for w in self.weights if w.drive):
             body["drive"] = drive
         return hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()[:16]

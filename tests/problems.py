@@ -83,7 +83,9 @@ def small_problems(draw: st.DrawFn, chunks: int = 5) -> Problem:
         if draw(st.booleans()):
             break
     collectives = draw(st.lists(st.tuples(st.integers(1, regions - 1), st.integers(1, 4)), max_size=3))
-    return problem(compute, weights, collectives, blocks=2)
+    found = problem(compute, weights, collectives, blocks=2)
+    engine = draw(st.sampled_from(["sm", "sm", "copy"]))
+    return replace(found, collectives=tuple(replace(c, engine=engine) for c in found.collectives))
 
 
 def machines() -> st.SearchStrategy[Hardware]:

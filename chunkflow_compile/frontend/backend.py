@@ -30,6 +30,7 @@ from chunkflow_compile.frontend.frame import (
     lower_without_weights,
     note_estimates,
     note_graph_break,
+    note_undeclared,
     refuse_decisions_of_a_rank,
     refuse_gradient_buckets,
     refuse_gradients,
@@ -176,6 +177,7 @@ class _MakeRunner:
         traced = describe_graph(aten, self.parameters, self.index.blocks, self.chosen.lowering != "eager")
         notes = list[str]()
         note_estimates(traced, notes.append)
+        note_undeclared(traced, notes.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
         program = stage.program

@@ -20,6 +20,7 @@ from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.declared import looks_like_communication
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
@@ -153,6 +154,16 @@ def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
     """Note the sizes that depend on data, and what the plan takes them for."""
     if found := ", ".join(f"{name} for {traced.sizes[name]}" for name in traced.unknown):
         note(f"sizes that depend on data: the plan takes {found}, so its FLOPs, bytes and times are estimates")
+
+
+def note_undeclared(traced: Traced, note: Callable[[str], object]) -> None:
+    """Note the ops that are likely to communicate, and are taken for compute because nobody declared them."""
+    targets = [n.target for n in traced.graph.graph.nodes if looks_like_communication(n.target)]
+    if found := ", ".join(sorted({str(target._schema.name) for target in targets})):
+        note(
+            f"{found}: by name or arguments this communicates, but it is not declared, so copies run beside it as beside "
+            "compute. Call chunkflow_compile.register_collective for it before the model is compiled."
+        )
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:

@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from torch._functorch._aot_autograd.descriptors import PlainAOTInput, SubclassGetAttrAOTInput
 from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Parameter
 
+from .declared import Engine, argument, declared
 from .sizes import concrete
 from .traced import Traced
 
@@ -107,6 +109,8 @@ def collective_kind(node: Node) -> str | None:
     qualified = node.target._schema.name
     if qualified == _SHARD_DIM_ALLTOALL:
         return "all-to-all"
+    if (custom := declared(node.target)) is not None:
+        return custom.kind
     namespace, name = qualified.split("::")
     if namespace not in COLLECTIVE_NAMESPACES or qualified in _WAITS:
         return None
@@ -134,17 +138,28 @@ def awaited(completion: Node) -> tuple[Node, ...]:
 
 
 def list_of(node: Node) -> Node | None:
-    """The coalesced collective whose results ``node`` takes an element of; None for any other node."""
+    """The coalesced collective whose results ``node`` takes an element of; None for any other node.
+
+    The results of one that completes itself are compute's, and so are their elements.
+    """
     if node.target is not operator.getitem:
         return None
     results = node.all_input_nodes[0]
-    return results if collective_kind(results) is not None else None
+    return results if collective_kind(results) is not None and not completes_itself(results) else None
 
 
 def completes_itself(node: Node) -> bool:
     """Whether a collective node returns only when compute has been made to wait for it, so that nothing completes it."""
     target: Any = node.target
+    if declared(target) is not None:
+        return True
     return bool(collective_kind(node) is not None and target._schema.name == _SHARD_DIM_ALLTOALL)
+
+
+def engine_of(node: Node) -> Engine:
+    """What moves the bytes of a collective node."""
+    known = declared(node.target)
+    return "sm" if known is None else known.engine
 
 
 def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES) -> int:
@@ -152,9 +167,16 @@ def crossing_bytes(node: Node, ranks: int, sizes: Mapping[str, int] = _NO_SIZES)
 
     For P = ``ranks`` and n input bytes on each: all-to-all and reduce-scatter n (P - 1) / P, all-gather n (P - 1),
     all-reduce 2 n (P - 1) / P.
+    Raises ChunkflowError if a declared collective is of another kind than its sizes say.
     """
+    known = declared(node.target)
+    if known is not None and known.nbytes is not None:
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda a: concrete(a.meta["val"], sizes))
+        return int(known.nbytes(*args, **kwargs))
     taken = sum(nbytes(a, sizes) for a in node.all_input_nodes if a is not node.kwargs.get("out"))
     kind = collective_kind(node)
+    if known is not None:
+        _check_kind(node, known.kind, taken, nbytes(node, sizes), ranks)
     if kind == "all-gather":
         return taken * (ranks - 1)
     return taken * (ranks - 1) // ranks * (2 if kind == "all-reduce" else 1)
@@ -165,15 +187,28 @@ def group_name(node: Node) -> str:
 
     Raises ChunkflowError if the group is an input of the graph: its size is then unknown at compile time.
     """
-    schema: Any = node.target
-    names = [a.name for a in schema._schema.arguments]
-    group = {**dict(zip(names, node.args, strict=False)), **node.kwargs}["group_name"]
+    known = declared(node.target)
+    if known is not None and known.fixed:
+        return known.group
+    group = argument(node.target, node.args, node.kwargs, "group_name" if known is None else known.group)
     if isinstance(group, Node):
         raise ChunkflowError(
             f"The process group of {node.name} is an input of the graph, so its size is not known at compile time. "
             "Turn torch.compiler.config.compile_on_one_rank off."
         )
     return str(getattr(group, "group_name", group))
+
+
+def _check_kind(node: Node, kind: str, taken: int, given: int, ranks: int) -> None:
+    """``taken``, ``given``: bytes of the operands and of the results of a declared collective."""
+    expected = {"all-gather": taken * ranks, "reduce-scatter": taken // ranks}.get(kind, taken)
+    if given != expected:
+        target: Any = node.target
+        raise ChunkflowError(
+            f"{target._schema.name} (node {node.name}) is declared as {kind}: on {ranks} ranks it would return {expected} "
+            f"bytes for the {taken} that it takes, but it returns {given}. Declare its true kind, or pass bytes= to "
+            "register_collective if it takes or returns more than it exchanges."
+        )
 
 
 def group_names(graph: Graph) -> set[str]:

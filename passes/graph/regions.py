@@ -35,6 +35,7 @@ from .discover import (
     collective_kind,
     collective_of,
     crossing_bytes,
+    engine_of,
     group_name,
     is_view,
     is_wait_tensor,
@@ -384,8 +385,9 @@ def _problem(
             kind=str(collective_kind(node)),
             nbytes=crossing_bytes(node, traced.ranks[group_name(node)], traced.sizes),
             before=at,
-            until=awaited.get(node, at),  # DTensor's all-to-all waits for its own completion
+            until=awaited.get(node, at),  # some complete themselves
             ranks=traced.ranks[group_name(node)],
+            engine=engine_of(node),
         )
         for node, at in started
     ]

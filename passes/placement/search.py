@@ -210,7 +210,7 @@ class Planner:
         return candidate.step_s <= least * (1 + ROUNDING) and self.strained(candidate) <= least * (1 + SAME_STRAIN)
 
     def _contended(self, candidate: Candidate) -> bool:
-        return self.yields == "auto" and self.simulator.hardware.shared_link and candidate.timeline.inflation_s > 0
+        return self.yields == "auto" and bool(self.simulator.taking_the_link) and candidate.timeline.inflation_s > 0
 
     def _meets(self, candidate: Candidate | None, step_s: float) -> bool:
         return candidate is not None and candidate.step_s <= step_s

@@ -10,6 +10,9 @@ factors: 2 for both is a fair share of a link that either fills alone. A collect
 ranks meet and nothing crosses the link. A copy in flight stretches compute, and this latency, by the profile's
 factor.
 
+A collective on copy engines and the copies of weights take the engine in turns: the collective waits for the copy under
+way, and no copy begins before its bytes are through.
+
 The timeline knows no policy: it sees only the schedule.
 """
 
@@ -76,9 +79,16 @@ class Simulator:
             timings.check(problem)
             self.compute_s = timings.regions(problem, self.hardware)
             self.collective_s = timings.collectives(problem, self.collective_s)
+        self.by_engine = [c.engine == "copy" for c in problem.collectives]
         self.link_s = [min(alone, link) for alone, link in zip(self.collective_s, crossing, strict=True)]
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         self.drive = {w.name for w in problem.weights if w.drive}
+
+    @property
+    def taking_the_link(self) -> frozenset[str]:
+        """The collectives that copies are slower beside: on a shared link all, else those on copy engines."""
+        shared = self.hardware.shared_link
+        return frozenset(c.name for c in self.problem.collectives if shared or c.engine == "copy")
 
     def with_slower_copies(self, factor: float) -> Simulator:
         """The same simulator with copies that take ``factor`` times as long."""
@@ -150,6 +160,8 @@ class _Run:
         self.read_start = 0.0
         self.ring = 0
         self.unread = False  # the first copy waits for its bytes
+        self.held = False  # the first copy waits for the engine
+        self.engine = False  # a collective has the engine
         # Collective lane: what is queued, and the seconds left of the first, in its latency and on the link.
         self.collectives: deque[int] = deque()
         self.latency_left = 0.0
@@ -236,12 +248,18 @@ class _Run:
 
     @property
     def copying(self) -> bool:
-        return bool(self.copies) and not self.unread
+        return bool(self.copies) and not self.unread and not self.held
+
+    @property
+    def wants_engine(self) -> bool:
+        """Whether the first collective is to move its bytes by the engine, and its latency is over."""
+        return bool(self.collectives) and self.simulator.by_engine[self.collectives[0]] and self.latency_left <= 0
 
     def _start_copy(self) -> None:
         op, self.copy_left, _, read = self.copies[0]
         self.unread = read is not None and read >= self.reads_done
-        if self.unread:
+        self.held = self.wants_engine
+        if self.unread or self.held:
             return
         self.copy_start = self.now
         self.live += self.simulator.nbytes(op.weight, op.first, op.end)
@@ -271,19 +289,25 @@ class _Run:
         self.read_left = _NEVER
         self._start_read()
         if self.unread:
-            self._start_copy()
-            if self.copying:  # from here on it stretches the region under way
-                self.compute_end = self.now + (self.compute_end - self.now) * self.compute_factor
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Start the copy that waited, which stretches the region under way from here on."""
+        self._start_copy()
+        if self.copying:
+            self.compute_end = self.now + (self.compute_end - self.now) * self.compute_factor
 
     def _start_collective(self) -> None:
         first = self.collectives[0]
         self.collective_left = self.simulator.link_s[first]
         self.latency_left = self.simulator.collective_s[first] - self.collective_left
         self.collective_start = self.now
+        self.engine = self.wants_engine and not self.copying
 
     def _advance(self) -> None:
         """Advance to the next end: of the region under way, the first copy, the first collective or its latency."""
-        copying, collecting, latency = self.copying, bool(self.collectives), self.latency_left > 0
+        copying, latency = self.copying, self.latency_left > 0
+        collecting = bool(self.collectives) and (self.engine or not self.wants_engine)
         both = copying and collecting and not latency
         copy_factor = self.copy_factor if both else 1.0
         collective_factor = self.collective_factor if both else 1.0
@@ -306,6 +330,7 @@ class _Run:
             self._end_read()
         if latency:
             self.latency_left = 0.0 if collective_end == delta else left - delta / collective_factor
+            self.engine = self.wants_engine and not self.copying
         elif collecting:
             self.collective_left -= delta / collective_factor
             if collective_end == delta:
@@ -320,6 +345,7 @@ class _Run:
         if read is not None:
             self.ring -= room(self.simulator.nbytes(op.weight, op.first, op.end))
             self._start_read()
+        self.engine = self.wants_engine
         if self.copies:
             self._start_copy()
         if not self.copying and self.compute_factor > 1:  # the rest of the region runs at full speed
@@ -334,6 +360,9 @@ class _Run:
         if self.spans:
             name = self.simulator.problem.collectives[index].name
             self.step.spans.append(("collective", name, self.collective_start, self.now))
+        self.engine = False
+        if self.held:
+            self._go_on()
         if self.collectives:
             self._start_collective()
 

@@ -59,11 +59,11 @@ def link_of(resident: Timeline, simulator: Simulator) -> Link:
     """
     opens = tuple(s.start for s in resident.spans if s.lane == "compute")
     gaps, begin = list[tuple[float, float]](), 0.0
-    if simulator.hardware.shared_link:
-        for start, end in sorted((s.start, s.end) for s in resident.spans if s.lane == "collective"):
-            if start > begin:
-                gaps.append((begin, start))
-            begin = max(begin, end)
+    taking = simulator.taking_the_link
+    for start, end in sorted((s.start, s.end) for s in resident.spans if s.lane == "collective" and s.name in taking):
+        if start > begin:
+            gaps.append((begin, start))
+        begin = max(begin, end)
     if resident.step_s > begin:
         gaps.append((begin, resident.step_s))
     return Link(resident.step_s, tuple(gaps), opens)

@@ -11,8 +11,10 @@ from helpers import UlyssesStack, cut_of, plan_of
 from problems import CHUNK, MACHINE, problem, weight
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.schedule import schedule, transfers
 from chunkflow_compile.passes.placement.timeline import Simulator, Timeline
+from chunkflow_compile.passes.placement.windows import link_of
 from chunkflow_compile.passes.plan import Windows
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import rewrite
@@ -56,6 +58,52 @@ def test_a_copy_beside_a_collective_slows_both_by_their_factors() -> None:
     assert harsh.inflation_s == pytest.approx(4 * US) and harsh.exposed_s == 0
     apart = play(found, {"w0": (0,) * 4}, shared_link=False, collective_slowdown=1.0, copy_slowdown=1.0)
     assert apart.inflation_s == pytest.approx(0, abs=1e-15) and apart.exposed_s == pytest.approx(1 * US)
+
+
+def on_engines(found: Problem, **change: int) -> Problem:
+    """The problem with its collectives on copy engines."""
+    return replace(found, collectives=tuple(replace(c, engine="copy", **change) for c in found.collectives))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_collective_on_copy_engines_and_copies_take_turns(shared: bool) -> None:
+    """Whether the link is shared or not: the engine is one."""
+    change: dict[str, object] = {} if shared else {"shared_link": False, "copy_slowdown": 1, "collective_slowdown": 1}
+    found = on_engines(problem([1, 9], [weight(0, 4 * CHUNK, (1,))], [(1, 2)]))
+    # The collective is issued at 1, waits for the copy until 4, and takes 2.
+    waits = play(found, {"w0": (0,) * 4}, **change)
+    assert waits.collective_s == pytest.approx(5 * US) and waits.inflation_s == pytest.approx(3 * US)
+    assert (
+        waits.copy_s == pytest.approx(4 * US) and waits.step_s == pytest.approx((6 + 9) * US) and waits.exposed_s == 0
+    )
+    # Issued first, at 1, it has the engine until 3, and the copy comes after it.
+    first = on_engines(problem([1, 9, 9], [weight(0, 4 * CHUNK, (2,))], [(1, 2)]), until=2)
+    ahead = play(first, {"w0": (1,) * 4}, **change, compute_slowdown=1.5)
+    assert ahead.collective_s == pytest.approx(2 * US) and ahead.inflation_s == pytest.approx(0, abs=1e-15)
+    # Region 1 does 2 beside the collective, 4 / 1.5 beside the copy until 7, and the rest of its 9 alone.
+    assert ahead.slack["w0"] == pytest.approx((9 - 2 - 4 / 1.5) * US) and ahead.copy_s == pytest.approx(4 * US)
+
+
+def test_a_latency_leaves_the_engine_to_copies() -> None:
+    """A copy of 2 in a latency of 3 delays nothing; one of 4 by the 1 that it takes longer."""
+    for chunks, inflation in ((2, 0), (4, 1)):
+        found = on_engines(problem([1, 9, 9], [weight(0, chunks * CHUNK, (2,))], [(1, 2)]), until=2)
+        played = play(found, {"w0": (1,) * chunks}, collective_latency_s=3 * US)
+        assert played.inflation_s == pytest.approx(inflation * US, abs=1e-15)
+
+
+def test_copies_keep_off_a_collective_that_needs_their_engine() -> None:
+    """On a link that is not shared, only such a collective is in their way."""
+    found = problem([20, 20], [weight(0, 8 * CHUNK, (0,)), weight(1, 8 * CHUNK, (1,))], [(1, 10)])
+    machine = replace(MACHINE, shared_link=False, copy_slowdown=1.0, collective_slowdown=1.0)
+    link = [
+        link_of(s.play(schedule(p, transfers(p, {}))), s)
+        for p in (found, on_engines(found))
+        for s in (Simulator(p, machine, CHUNK),)
+    ]
+    assert [len(known.gaps) for known in link] == [1, 2]
+    placed = place(on_engines(found), machine, chunk_bytes=CHUNK, memory=12 * CHUNK)
+    assert placed.moved_bytes and placed.predicted.inflation_s == pytest.approx(0, abs=1e-12)
 
 
 @pytest.mark.parametrize("latency, inflation", [(0, 2), (1, 2), (2, 1), (3, 0), (5, 0)])

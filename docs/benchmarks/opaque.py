@@ -1,0 +1,190 @@
+"""An all-to-all inside a custom op, declared as a collective and not: what copies cost it on an emulated link.
+
+python docs/benchmarks/opaque.py --out docs/benchmarks/opaque.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import weakref
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tabulate import tabulate
+from torch import nn
+from torch.distributed.distributed_c10d import _resolve_process_group
+
+import chunkflow_compile
+from chunkflow_compile.bench.arms import parse_arms
+from chunkflow_compile.bench.job import Job
+from chunkflow_compile.bench.ranks import run_job
+from chunkflow_compile.bench.regimes import Regime
+from chunkflow_compile.bench.summary import summarise
+from chunkflow_compile.models.sizes import Size
+from chunkflow_compile.passes.hardware import LinkEmulation
+
+RANKS, LAYERS, WIDTH, HEADS, TOKENS = 2, 4, 512, 8, 1024
+ARMS = ("resident", "layerwise", "chunkflow")
+# Where each exchange adds a line.
+LOG = "CHUNKFLOW_OPAQUE_LOG"
+# On two cores of 2.6 GHz weights and exchanges keep this link busy for about 0.7 of a resident step.
+BANDWIDTH = 1.1e8
+
+ABOUT = """\
+# An opaque all-to-all, declared and not
+
+Ulysses attention whose exchanges are inside custom ops, as in vLLM-Omni's `ulysses_qkv_fwd`. torch.compile sees an op, not a
+collective. *Declared* means `register_collective(op, "all-to-all")`. Two gloo ranks, {layers} blocks of {width} with
+{tokens} tokens a rank, an **emulated link** of {bandwidth:.0f} MB/s into each rank, which copies and exchanges share. In
+both models the op itself carries its bytes over that link and takes its own time, from the moment when both ranks have come
+to it. Nothing here was measured on a GPU.
+
+A step is the median of {steps}, in turns in random order; an exchange is the median of the sums of a step on the slower rank.
+
+{table}
+
+{took} s, torch {torch}, of `python docs/benchmarks/opaque.py --out {out} --steps {steps}`.
+"""
+
+_MODEL: list[Any] = []  # a weak reference to the model of this rank, in which its ops find the link
+EXCHANGE = "chunkflow_bench::exchange"
+
+
+def _port() -> tuple[Any, str]:
+    """The emulated link of the program that runs, and the policy of its plan; no link before there is one."""
+    found = chunkflow_compile.programs(_MODEL[0]()) if _MODEL else []
+    if not found:
+        return None, ""
+    streams = found[-1].arena.streams
+    streams.received = lambda nbytes: None  # the op carries the bytes itself
+    return streams.port, found[-1].plan.policy
+
+
+@torch.library.custom_op(EXCHANGE, mutates_args=())
+def exchange(x: torch.Tensor, group_name: str) -> torch.Tensor:
+    group = _resolve_process_group(group_name)
+    dist.barrier(group)
+    begun = time.perf_counter()
+    moved = torch.empty_like(x)
+    dist.all_to_all_single(moved, x, group=group)
+    port, policy = _port()
+    if port is not None:
+        port.send("collective", x.nbytes * (RANKS - 1) // RANKS)
+        with open(f"{os.environ[LOG]}{dist.get_rank()}", "a") as log:
+            log.write(json.dumps([policy, time.perf_counter() - begun]) + "\n")
+    return moved
+
+
+exchange.register_fake(lambda x, group_name: torch.empty_like(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+        self.group = dist.group.WORLD.group_name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        heads, depth = HEADS // RANKS, WIDTH // HEADS
+        qkv = self.qkv(x).view(TOKENS, 3, RANKS, heads, depth).permute(2, 0, 1, 3, 4).contiguous()
+        q, k, v = exchange(qkv, self.group).view(RANKS * TOKENS, 3, heads, depth).permute(1, 2, 0, 3)
+        attended = nn.functional.scaled_dot_product_attention(q[None], k[None], v[None])[0].transpose(0, 1)
+        back = exchange(attended.reshape(RANKS, TOKENS, heads, depth).contiguous(), self.group)
+        x = x + self.out(back.transpose(0, 1).reshape(TOKENS, WIDTH))
+        return x + self.down(nn.functional.gelu(self.up(x)))
+
+
+class Stack(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(LAYERS)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def undeclared() -> tuple[nn.Module, dict[str, Any]]:
+    model = Stack().eval()
+    _MODEL[:] = [weakref.ref(model)]
+    return model, {"x": torch.randn(TOKENS, WIDTH)}
+
+
+def declared() -> tuple[nn.Module, dict[str, Any]]:
+    chunkflow_compile.register_collective(EXCHANGE, "all-to-all")
+    return undeclared()
+
+
+def measure(kind: str, steps: int) -> list[list[str]]:
+    """Rows of a model: arm, step, exchanges of a step, and how much longer these are than in the resident arm."""
+    regime = Regime(family="wan", size=Size(), load=0, chunk_bytes=1 << 20, arms=ARMS, shows="")
+    job = Job(
+        regime=regime,
+        link=LinkEmulation(bandwidth=BANDWIDTH),
+        ranks=RANKS,
+        arms=parse_arms(ARMS),
+        steps=steps,
+        model=f"{Path(__file__).resolve()}:{kind}",
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[LOG] = f"{folder}/rank"
+        found = summarise(job, run_job(job))
+        lines = [
+            [json.loads(line) for line in Path(f"{folder}/rank{r}").read_text().splitlines()] for r in range(RANKS)
+        ]
+    count = 2 * LAYERS
+    sums: dict[str, list[float]] = {}
+    for both in zip(*lines, strict=True):
+        sums.setdefault(both[0][0], []).append(max(seconds for _, seconds in both))
+    # a turn is a step that may start cold, which is left out, and one that counts; other calls came before the turns
+    spent = {
+        arm: [sum(s[i : i + count]) for i in range(len(s) - count, -1, -2 * count)][:steps] for arm, s in sums.items()
+    }
+    assert all(len(found) == steps for found in spent.values()), "an exchange is missing"
+    base = median(spent["resident"])
+    return [
+        [
+            f"{kind}, {arm}",
+            f"{1e3 * (found.record.arms[arm].step_s or 0):.0f} ms",
+            f"{(found.record.arms[arm].moved_bytes_per_step or 0) / 2**20:.0f} MiB",
+            f"{1e3 * median(spent[arm]):.0f} ms",
+            "" if arm == "resident" else f"{100 * (median(spent[arm]) / base - 1):.1f} %",
+            str(found.record.arms[arm].equal_to_resident),
+        ]
+        for arm in ARMS
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=10, help="steps that count, for each arm (default 10)")
+    arguments = parser.parse_args()
+    begun = time.monotonic()
+    rows = [row for kind in ("declared", "undeclared") for row in measure(kind, arguments.steps)]
+    headers = ["model, arm", "step", "moved a step", "exchanges", "inflated by", "equal to resident"]
+    page = ABOUT.format(
+        layers=LAYERS,
+        width=WIDTH,
+        tokens=TOKENS,
+        bandwidth=BANDWIDTH / 1e6,
+        steps=arguments.steps,
+        table=tabulate(rows, headers, tablefmt="github"),
+        took=round(time.monotonic() - begun),
+        torch=torch.__version__,
+        out=arguments.out,
+    )
+    arguments.out.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
