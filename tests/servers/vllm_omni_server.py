@@ -5,13 +5,14 @@ Import nothing of vllm_omni before this module: it puts the stand-ins in place, 
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+import pytest
 import torch
 import vllm_omni_stand_ins
 from torch import nn
@@ -66,10 +67,12 @@ platforms._current_omni_platform = CpuPlatform()
 
 from vllm.config import VllmConfig, set_current_vllm_config  # noqa: E402
 from vllm.model_executor.layers import linear  # noqa: E402
+from vllm_omni.diffusion import offloader  # noqa: E402
 from vllm_omni.diffusion.attention.backends.abstract import AttentionImpl  # noqa: E402
 from vllm_omni.diffusion.data import DiffusionParallelConfig, OmniDiffusionConfig, TransformerConfig  # noqa: E402
 from vllm_omni.diffusion.distributed import parallel_state  # noqa: E402
 from vllm_omni.diffusion.forward_context import set_forward_context  # noqa: E402
+from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader  # noqa: E402
 from vllm_omni.diffusion.registry import _apply_sequence_parallel_if_enabled  # noqa: E402
 from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner  # noqa: E402
 
@@ -102,6 +105,12 @@ _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 NAMES = tuple(_MODELS)
+# What the plug-in wraps.
+WRAPPED: tuple[tuple[Any, str], ...] = (
+    (DiffusersPipelineLoader, "load_model"),
+    (offloader, "get_offload_backend"),
+    (DiffusionModelRunner, "_compile_transformer"),
+)
 ULYSSES = tuple(name for name in NAMES if name != "FLUX")  # the server has no plan of sequence parallelism for FLUX
 
 
@@ -149,40 +158,70 @@ def inputs(name: str, step: int, size: int = 8) -> dict[str, Any]:
 
 
 def call(model: nn.Module, name: str, step: int, size: int = 8) -> torch.Tensor:
+    """What a denoising step returns."""
     found = model(**inputs(name, step, size), return_dict=False)
     return (found[0] if isinstance(found, tuple) else found.sample).clone()
 
 
+class Worker:
+    """A worker that serves one model: ``runner`` loads it, ``request`` is what a request of the server runs in."""
+
+    def __init__(self, name: str, rank: int, world: int, **given: Any) -> None:
+        self.name, self._vllm_config = name, VllmConfig()
+        parallel = DiffusionParallelConfig(ulysses_degree=world, sequence_parallel_size=world)
+        self.config = OmniDiffusionConfig(
+            model="small",
+            model_class_name=name,
+            tf_model_config=TransformerConfig.from_dict({"num_layers": 2}),
+            dtype=torch.float32,
+            num_gpus=world,
+            parallel_config=parallel,
+            **given,
+        )
+        with self.request():
+            self.runner = DiffusionModelRunner(self._vllm_config, self.config, torch.device("cpu"))
+
+    @contextmanager
+    def request(self) -> Iterator[None]:
+        context = set_forward_context(vllm_config=self._vllm_config, omni_diffusion_config=self.config)
+        with set_current_vllm_config(self._vllm_config), context:
+            yield
+
+    def load(self) -> nn.Module:
+        """The transformer, loaded as in the server: onto its device or the host, its offloading, its compilation."""
+        with self.request():
+            self.runner.load_model(load_format="custom_pipeline", custom_pipeline_name=Pipeline)
+        found: nn.Module = self.runner.pipeline.transformer
+        return found
+
+    def twin(self) -> nn.Module:
+        """The same transformer in eager mode."""
+        with self.request():
+            return Pipeline(self.config).transformer
+
+
 @contextmanager
-def serving(name: str, rank: int = 0, world: int = 1, **config: Any) -> Iterator[Any]:
-    """The runner of a worker, before it has loaded its model.  The process group must be there."""
-    parallel = DiffusionParallelConfig(ulysses_degree=world, sequence_parallel_size=world)
-    config = {"model": "small", "dtype": torch.float32, "num_gpus": world, "parallel_config": parallel, **config}
-    of_model = TransformerConfig.from_dict({"num_layers": 2})
-    od_config = OmniDiffusionConfig(model_class_name=name, tf_model_config=of_model, **config)
-    vllm_config = VllmConfig()
-    with ExitStack() as stack:
-        stack.enter_context(set_current_vllm_config(vllm_config))
-        parallel_state.init_distributed_environment(world, rank, local_rank=rank, backend="gloo")
-        stack.callback(parallel_state.destroy_distributed_env)
-        parallel_state.initialize_model_parallel(sequence_parallel_size=world, ulysses_degree=world, backend="gloo")
-        stack.enter_context(set_forward_context(vllm_config=vllm_config, omni_diffusion_config=od_config))
-        yield DiffusionModelRunner(vllm_config, od_config, torch.device("cpu"))
+def ranks(meeting: str, rank: int = 0, world: int = 1) -> Iterator[None]:
+    """The server's groups, in the process group that there is, or else in one of their own."""
+    parallel_state.init_distributed_environment(world, rank, f"file://{meeting}", rank, "gloo")
+    try:
+        with set_current_vllm_config(VllmConfig()):
+            parallel_state.initialize_model_parallel(sequence_parallel_size=world, ulysses_degree=world, backend="gloo")
+        yield
+    finally:
+        parallel_state.destroy_distributed_env()
 
 
-def load(runner: Any) -> nn.Module:
-    """Load the model as a worker does: onto its device or the host, its offloading, its compilation."""
-    runner.load_model(load_format="custom_pipeline", custom_pipeline_name=Pipeline)
-    found: nn.Module = runner.pipeline.transformer
-    return found
-
-
-def plug_in() -> None:
-    """Load the plug-ins as a worker does."""
+@contextmanager
+def plugged_in(memory: str, **options: Any) -> Iterator[None]:
+    """With the plug-ins that the server's own loader finds, as in a worker; without them again at the end."""
     import vllm_omni.plugins
 
-    vllm_omni.plugins.omni_plugins_loaded = False
-    vllm_omni.plugins.load_omni_general_plugins()
-
-
-logging.getLogger("vllm_omni").setLevel(logging.WARNING)
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name in WRAPPED:
+            patch.setattr(owner, name, getattr(owner, name))
+        patch.setattr(vllm_omni.plugins, "omni_plugins_loaded", False)
+        patch.setenv("CHUNKFLOW_MEMORY", memory)
+        patch.setenv("CHUNKFLOW_OPTIONS", json.dumps(options))
+        vllm_omni.plugins.load_omni_general_plugins()
+        yield
