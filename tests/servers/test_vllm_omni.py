@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import subprocess
 import sys
@@ -19,6 +20,9 @@ if find_spec("vllm_omni") is None:
     pytest.skip("vllm_omni is not installed: make test-vllm-omni makes an environment with it", allow_module_level=True)
 
 import vllm_omni_server
+from safetensors.torch import save_file
+from vllm.lora.request import LoRARequest
+from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 from vllm_omni_server import Worker, call, plugged_in, ranks
 
 from chunkflow_compile import cycles, programs
@@ -43,7 +47,7 @@ def requests(worker: Worker, sizes: tuple[int, ...] = (8, 12, 8)) -> str:
 
     First that weights were copied, as many bytes as planned, within the budget; then that no output differs.
     """
-    twin, model = worker.twin(), worker.load()
+    twin, model = worker.twin().transformer, worker.load()
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number, size in enumerate(sizes):
         with worker.request():
@@ -81,3 +85,44 @@ def test_transformers_stream_on_two_ranks_of_ulysses(
     on_ranks(serve_on_a_rank, name, str(tmp_path))
     for rank in range(2):
         record_property("counts", f"vLLM-Omni {name}, Ulysses 2, rank {rank}: {(tmp_path / str(rank)).read_text()}")
+
+
+def save_lora(folder: Path, modules: dict[str, tuple[int, int]], rank: int = 4) -> str:
+    """An adapter as PEFT saves it.  ``modules``: outputs and inputs of each layer."""
+    torch.manual_seed(7)
+    parts = {}
+    for name, (rows, columns) in modules.items():
+        parts[f"base_model.model.{name}.lora_A.weight"] = torch.randn(rank, columns) / 4
+        parts[f"base_model.model.{name}.lora_B.weight"] = torch.randn(rows, rank) / 4
+    targets = sorted({name.rpartition(".")[2] for name in modules})
+    known = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": targets}
+    (folder / "adapter_config.json").write_text(json.dumps(known))
+    save_file(parts, folder / "adapter_model.safetensors")
+    return str(folder)
+
+
+def test_a_lora_of_the_server_is_applied_and_streams(tmp_path: Path) -> None:
+    """Its manager replaces layers by wrappers after the model has run, and takes the adapter away again."""
+    layers = {f"transformer.transformer_blocks.{n}.attn.{p}": (128, 128) for n in range(2) for p in ("to_out", "to_add_out")}
+    path = save_lora(tmp_path, layers)
+    name = "Qwen-Image"
+    with torch.no_grad(), ranks(f"{tmp_path}/meeting"), plugged_in(MEMORY[name], **OPTIONS):
+        worker = Worker(name, 0, 1)
+        twin, model = worker.twin(), worker.load()
+        with worker.request():
+            plain = call(model, name, 0)
+            managers = [
+                DiffusionLoRAManager(pipe, torch.device("cpu"), torch.float32) for pipe in (twin, worker.runner.pipeline)
+            ]
+            request = LoRARequest(lora_name="style", lora_int_id=1, lora_path=path)
+            for manager in managers:
+                manager.set_active_adapter(request, 0.5)
+            for step in range(4):
+                found, wanted = call(model, name, step), call(twin.transformer, name, step)
+                programs(model)[0].arena.cycles.wait_planned()
+                assert torch.equal(found, wanted)
+            assert not torch.equal(call(model, name, 0), plain)
+            assert sum(m.measurements[-1].moved_bytes for m in programs(model)) > 0
+            for manager in managers:
+                manager.set_active_adapter(None)
+            assert torch.equal(call(model, name, 0), plain)

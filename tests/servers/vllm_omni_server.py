@@ -194,10 +194,10 @@ class Worker:
         found: nn.Module = self.runner.pipeline.transformer
         return found
 
-    def twin(self) -> nn.Module:
-        """The same transformer in eager mode."""
+    def twin(self) -> Pipeline:
+        """The same pipeline, as it is without a runner: eager, on the same weights."""
         with self.request():
-            return Pipeline(self.config).transformer
+            return Pipeline(self.config)
 
 
 @contextmanager
