@@ -88,7 +88,9 @@ class _Backend:
                 f"unset {MEMORY}."
             )
         if not (names := _transformers(pipeline)):
-            raise ChunkflowError(f"{type(pipeline).__name__} has no transformer that the server compiles: unset {MEMORY}.")
+            raise ChunkflowError(
+                f"{type(pipeline).__name__} has no transformer that the server compiles: unset {MEMORY}."
+            )
         least = {name: value for name, value in self._settings.options.items() if name == "min_bytes"}
         for name in names:
             self._models.append(offload(getattr(pipeline, name), self._device, **least))

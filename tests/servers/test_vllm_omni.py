@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 from conftest import HERE
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 if find_spec("vllm_omni") is None:
     pytest.skip("vllm_omni is not installed: make test-vllm-omni makes an environment with it", allow_module_level=True)
@@ -23,11 +25,13 @@ import vllm_omni_server
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
 from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
-from vllm_omni_server import Worker, call, plugged_in, ranks
+from vllm_omni_server import WRAPPED, Worker, call, plugged_in, ranks
 
 from chunkflow_compile import cycles, programs
 from chunkflow_compile.model.placement import placement_of
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.graph.discover import collective_kind, completes_itself, crossing_bytes, group_name
+from chunkflow_compile.servers.vllm_omni import plug_in
 from chunkflow_compile.units import parse_bytes
 
 # Weights of 4 KiB are large; on this machine all copies hide, so that as much streams as the budget asks for.
@@ -42,10 +46,11 @@ OPTIONS: dict[str, Any] = {
 MEMORY = {name: "22MiB" if name.startswith("Hunyuan") else "1MiB" for name in vllm_omni_server.NAMES}
 
 
-def requests(worker: Worker, sizes: tuple[int, ...] = (8, 12, 8)) -> str:
+def requests(worker: Worker, sizes: tuple[int, ...] = (8, 12, 8), tolerance: float = 0) -> str:
     """Serve requests of these sizes, of steps whose inputs change; return what was counted.
 
-    First that weights were copied, as many bytes as planned, within the budget; then that no output differs.
+    First that weights were copied, as many bytes as planned, within the budget; then that no output differs by more than
+    ``tolerance``: ATen ops, run as they are, have the numbers of eager mode.
     """
     twin, model = worker.twin().transformer, worker.load()
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -61,8 +66,8 @@ def requests(worker: Worker, sizes: tuple[int, ...] = (8, 12, 8)) -> str:
     assert 0 < plan.device_bytes <= parse_bytes(MEMORY[worker.name], "memory")
     assert route.measurements[-1].moved_bytes == plan.moved_bytes > 0
     worst = max(float((found - wanted).abs().max()) for found, wanted in pairs)
-    assert worst == 0, "lowering='eager' has the numbers of eager mode"
-    return f"{len(programs(model))} programs, {plan.moved_bytes} bytes a step, difference {worst}"
+    assert worst <= tolerance
+    return f"{len(programs(model))} programs, {plan.moved_bytes} bytes a step, difference {worst:.1e}"
 
 
 @pytest.mark.parametrize("name", vllm_omni_server.NAMES)
@@ -73,9 +78,26 @@ def test_transformers_of_the_server_stream(
         record_property("counts", f"vLLM-Omni {name}: {requests(Worker(name, 0, 1))}")
 
 
+def test_inductor_compiles_the_regions_by_default(
+    tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    options = {name: value for name, value in OPTIONS.items() if name != "lowering"}
+    with torch.no_grad(), ranks(f"{tmp_path}/meeting"), plugged_in(MEMORY["Wan"], **options):
+        said = requests(Worker("Wan", 0, 1), tolerance=1e-5)
+        record_property("counts", f"vLLM-Omni Wan, Inductor: {said}")
+
+
 def serve_on_a_rank(rank: int, name: str, folder: str) -> None:
+    """The blocks, with their all-to-alls, are whole: the breaks at the server's hooks and loggers lie between them."""
     with ranks("", rank, 2), plugged_in(MEMORY[name], **OPTIONS):
-        Path(folder, str(rank)).write_text(requests(Worker(name, rank, 2)))
+        worker = Worker(name, rank, 2)
+        said = requests(worker, (8, 12))
+        found = [program.program.problem for program in programs(worker.runner.pipeline.transformer)]
+        exchanges = {sum(c.kind == "all-to-all" for c in problem.collectives) for problem in found}
+        assert max(exchanges) == 4 and exchanges <= {0, 4}, "q, k, v and the output, in one program"
+        breaks = [reason for reason in counters["graph_break"]]
+        assert breaks == [], breaks
+        Path(folder, str(rank)).write_text(said)
 
 
 @pytest.mark.parametrize("name", vllm_omni_server.ULYSSES)
@@ -103,7 +125,9 @@ def save_lora(folder: Path, modules: dict[str, tuple[int, int]], rank: int = 4) 
 
 def test_a_lora_of_the_server_is_applied_and_streams(tmp_path: Path) -> None:
     """Its manager replaces layers by wrappers after the model has run, and takes the adapter away again."""
-    layers = {f"transformer.transformer_blocks.{n}.attn.{p}": (128, 128) for n in range(2) for p in ("to_out", "to_add_out")}
+    layers = {
+        f"transformer.transformer_blocks.{n}.attn.{p}": (128, 128) for n in range(2) for p in ("to_out", "to_add_out")
+    }
     path = save_lora(tmp_path, layers)
     name = "Qwen-Image"
     with torch.no_grad(), ranks(f"{tmp_path}/meeting"), plugged_in(MEMORY[name], **OPTIONS):
@@ -112,7 +136,8 @@ def test_a_lora_of_the_server_is_applied_and_streams(tmp_path: Path) -> None:
         with worker.request():
             plain = call(model, name, 0)
             managers = [
-                DiffusionLoRAManager(pipe, torch.device("cpu"), torch.float32) for pipe in (twin, worker.runner.pipeline)
+                DiffusionLoRAManager(pipe, torch.device("cpu"), torch.float32)
+                for pipe in (twin, worker.runner.pipeline)
             ]
             request = LoRARequest(lora_name="style", lora_int_id=1, lora_path=path)
             for manager in managers:
@@ -120,9 +145,111 @@ def test_a_lora_of_the_server_is_applied_and_streams(tmp_path: Path) -> None:
             for step in range(4):
                 found, wanted = call(model, name, step), call(twin.transformer, name, step)
                 programs(model)[0].arena.cycles.wait_planned()
+                assert sum(program.measurements[-1].moved_bytes for program in programs(model)) > 0
                 assert torch.equal(found, wanted)
             assert not torch.equal(call(model, name, 0), plain)
-            assert sum(m.measurements[-1].moved_bytes for m in programs(model)) > 0
             for manager in managers:
                 manager.set_active_adapter(None)
             assert torch.equal(call(model, name, 0), plain)
+
+
+def test_without_memory_the_server_is_left_alone() -> None:
+    code = (
+        "import sys; from chunkflow_compile.servers.vllm_omni import plug_in; plug_in(); "
+        "assert not {'torch', 'vllm_omni'} & {*sys.modules}"
+    )
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("CHUNKFLOW_")}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environ)
+
+
+def test_an_unknown_release_of_the_server_is_left_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("chunkflow_compile.servers.settings.version", lambda name: "0.31.0")
+    theirs = [getattr(owner, name) for owner, name in WRAPPED]
+    with plugged_in("8GiB"):
+        assert [getattr(owner, name) for owner, name in WRAPPED] == theirs
+    warned = [r.getMessage() for r in caplog.records if r.name.startswith("chunkflow_compile")]
+    assert len(warned) == 1 and warned[0].startswith(
+        "This is vllm-omni 0.31.0, and the plug-in of ChunkFlow knows 0.30"
+    )
+
+
+def test_the_plug_in_may_be_called_again(tmp_path: Path) -> None:
+    with plugged_in("8GiB"):
+        once = [getattr(owner, name) for owner, name in WRAPPED]
+        plug_in()
+        assert [getattr(owner, name) for owner, name in WRAPPED] == once
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"enforce_eager": True}, "enforce_eager leaves the transformer uncompiled"),
+        ({"enable_layerwise_offload": True}, "The server offloads the transformer itself (layer_wise)"),
+        ({"enable_cpu_offload": True}, "The server offloads the transformer itself (model_level)"),
+        (
+            {"diffusion_offload_config": {"mode": "layer", "components": ["dit", "text_encoder"]}},
+            "The server offloads the transformer itself (layer_wise)",
+        ),
+    ],
+)
+def test_settings_that_contradict_are_refused_before_anything_is_loaded(
+    given: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    with ranks(f"{tmp_path}/meeting"), plugged_in("8GiB"):
+        worker = Worker("Wan", 0, 1, **given)
+        with pytest.raises(ChunkflowError) as refused:
+            worker.load()
+        assert str(refused.value).startswith(said)
+        assert worker.runner.pipeline is None
+
+
+def test_a_pipeline_that_compiles_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_omni_server.Pipeline, "setup_compile", lambda self: None, raising=False)
+    with ranks(f"{tmp_path}/meeting"), plugged_in("8GiB"):
+        with pytest.raises(ChunkflowError, match=r"^Pipeline compiles itself \(setup_compile\)"):
+            Worker("Wan", 0, 1).load()
+
+
+def test_too_little_memory_ends_the_first_call(tmp_path: Path) -> None:
+    """Which is the server's own warm-up, before it takes a request."""
+    with torch.no_grad(), ranks(f"{tmp_path}/meeting"), plugged_in("100kB", **OPTIONS):
+        worker = Worker("Wan", 0, 1)
+        model = worker.load()
+        with worker.request(), pytest.raises(BackendCompilerFailed, match="memory=100000 bytes is too little"):
+            call(model, "Wan", 0)
+
+
+def test_the_encoder_may_be_offloaded_by_the_server(tmp_path: Path) -> None:
+    """Its backend runs beside ours, and ends with it."""
+    given = {"diffusion_offload_config": {"mode": "module", "components": ["text_encoder"]}}
+    with torch.no_grad(), ranks(f"{tmp_path}/meeting"), plugged_in(MEMORY["Wan"], **OPTIONS):
+        worker = Worker("Wan", 0, 1, **given)
+        twin, model = worker.twin().transformer, worker.load()
+        assert placement_of(model) is not None
+        with worker.request():
+            assert torch.equal(call(model, "Wan", 0), call(twin, "Wan", 0))
+        backend = worker.runner.offload_backend
+        assert backend.is_enabled()
+        backend.shutdown()
+        backend.disable()
+        assert placement_of(model) is None and not backend.is_enabled()
+
+
+def test_the_fused_exchanges_of_the_server_are_collectives() -> None:
+    """Their kernels need CUDA; what the plan knows of them is what their fake kernels return."""
+    with plugged_in("8GiB"):
+        graph = torch.fx.Graph()
+        x = graph.placeholder("x")
+        forth = graph.call_function(torch.ops.vllm_omni_a2a.ulysses_qkv_fwd.default, (x, "sp", 2))
+        back = graph.call_function(torch.ops.vllm_omni_a2a.ulysses_o_rev.default, (forth, "sp", 2))
+        with FakeTensorMode():
+            x.meta["val"] = torch.empty(1, 8, 4, 16, dtype=torch.bfloat16, device="cuda")
+            for node in (forth, back):
+                group = node.args[1:]
+                node.meta["val"] = node.target(node.args[0].meta["val"], *group)
+        assert tuple(back.meta["val"].shape) == (1, 8, 4, 16)
+        for node in (forth, back):
+            assert collective_kind(node) == "all-to-all" and group_name(node) == "sp" and completes_itself(node)
+            assert crossing_bytes(node, 2) == 1 * 8 * 4 * 16 * 2 // 2

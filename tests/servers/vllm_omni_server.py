@@ -85,7 +85,14 @@ linear.UnquantizedLinearMethod.apply = lambda self, layer, x, bias=None: nn.func
 _MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "Wan": (
         "wan2_2.wan2_2_transformer.WanTransformer3DModel",
-        {"num_attention_heads": 2, "attention_head_dim": 64, "text_dim": 64, "freq_dim": 64, "ffn_dim": 256, "num_layers": 2},
+        {
+            "num_attention_heads": 2,
+            "attention_head_dim": 64,
+            "text_dim": 64,
+            "freq_dim": 64,
+            "ffn_dim": 256,
+            "num_layers": 2,
+        },
     ),
     "FLUX": (
         "flux.flux_transformer.FluxTransformer2DModel",
@@ -115,7 +122,7 @@ ULYSSES = tuple(name for name in NAMES if name != "FLUX")  # the server has no p
 
 
 class Pipeline(nn.Module):
-    """A pipeline of the server with one transformer and one other component."""
+    """A pipeline of the server with one transformer, and an encoder and a VAE beside it."""
 
     _dit_modules = ("transformer",)
 
@@ -126,7 +133,7 @@ class Pipeline(nn.Module):
         module, _, name = path.rpartition(".")
         made = getattr(import_module(f"vllm_omni.diffusion.models.{module}"), name)
         self.transformer = made(**sizes) if name.startswith("Wan") else made(od_config, **sizes)
-        self.vae = nn.Linear(4, 4)
+        self.text_encoder, self.vae = nn.Linear(4, 4), nn.Linear(4, 4)
         torch.manual_seed(0)
         for parameter in self.transformer.parameters():
             nn.init.normal_(parameter, std=0.02)
