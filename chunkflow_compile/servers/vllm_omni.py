@@ -68,7 +68,8 @@ def _check(config: Any) -> None:
     if offload.strategy is not OffloadStrategy.NONE and offload.offloads(_DIT):
         raise ChunkflowError(
             f"The server offloads the transformer itself ({offload.strategy.value}), and so does ChunkFlow: leave out "
-            f"--enable-cpu-offload, --enable-layerwise-offload and the component 'dit' of the offload config, or unset {MEMORY}."
+            f"--enable-cpu-offload, --enable-layerwise-offload and, in the offload config, the component 'dit', or unset "
+            f"{MEMORY}."
         )
 
 
@@ -91,7 +92,7 @@ class _Backend:
             raise ChunkflowError(
                 f"{type(pipeline).__name__} has no transformer that the server compiles: unset {MEMORY}."
             )
-        least = {name: value for name, value in self._settings.options.items() if name == "min_bytes"}
+        least: dict[str, Any] = {name: value for name, value in self._settings.options.items() if name == "min_bytes"}
         for name in names:
             self._models.append(offload(getattr(pipeline, name), self._device, **least))
         if self._theirs is not None:
@@ -130,7 +131,7 @@ def _compile(settings: Settings, theirs: Callable[..., Any], runner: Any, name: 
     dynamic = runner.od_config.diffusion_compile_dynamic
     options: dict[str, Any] = {**settings.options, "memory": settings.memory}
     compile(model, dynamic=dynamic, **options)
-    _log.info("%s (%s) streams its weights within %s", name, type(model).__name__, settings.memory)
+    _log.info("%s (%s) is offloaded, and its steps stream within %s", name, type(model).__name__, settings.memory)
 
 
 def _transformers(pipeline: Any) -> list[str]:

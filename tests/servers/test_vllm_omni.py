@@ -95,8 +95,7 @@ def serve_on_a_rank(rank: int, name: str, folder: str) -> None:
         found = [program.program.problem for program in programs(worker.runner.pipeline.transformer)]
         exchanges = {sum(c.kind == "all-to-all" for c in problem.collectives) for problem in found}
         assert max(exchanges) == 4 and exchanges <= {0, 4}, "q, k, v and the output, in one program"
-        breaks = [reason for reason in counters["graph_break"]]
-        assert breaks == [], breaks
+        assert not counters["graph_break"]
         Path(folder, str(rank)).write_text(said)
 
 
@@ -207,9 +206,9 @@ def test_settings_that_contradict_are_refused_before_anything_is_loaded(
 
 def test_a_pipeline_that_compiles_itself_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm_omni_server.Pipeline, "setup_compile", lambda self: None, raising=False)
-    with ranks(f"{tmp_path}/meeting"), plugged_in("8GiB"):
-        with pytest.raises(ChunkflowError, match=r"^Pipeline compiles itself \(setup_compile\)"):
-            Worker("Wan", 0, 1).load()
+    refused = pytest.raises(ChunkflowError, match=r"^Pipeline compiles itself \(setup_compile\)")
+    with ranks(f"{tmp_path}/meeting"), plugged_in("8GiB"), refused:
+        Worker("Wan", 0, 1).load()
 
 
 def test_too_little_memory_ends_the_first_call(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ class _Anything(type):
 
 
 class _Module(ModuleType):
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -59,7 +59,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def _importer() -> str:
-    """The name of the module that imports: other libraries, such as transformers, ask whether one is there, and must not find it."""
+    """The name of the module that imports: transformers, too, asks which libraries are there, and must not find these."""
     frame = sys._getframe(2)
     while frame.f_back is not None and "importlib" in frame.f_code.co_filename:
         frame = frame.f_back
