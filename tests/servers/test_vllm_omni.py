@@ -17,6 +17,7 @@ from conftest import HERE
 from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 if find_spec("vllm_omni") is None:
     pytest.skip("vllm_omni is not installed: make test-vllm-omni makes an environment with it", allow_module_level=True)
@@ -24,6 +25,8 @@ if find_spec("vllm_omni") is None:
 import vllm_omni_server
 from safetensors.torch import save_file
 from vllm.lora.request import LoRARequest
+from vllm_omni.diffusion.distributed import a2a_permute
+from vllm_omni.diffusion.distributed.comm import all_to_all_4D
 from vllm_omni.diffusion.lora.manager import DiffusionLoRAManager
 from vllm_omni_server import WRAPPED, Worker, call, plugged_in, ranks
 
@@ -174,7 +177,7 @@ def test_an_unknown_release_of_the_server_is_left_alone(
     )
 
 
-def test_the_plug_in_may_be_called_again(tmp_path: Path) -> None:
+def test_the_plug_in_may_be_called_again() -> None:
     with plugged_in("8GiB"):
         once = [getattr(owner, name) for owner, name in WRAPPED]
         plug_in()
@@ -236,7 +239,32 @@ def test_the_encoder_may_be_offloaded_by_the_server(tmp_path: Path) -> None:
         assert placement_of(model) is None and not backend.is_enabled()
 
 
-def test_the_fused_exchanges_of_the_server_are_collectives() -> None:
+def serve_fused(rank: int, folder: str) -> None:
+    """Wan with the server's fused all-to-alls: its ops, and on a CPU what it does where they are not built."""
+    with ranks("", rank, 2), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(a2a_permute, "ensure_a2a_permute_available", lambda: None)  # compiles CUDA
+        for op, dims in ((a2a_permute.ulysses_qkv_fwd, (2, 1)), (a2a_permute.ulysses_o_rev, (1, 2))):
+            op.register_kernel("cpu")(
+                lambda x, group, world, dims=dims: all_to_all_4D(x, *dims, group=_resolve_process_group(group))
+            )
+        with plugged_in(MEMORY["Wan"], **OPTIONS):
+            worker = Worker("Wan", rank, 2, fused=True)
+            said = requests(worker, (8,))
+            found = [p.program for p in programs(worker.runner.pipeline.transformer)]
+            assert max(sum(c.kind == "all-to-all" for c in program.problem.collectives) for program in found) == 4
+            assert any("ulysses_qkv_fwd" in str(n.target) for program in found for n in program.module.graph.nodes)
+            Path(folder, str(rank)).write_text(said)
+
+
+def test_the_fused_exchanges_of_the_server_are_planned_as_collectives(
+    tmp_path: Path, on_ranks: Callable[..., None], record_property: Callable[[str, object], None]
+) -> None:
+    on_ranks(serve_fused, str(tmp_path), fresh=True)
+    for rank in range(2):
+        record_property("counts", f"vLLM-Omni Wan, fused exchanges, rank {rank}: {(tmp_path / str(rank)).read_text()}")
+
+
+def test_the_bytes_of_the_fused_exchanges() -> None:
     """Their kernels need CUDA; what the plan knows of them is what their fake kernels return."""
     with plugged_in("8GiB"):
         graph = torch.fx.Graph()

@@ -171,11 +171,16 @@ def call(model: nn.Module, name: str, step: int, size: int = 8) -> torch.Tensor:
 
 
 class Worker:
-    """A worker that serves one model: ``runner`` loads it, ``request`` is what a request of the server runs in."""
+    """A worker that serves one model: ``runner`` loads it, ``request`` is what a request of the server runs in.
 
-    def __init__(self, name: str, rank: int, world: int, **given: Any) -> None:
+    ``fused``: with the server's option ``ulysses_a2a_permute``.
+    """
+
+    def __init__(self, name: str, rank: int, world: int, fused: bool = False, **given: Any) -> None:
         self.name, self._vllm_config = name, VllmConfig()
-        parallel = DiffusionParallelConfig(ulysses_degree=world, sequence_parallel_size=world)
+        parallel = DiffusionParallelConfig(
+            ulysses_degree=world, sequence_parallel_size=world, ulysses_a2a_permute=fused
+        )
         self.config = OmniDiffusionConfig(
             model="small",
             model_class_name=name,
