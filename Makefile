@@ -53,7 +53,7 @@ $(CUDA_VENV)/ready: pyproject.toml
 	touch $@
 
 # The plug-ins of servers, each on the transformers of its server's published wheel, on CPUs.
-test-servers: test-sglang
+test-servers: test-sglang test-vllm-omni
 
 # Four minutes, in an environment of its own (3 GB).
 SGLANG_VENV := .venv-sglang
@@ -65,6 +65,18 @@ $(SGLANG_VENV)/ready: pyproject.toml tests/servers/requirements-sglang.txt
 	$(SGLANG_VENV)/bin/pip install --quiet $(TORCH)
 	$(SGLANG_VENV)/bin/pip install --quiet --editable '.[diffusers,dev]'
 	$(SGLANG_VENV)/bin/pip install --quiet --no-deps --requirement tests/servers/requirements-sglang.txt
+	touch $@
+
+# vLLM-Omni on a CPU, in an environment of its own (2 GB), for x86-64; a worker's plug-ins are found by their entry points.
+VLLM_OMNI_VENV ?= .venv-vllm-omni
+test-vllm-omni: $(VLLM_OMNI_VENV)/ready
+	$(VLLM_OMNI_VENV)/bin/python -m pytest tests/servers/test_vllm_omni.py
+
+$(VLLM_OMNI_VENV)/ready: pyproject.toml tests/servers/requirements-vllm-omni.txt
+	$(PYTHON) -m venv $(VLLM_OMNI_VENV)
+	$(VLLM_OMNI_VENV)/bin/pip install --quiet torch==2.13.0
+	$(VLLM_OMNI_VENV)/bin/pip install --quiet --editable '.[diffusers,dev]' diffusers==0.42.1 transformers==5.24.0 accelerate==1.15.0
+	$(VLLM_OMNI_VENV)/bin/pip install --quiet --no-deps --requirement tests/servers/requirements-vllm-omni.txt
 	touch $@
 
 # The next three need a GPU.  PY=python3 uses an environment that exists, in which only diffusers need be installed; without
