@@ -55,7 +55,7 @@ $(CUDA_VENV)/ready: pyproject.toml
 # The plug-ins of servers, each on the transformers of its server's published wheel, on CPUs.
 test-servers: test-sglang test-vllm-omni
 
-# Four minutes, in an environment of its own (3 GB).
+# Nine minutes beside other work, in an environment of its own (3 GB).
 SGLANG_VENV := .venv-sglang
 test-sglang: $(SGLANG_VENV)/ready
 	$(SGLANG_VENV)/bin/python -m pytest -n 1 -rs tests/servers/test_sglang.py
