@@ -14,7 +14,7 @@ import json
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -58,8 +58,8 @@ class Admission:
     ``step_s``: predicted seconds of a denoising step, both branches of guidance; ``total_s``: of all steps, and of the newest
     call of every other component as far as it was measured.  ``device_bytes``: most bytes on the device, of which
     ``activation_bytes`` are the transformer's activations (an estimate of eager ops; 0 on a CPU, which counts none).
-    ``host_bytes``: of the pipeline's weights in host memory.  ``budget``: bytes that were given to ``apply``.  ``reason``: why
-    it does not fit, empty if it does.
+    ``host_bytes``: of the pipeline's weights in host memory.  ``budget``: bytes that were given to ``apply``.  ``reason``:
+    why it does not fit, empty if it does.
     """
 
     fits: bool
@@ -231,12 +231,10 @@ class _Forecast:
         goal = room // part * part
         hosts = [p for phase in budget.phases if (p := placement_of(phase.root)) is not None]
         host_bytes = sum(p.store.held_bytes for p in hosts)
-        machine, chunk = self.settings.hardware, self.settings.chunk_bytes
-        least = least_memory(self.problems[0], machine, chunk)
-        reason = ""
+        reason, least = "", self._least
         if goal < least <= room:
             goal = least
-        if goal < least:
+        elif room < least:
             reason = (
                 f"the activations of its transformer take {activations} bytes, which leaves {max(0, room)} of the budget for "
                 f"weights, and they need {least}: give apply at least memory={budget_for(least + activations)}, or ask for "
@@ -256,6 +254,11 @@ class _Forecast:
             reason=reason,
         )
 
+    @cached_property
+    def _least(self) -> int:
+        """The least bytes of weights on the device."""
+        return least_memory(self.problems[0], self.settings.hardware, self.settings.chunk_bytes)
+
     def _plan(self, goal: int) -> Plan:
         if goal not in self.plans:
             chosen = self.settings
@@ -264,11 +267,15 @@ class _Forecast:
             )
         return self.plans[goal]
 
+    @cached_property
+    def _simulators(self) -> list[Simulator]:
+        return [Simulator(p, self.settings.hardware, self.settings.chunk_bytes) for p in self.problems]
+
     def _seconds(self, plan: Plan, count: int) -> float:
         """Of a call with so many tokens, under a plan for another number of them."""
-        simulator = copy.copy(Simulator(self.problems[0], self.settings.hardware, self.settings.chunk_bytes))
-        known = [[r.cost.seconds(self.settings.hardware) for r in p.regions] for p in self.problems]
-        simulator.compute_s = [max(0.0, _through(self.tokens, column, count)) for column in zip(*known, strict=True)]
+        simulator = copy.copy(self._simulators[0])
+        columns = zip(*(s.compute_s for s in self._simulators), strict=True)
+        simulator.compute_s = [max(0.0, _through(self.tokens, column, count)) for column in columns]
         items = schedule(self.problems[0], transfers_of(self.problems[0], plan))
         return simulator.play(items, spans=False).step_s
 
