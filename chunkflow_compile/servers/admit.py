@@ -118,7 +118,7 @@ def _transformer(pipe: Any) -> nn.Module:
 
 def _family(model: nn.Module) -> Family:
     config: Any = model.config
-    for family in reversed(FAMILIES.values()):  # wan-i2v before wan
+    for family in [*FAMILIES.values()][::-1]:  # wan-i2v before wan
         if family.class_name == type(model).__name__ and (family.name != "wan-i2v" or config.get("image_dim")):
             return family
     known = ", ".join(sorted({f.class_name for f in FAMILIES.values()}))

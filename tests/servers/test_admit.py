@@ -42,7 +42,7 @@ def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> No
         assert answer.fits and answer.step_s == pytest.approx(branches * phase.predicted_s, rel=0.1)
         planned = cycles(pipe.transformer)[0].cycle.plan.device_bytes
         assert answer.device_bytes == pytest.approx(planned, rel=0.1) and answer.activation_bytes == 0
-        assert answer.total_s > request["num_inference_steps"] * answer.step_s
+        assert answer.total_s >= request["num_inference_steps"] * answer.step_s
     assert answer.host_bytes > 10**6 and answer.budget == 2 << 20
     same = [admit(pipe, **sizes_of(request)).to_json() for _ in range(2)]
     assert same[0] == same[1]
