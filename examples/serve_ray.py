@@ -1,0 +1,248 @@
+"""A server of a diffusers pipeline on Ray Serve, its weights streamed by ChunkFlow: one replica a GPU, or a Ulysses group.
+
+    pip install "chunkflow-compile[diffusers,ray]"
+    python examples/serve_ray.py Wan-AI/Wan2.2-T2V-A14B-Diffusers --memory 24GiB --ulysses 2 --replicas 4
+    python examples/serve_ray.py flux --tiny  # a small random pipeline, runs anywhere
+    curl localhost:8000/generate -H "content-type: application/json" -d '{"prompt": "a paper boat", "seed": 1}'
+
+Ray Serve has the HTTP server, the queue, the routing, the health checks and the restarts.  Two deployments: ``Front`` checks a
+request, asks whether it fits, and sends it again if its replica dies; ``Generator`` is a replica, which takes one request at
+a time.  A generation is a function of its request alone, so that any replica gives the same bytes.  docs/servers-ray.md has
+the rest.
+"""
+
+import argparse
+import asyncio
+import base64
+import inspect
+import io
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import ray
+import torch
+import torch.distributed as dist
+from fastapi import FastAPI, HTTPException
+from pydantic import BaseModel, ConfigDict, Field
+from ray import serve
+from ray.exceptions import RayActorError
+from ray.serve.exceptions import BackPressureError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+import chunkflow_compile
+from chunkflow_compile.models.ulysses import enable_ulysses
+
+APP = "chunkflow"
+# How often a request is sent to a replica: each time but the last, the replica died with it.
+ATTEMPTS = 3
+# Seconds that the ranks of a group get to fail as one of them did.
+TOGETHER = 10.0
+# What a request causes and another replica would say too.
+REFUSED = (ValueError, chunkflow_compile.ChunkflowError)
+http = FastAPI()
+
+
+class Request(BaseModel):
+    """One generation.  ``num_frames``: of a video; ``adapter``: the name of a LoRA that the server was started with."""
+
+    model_config = ConfigDict(extra="forbid")
+    prompt: str = Field(min_length=1)
+    height: int = Field(512, ge=16, le=4096, multiple_of=16)
+    width: int = Field(512, ge=16, le=4096, multiple_of=16)
+    num_frames: int | None = Field(None, ge=1, le=1024)
+    steps: int = Field(28, ge=1, le=1000)
+    seed: int = Field(0, ge=0, lt=2**63)
+    adapter: str | None = None
+
+    def sizes(self) -> dict[str, int]:
+        """Those arguments of a pipeline on which time and memory depend."""
+        frames = {} if self.num_frames is None else {"num_frames": self.num_frames}
+        return {"height": self.height, "width": self.width, "num_inference_steps": self.steps, **frames}
+
+
+def build(arguments: argparse.Namespace) -> Any:
+    """The pipeline with its adapters, its weights in host memory."""
+    if arguments.tiny:
+        from small_pipelines import small_pipeline
+
+        pipe = small_pipeline(arguments.model)
+    else:
+        from diffusers import DiffusionPipeline
+
+        pipe = DiffusionPipeline.from_pretrained(arguments.model, torch_dtype=torch.bfloat16)
+    for name, path in arguments.adapter.items():
+        pipe.load_lora_weights(path, adapter_name=name)
+    return pipe
+
+
+def generate(pipe: Any, request: Request) -> list[Any]:
+    """The images, or the frames of the video, as PIL has them.  Raises ValueError for what the pipeline does not take."""
+    if request.num_frames is not None and "num_frames" not in inspect.signature(pipe.__call__).parameters:
+        raise ValueError(f"{type(pipe).__name__} makes images: leave out num_frames.")
+    if request.adapter is not None:
+        pipe.enable_lora()
+        pipe.set_adapters(request.adapter)
+    elif getattr(pipe, "get_list_adapters", dict)():
+        pipe.disable_lora()
+    noise = torch.Generator().manual_seed(request.seed)
+    found = pipe(prompt=request.prompt, **request.sizes(), generator=noise, output_type="pil")[0]
+    return found[0] if isinstance(found[0], list) else found
+
+
+class Rank:
+    """A process of a replica: the pipeline, applied, and the one thread that calls it.
+
+    ``store``: host and port at which the ranks of a Ulysses group meet; a rank alone needs none.
+    """
+
+    def __init__(self, arguments: argparse.Namespace, rank: int = 0, store: Any = None) -> None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Ray shows a process its own GPU only
+        self.thread = ThreadPoolExecutor(1)
+        self.pipe = build(arguments)
+        if store is not None:
+            store = dist.TCPStore(*store) if isinstance(store, tuple) else store
+            backend = "nccl" if device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, store=store, rank=rank, world_size=arguments.ulysses)
+            for name, model in self.pipe.components.items():
+                if name.startswith("transformer") and model is not None:
+                    enable_ulysses(model, arguments.ulysses)
+        for path in arguments.warm:
+            chunkflow_compile.load(path)
+        given = {"min_bytes": 2048, "lowering": "eager"} if arguments.tiny else {}
+        chunkflow_compile.apply(self.pipe, device, memory=arguments.memory, **given)
+
+    async def generate(self, request: Request) -> dict[str, Any]:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self._generate, request)
+
+    def _generate(self, request: Request) -> dict[str, Any]:
+        begun = time.perf_counter()
+        frames = generate(self.pipe, request)
+        return {"frames": [png(frame) for frame in frames], "measured_s": time.perf_counter() - begun}
+
+    async def check(self) -> None:
+        """Raises if the device has failed."""
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().query()
+
+
+def png(frame: Any) -> str:
+    """A picture as the base64 of a PNG."""
+    file = io.BytesIO()
+    frame.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@serve.deployment(max_ongoing_requests=1, health_check_period_s=5, graceful_shutdown_timeout_s=3600)
+class Generator:
+    """A replica.  It is rank 0, and starts an actor for each other rank in its placement group."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.others: list[Any] = []
+        store = None
+        if arguments.ulysses > 1:
+            host = ray.util.get_node_ip_address()
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+            for rank in range(1, arguments.ulysses):
+                place = PlacementGroupSchedulingStrategy(ray.util.get_current_placement_group(), rank)
+                actor = ray.remote(Rank).options(scheduling_strategy=place, **resources(arguments))
+                self.others.append(actor.remote(arguments, rank, (host, store.port)))
+        self.rank = Rank(arguments, 0, store)
+
+    async def generate(self, request: Request) -> dict[str, Any]:
+        """Raises one of REFUSED if all ranks do; if one fails in any other way, the replica ends, and Serve starts another."""
+        refs = [other.generate.remote(request) for other in self.others]
+        runs = [asyncio.ensure_future(self.rank.generate(request)), *(asyncio.wrap_future(r.future()) for r in refs)]
+        await asyncio.wait(runs, return_when=asyncio.FIRST_EXCEPTION)
+        await asyncio.wait(runs, timeout=TOGETHER)  # the others of one that failed wait for it in a collective
+        errors = [run.exception() if run.done() else TimeoutError("waits for a rank that failed") for run in runs]
+        if self.others and any(errors) and not all(isinstance(error, REFUSED) for error in errors):
+            print(f"The ranks of this replica start anew: {errors}")
+            os._exit(1)
+        return runs[0].result()
+
+    async def check_health(self) -> None:
+        await asyncio.gather(self.rank.check(), *(other.check.remote() for other in self.others))
+
+
+@serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=3600)
+@serve.ingress(http)
+class Front:
+    """Takes requests over HTTP, and refuses those that are wrong or do not fit before they wait for a replica."""
+
+    def __init__(self, generators: Any, arguments: argparse.Namespace) -> None:
+        self.generators = generators
+        self.adapters = arguments.adapter
+
+    @http.post("/generate")
+    async def generate(self, request: Request) -> dict[str, Any]:
+        if request.adapter is not None and request.adapter not in self.adapters:
+            known = ", ".join(self.adapters) or "none"
+            raise HTTPException(422, f"There is no adapter {request.adapter!r}; this server has: {known}.")
+        for attempt in range(ATTEMPTS):
+            try:
+                return await self.generators.generate.remote(request)
+            except REFUSED as error:
+                raise HTTPException(422, str(getattr(error, "cause", error))) from error
+            except BackPressureError as error:
+                raise HTTPException(503, "The queue is full: ask again later.", {"retry-after": "10"}) from error
+            except RayActorError as error:  # the replica died, and Serve sends a request only once
+                if attempt == ATTEMPTS - 1:
+                    raise HTTPException(500, f"{ATTEMPTS} replicas died with this request.") from error
+        raise AssertionError
+
+
+def resources(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What Ray keeps for a rank."""
+    return {"num_cpus": 1, "num_gpus": 0 if arguments.tiny else 1}
+
+
+def application(arguments: argparse.Namespace) -> Any:
+    options: dict[str, Any] = {"ray_actor_options": resources(arguments), "max_queued_requests": arguments.queue}
+    if arguments.ulysses > 1:
+        bundle = {"CPU": 1} if arguments.tiny else {"CPU": 1, "GPU": 1}
+        options |= {"placement_group_bundles": [bundle] * arguments.ulysses, "placement_group_strategy": "PACK"}
+    return Front.bind(Generator.options(num_replicas=arguments.replicas, **options).bind(arguments), arguments)
+
+
+def parse(given: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a pipeline on the hub or in a folder; with --tiny a name in small_pipelines.py")
+    parser.add_argument("--tiny", action="store_true", help="a small random pipeline, without a GPU")
+    parser.add_argument("--memory", help="most bytes on a device, such as 24GiB (default: what is free)")
+    parser.add_argument("--ulysses", type=int, default=1, metavar="P", help="ranks of a replica")
+    parser.add_argument("--replicas", type=int, default=1, metavar="N")
+    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="a LoRA; may be repeated")
+    parser.add_argument("--warm", action="append", default=[], metavar="FILE", help="of save(); may be repeated")
+    parser.add_argument("--queue", type=int, default=100, metavar="N", help="most requests that wait for a replica")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000)
+    found = parser.parse_args(given)
+    found.adapter = dict(pair.split("=", 1) for pair in found.adapter)
+    found.memory = found.memory or ("1MiB" if found.tiny else None)
+    return found
+
+
+def main() -> None:
+    arguments = parse()
+    small = {"num_cpus": arguments.replicas * arguments.ulysses, "object_store_memory": 100 << 20}
+    ray.init(**({**small, "include_dashboard": False} if arguments.tiny else {}))
+    serve.start(http_options={"host": arguments.host, "port": arguments.port})
+    serve.run(application(arguments), name=APP, route_prefix="/")
+    for node in ray.nodes():
+        print(f"metrics: http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", flush=True)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
+    stop.wait()
+    serve.delete(APP, _blocking=False)  # answers what is under way; shutdown alone would cut the connections
+    while APP in serve.status().applications:
+        time.sleep(0.5)
+    serve.shutdown()
+
+
+if __name__ == "__main__":
+    main()
