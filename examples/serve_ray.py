@@ -36,7 +36,8 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 import chunkflow_compile
 from chunkflow_compile.models.ulysses import enable_ulysses
 
-APP = "chunkflow"
+# Two applications, so that the replicas outlive the last request that waits for one.
+FRONT, GENERATORS = "front", "generators"
 # How often a request is sent to a replica: each time but the last, the replica died with it.
 ATTEMPTS = 3
 # Seconds that the ranks of a group get to fail as one of them did.
@@ -200,12 +201,12 @@ def resources(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"num_cpus": 1, "num_gpus": 0 if arguments.tiny else 1}
 
 
-def application(arguments: argparse.Namespace) -> Any:
+def replicas(arguments: argparse.Namespace) -> serve.Application:
     options: dict[str, Any] = {"ray_actor_options": resources(arguments), "max_queued_requests": arguments.queue}
     if arguments.ulysses > 1:
         bundle = {"CPU": 1} if arguments.tiny else {"CPU": 1, "GPU": 1}
         options |= {"placement_group_bundles": [bundle] * arguments.ulysses, "placement_group_strategy": "PACK"}
-    return Front.bind(Generator.options(num_replicas=arguments.replicas, **options).bind(arguments), arguments)
+    return Generator.options(num_replicas=arguments.replicas, **options).bind(arguments)
 
 
 def parse(given: list[str] | None = None) -> argparse.Namespace:
@@ -226,22 +227,29 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
+def drain() -> None:
+    """Answer what was asked, then end the replicas: ``serve.shutdown`` alone cuts the connections."""
+    for app in (FRONT, GENERATORS):
+        serve.delete(app, _blocking=False)
+        while app in serve.status().applications:
+            time.sleep(0.5)
+    serve.shutdown()
+
+
 def main() -> None:
     arguments = parse()
     small = {"num_cpus": arguments.replicas * arguments.ulysses, "object_store_memory": 100 << 20}
     ray.init(**({**small, "include_dashboard": False} if arguments.tiny else {}))
     serve.start(http_options={"host": arguments.host, "port": arguments.port})
-    serve.run(application(arguments), name=APP, route_prefix="/")
+    generators = serve.run(replicas(arguments), name=GENERATORS, route_prefix=None)
+    serve.run(Front.bind(generators, arguments), name=FRONT, route_prefix="/")
     for node in ray.nodes():
         print(f"metrics: http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", flush=True)
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     stop.wait()
-    serve.delete(APP, _blocking=False)  # answers what is under way; shutdown alone would cut the connections
-    while APP in serve.status().applications:
-        time.sleep(0.5)
-    serve.shutdown()
+    drain()
 
 
 if __name__ == "__main__":
