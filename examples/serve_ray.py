@@ -40,10 +40,8 @@ from chunkflow_compile.models.ulysses import enable_ulysses
 FRONT, GENERATORS = "front", "generators"
 # How often a request is sent to a replica: each time but the last, the replica died with it.
 ATTEMPTS = 3
-# Seconds that the ranks of a group get to fail as one of them did.
+# Seconds that the ranks of a group get to meet after an error.
 TOGETHER = 10.0
-# What a request causes and another replica would say too.
-REFUSED = (ValueError, chunkflow_compile.ChunkflowError)
 http = FastAPI()
 
 
@@ -101,12 +99,12 @@ class Rank:
     """
 
     def __init__(self, arguments: argparse.Namespace, rank: int = 0, store: Any = None) -> None:
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Ray shows a process its own GPU only
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Ray shows a process its own GPU only
         self.thread = ThreadPoolExecutor(1)
         self.pipe = build(arguments)
         if store is not None:
             store = dist.TCPStore(*store) if isinstance(store, tuple) else store
-            backend = "nccl" if device.type == "cuda" else "gloo"
+            backend = "nccl" if self.device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=store, rank=rank, world_size=arguments.ulysses)
             for name, model in self.pipe.components.items():
                 if name.startswith("transformer") and model is not None:
@@ -114,15 +112,24 @@ class Rank:
         for path in arguments.warm:
             chunkflow_compile.load(path)
         given = {"min_bytes": 2048, "lowering": "eager"} if arguments.tiny else {}
-        chunkflow_compile.apply(self.pipe, device, memory=arguments.memory, **given)
+        chunkflow_compile.apply(self.pipe, self.device, memory=arguments.memory, **given)
 
     async def generate(self, request: Request) -> dict[str, Any]:
         return await asyncio.get_running_loop().run_in_executor(self.thread, self._generate, request)
 
     def _generate(self, request: Request) -> dict[str, Any]:
         begun = time.perf_counter()
-        frames = generate(self.pipe, request)
+        try:
+            frames = generate(self.pipe, request)
+        except (ValueError, chunkflow_compile.ChunkflowError) as error:  # the request is to blame, on any replica
+            raise ValueError(str(error).splitlines()[0]) from None  # what torch put on the error cannot be sent
         return {"frames": [png(frame) for frame in frames], "measured_s": time.perf_counter() - begun}
+
+    async def meet(self) -> None:
+        """Return when all ranks of the group have come here."""
+        if dist.is_initialized():
+            tensor = torch.zeros(1, device=self.device)
+            await asyncio.get_running_loop().run_in_executor(self.thread, lambda: dist.all_reduce(tensor) or tensor.item())
 
     async def check(self) -> None:
         """Raises if the device has failed."""
@@ -153,20 +160,24 @@ class Generator:
                 self.others.append(actor.remote(arguments, rank, (host, store.port)))
         self.rank = Rank(arguments, 0, store)
 
+    def everywhere(self, method: str, *given: Any) -> list[Any]:
+        """What each rank is about to return."""
+        mine = asyncio.ensure_future(getattr(self.rank, method)(*given))
+        return [mine, *(getattr(other, method).remote(*given) for other in self.others)]
+
     async def generate(self, request: Request) -> dict[str, Any]:
-        """Raises one of REFUSED if all ranks do; if one fails in any other way, the replica ends, and Serve starts another."""
-        refs = [other.generate.remote(request) for other in self.others]
-        runs = [asyncio.ensure_future(self.rank.generate(request)), *(asyncio.wrap_future(r.future()) for r in refs)]
-        await asyncio.wait(runs, return_when=asyncio.FIRST_EXCEPTION)
-        await asyncio.wait(runs, timeout=TOGETHER)  # the others of one that failed wait for it in a collective
-        errors = [run.exception() if run.done() else TimeoutError("waits for a rank that failed") for run in runs]
-        if self.others and any(errors) and not all(isinstance(error, REFUSED) for error in errors):
-            print(f"The ranks of this replica start anew: {errors}")
-            os._exit(1)
-        return runs[0].result()
+        try:
+            return (await asyncio.gather(*self.everywhere("generate", request)))[0]
+        except Exception as error:
+            try:  # if all ranks refused the request, they still meet; one that failed alone left the others in a collective
+                await asyncio.wait_for(asyncio.gather(*self.everywhere("meet")), TOGETHER)
+            except Exception as apart:
+                print(f"This replica ends, and Serve starts another: {error}; {apart!r}", flush=True)
+                os._exit(1)
+            raise
 
     async def check_health(self) -> None:
-        await asyncio.gather(self.rank.check(), *(other.check.remote() for other in self.others))
+        await asyncio.gather(*self.everywhere("check"))
 
 
 @serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=3600)
@@ -186,8 +197,8 @@ class Front:
         for attempt in range(ATTEMPTS):
             try:
                 return await self.generators.generate.remote(request)
-            except REFUSED as error:
-                raise HTTPException(422, str(getattr(error, "cause", error))) from error
+            except ValueError as error:  # as Ray brings it
+                raise HTTPException(422, str(error.cause)) from error
             except BackPressureError as error:
                 raise HTTPException(503, "The queue is full: ask again later.", {"retry-after": "10"}) from error
             except RayActorError as error:  # the replica died, and Serve sends a request only once
