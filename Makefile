@@ -81,6 +81,19 @@ card: $(EXISTS)
 	$(FROM_SOURCE) $(PY) docs/benchmarks/gpu_parts.py --out $(OUT) --parts "$(PARTS)" $(MORE)
 endif
 
+# The server on Ray Serve, in an environment of its own: ten minutes on two cores.
+.PHONY: test-servers test-ray
+test-servers: test-ray
+test-ray: .venv-ray/ready
+	$(FROM_SOURCE) .venv-ray/bin/python -m pytest -rs tests/servers/test_serve_ray.py
+
+.venv-ray/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/pip install --quiet $(TORCH)
+	.venv-ray/bin/pip install --quiet '.[diffusers,dev,ray]'
+	.venv-ray/bin/pip uninstall --quiet --yes chunkflow-compile
+	touch $@
+
 # The race tests on other random programs for ten minutes, or MINUTES=...
 MINUTES ?= 10
 soak: $(VENV)/ready

@@ -66,7 +66,7 @@ class Server:
 
     def __exit__(self, *failed: Any) -> None:
         try:
-            if failed == (None, None, None):
+            if failed == (None, None, None) and self.process.poll() is None:
                 self.stop()
         finally:
             self._kill()
