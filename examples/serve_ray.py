@@ -27,10 +27,12 @@ import ray
 import torch
 import torch.distributed as dist
 from fastapi import FastAPI, HTTPException
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel, ConfigDict, Field
 from ray import serve
 from ray.exceptions import RayActorError
 from ray.serve.exceptions import BackPressureError
+from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import chunkflow_compile
@@ -42,6 +44,8 @@ FRONT, GENERATORS = "front", "generators"
 ATTEMPTS = 3
 # Seconds that the ranks of a group get to meet after an error.
 TOGETHER = 10.0
+# Counts the bytes of weights that have come to the device.
+MOVED = "chunkflow_moved_bytes_total"
 http = FastAPI()
 
 
@@ -78,8 +82,8 @@ def build(arguments: argparse.Namespace) -> Any:
     return pipe
 
 
-def generate(pipe: Any, request: Request) -> list[Any]:
-    """The images, or the frames of the video, as PIL has them.  Raises ValueError for what the pipeline does not take."""
+def generate(pipe: Any, request: Request) -> list[str]:
+    """The image, or the frames of the video, as PNGs in base64.  Raises ValueError for what the pipeline does not take."""
     if request.num_frames is not None and "num_frames" not in inspect.signature(pipe.__call__).parameters:
         raise ValueError(f"{type(pipe).__name__} makes images: leave out num_frames.")
     if request.adapter is not None:
@@ -89,7 +93,11 @@ def generate(pipe: Any, request: Request) -> list[Any]:
         pipe.disable_lora()
     noise = torch.Generator().manual_seed(request.seed)
     found = pipe(prompt=request.prompt, **request.sizes(), generator=noise, output_type="pil")[0]
-    return found[0] if isinstance(found[0], list) else found
+    frames = found[0] if isinstance(found[0], list) else found
+    files = [io.BytesIO() for _ in frames]
+    for frame, file in zip(frames, files, strict=True):
+        frame.save(file, "PNG")
+    return [base64.b64encode(file.getvalue()).decode() for file in files]
 
 
 class Rank:
@@ -99,10 +107,7 @@ class Rank:
     """
 
     def __init__(self, arguments: argparse.Namespace, rank: int = 0, store: Any = None) -> None:
-        self.device = torch.device(
-            "cuda" if torch.cuda.is_available() else "cpu"
-        )  # Ray shows a process its own GPU only
-        self.thread = ThreadPoolExecutor(1)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # Ray shows a process its own GPU
         self.pipe = build(arguments)
         if store is not None:
             store = dist.TCPStore(*store) if isinstance(store, tuple) else store
@@ -115,46 +120,44 @@ class Rank:
             chunkflow_compile.load(path)
         given = {"min_bytes": 2048, "lowering": "eager"} if arguments.tiny else {}
         chunkflow_compile.apply(self.pipe, self.device, memory=arguments.memory, **given)
+        self.registry, self.gauges = CollectorRegistry(), dict[str, Gauge]()
+        chunkflow_compile.metrics(self.pipe, registry=self.registry)
+        self.thread = ThreadPoolExecutor(1)
 
-    async def generate(self, request: Request) -> dict[str, Any]:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self._generate, request)
+    async def run(self, method: str, *given: Any) -> Any:
+        """Call a method in the thread, after the calls that came before."""
+        return await asyncio.get_running_loop().run_in_executor(self.thread, getattr(self, method), *given)
 
-    def _generate(self, request: Request) -> dict[str, Any]:
-        begun = time.perf_counter()
+    def generate(self, request: Request) -> dict[str, Any]:
+        before, begun = self._publish(), time.perf_counter()
         try:
             frames = generate(self.pipe, request)
         except (ValueError, chunkflow_compile.ChunkflowError) as error:  # the request is to blame, on any replica
             raise ValueError(str(error).splitlines()[0]) from None  # what torch put on the error cannot be sent
-        found = {
-            "frames": [png(frame) for frame in frames],
-            "measured_s": time.perf_counter() - begun,
-            "predicted_s": 1.0,
-        }
-        models = [m for m in self.pipe.components.values() if isinstance(m, torch.nn.Module)]
-        found["moved_bytes"] = sum(
-            p.measurements[-1].moved_bytes for m in models for p in chunkflow_compile.programs(m)
-        )
-        return found
+        measured = time.perf_counter() - begun
+        return {"frames": frames, "measured_s": measured, "moved_bytes": self._publish() - before}
 
-    async def meet(self) -> None:
+    def _publish(self) -> int:
+        """Give ChunkFlow's metrics to Ray, which each node exports with its own; return the bytes moved so far."""
+        moved = 0
+        for family in self.registry.collect():
+            for name, labels, value, *_ in family.samples:
+                moved += int(value) if name == MOVED else 0
+                gauge = self.gauges.get(name) or Gauge(name, family.documentation, tuple(labels))
+                self.gauges[name] = gauge
+                gauge.set(value, labels)
+        return moved
+
+    def meet(self) -> None:
         """Return when all ranks of the group have come here."""
         if dist.is_initialized():
-            tensor = torch.zeros(1, device=self.device)
-            await asyncio.get_running_loop().run_in_executor(
-                self.thread, lambda: dist.all_reduce(tensor) or tensor.item()
-            )
+            dist.all_reduce(here := torch.zeros(1, device=self.device))
+            here.item()
 
     async def check(self) -> None:
         """Raises if the device has failed."""
         if torch.cuda.is_available():
             torch.cuda.current_stream().query()
-
-
-def png(frame: Any) -> str:
-    """A picture as the base64 of a PNG."""
-    file = io.BytesIO()
-    frame.save(file, "PNG")
-    return base64.b64encode(file.getvalue()).decode()
 
 
 @serve.deployment(max_ongoing_requests=1, health_check_period_s=5, graceful_shutdown_timeout_s=3600)
@@ -180,10 +183,10 @@ class Generator:
 
     async def generate(self, request: Request) -> dict[str, Any]:
         try:
-            return (await asyncio.gather(*self.everywhere("generate", request)))[0]
+            return (await asyncio.gather(*self.everywhere("run", "generate", request)))[0]
         except Exception as error:
             try:  # if all ranks refused the request, they still meet; one that failed alone left the others in a collective
-                await asyncio.wait_for(asyncio.gather(*self.everywhere("meet")), TOGETHER)
+                await asyncio.wait_for(asyncio.gather(*self.everywhere("run", "meet")), TOGETHER)
             except Exception as apart:  # noqa: BLE001  whatever it is, this group is no more
                 print(f"This replica ends, and Serve starts another: {error}; {apart!r}", flush=True)
                 os._exit(1)
@@ -222,8 +225,10 @@ class Front:
 
 
 def resources(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What Ray keeps for a rank."""
-    return {"num_cpus": 1, "num_gpus": 0 if arguments.tiny else 1}
+    """What Ray keeps for a rank, which divides the memory of its machine by the number of ranks there."""
+    most = max(int(node["Resources"].get("GPU", 1)) for node in ray.nodes())
+    ranks = {"LOCAL_WORLD_SIZE": str(min(most, arguments.replicas * arguments.ulysses))}
+    return {"num_cpus": 1, "num_gpus": 0 if arguments.tiny else 1, "runtime_env": {"env_vars": ranks}}
 
 
 def replicas(arguments: argparse.Namespace) -> serve.Application:
@@ -252,15 +257,6 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     return found
 
 
-def drain() -> None:
-    """Answer what was asked, then end the replicas: ``serve.shutdown`` alone cuts the connections."""
-    for app in (FRONT, GENERATORS):
-        serve.delete(app, _blocking=False)
-        while app in serve.status().applications:
-            time.sleep(0.5)
-    serve.shutdown()
-
-
 def main() -> None:
     arguments = parse()
     small = {"num_cpus": arguments.replicas * arguments.ulysses, "object_store_memory": 100 << 20}
@@ -274,7 +270,11 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     stop.wait()
-    drain()
+    for app in (FRONT, GENERATORS):  # answers what was asked, then ends the replicas; shutdown alone cuts connections
+        serve.delete(app, _blocking=False)
+        while app in serve.status().applications:
+            time.sleep(0.5)
+    serve.shutdown()
 
 
 if __name__ == "__main__":
