@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -92,7 +92,12 @@ class BoundCycle:
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The newest passes over the calls, oldest first, each as one step; waits for those in flight."""
-        return tuple(as_one(calls) for calls in self._measured(wait=True))
+        return tuple(map(as_one, self.passes))
+
+    @property
+    def passes(self) -> list[tuple[StepMeasurement, ...]]:
+        """The same, each as the measurements of its calls."""
+        return self._measured(wait=True)
 
     def adopt(self, other: BoundCycle) -> None:
         """Take over the measurements of a cycle that this one replaces."""
@@ -113,12 +118,19 @@ class BoundCycle:
 
     def predicted(self, keys: Collection[CallKey | None]) -> float | None:
         """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
-        if (found := self.cycle.plan.predicted) is None:
+        if self.cycle.plan.predicted is None:
             return None
+        return sum(seconds for key, seconds in zip(self.keys, self._call_seconds, strict=True) if key in keys)
+
+    @cached_property
+    def _call_seconds(self) -> list[float]:
+        """Predicted seconds of each call, until the next one begins; 0 without a prediction."""
+        if (found := self.cycle.plan.predicted) is None:
+            return [0.0 for _ in self.calls]
         regions = [span.start for span in found.spans if span.lane == "compute"]
         begun = [regions[start - 1] for start in self.cycle.starts]
         ended = [*begun[1:], begun[0] + found.step_s]
-        return sum(e - b for key, b, e in zip(self.keys, begun, ended, strict=True) if key in keys)
+        return [end - begin for begin, end in zip(begun, ended, strict=True)]
 
     def serves(self, settings: Settings) -> bool:
         """Whether the plan is the best for these settings of a call too.
@@ -220,7 +232,7 @@ class BoundCycle:
         if self.keys:
             self.arena.release_alone([site.key])  # its own plan keeps other weights on the device
         binding = replace(self._bound(site.code.pin_bytes), marks=marks)
-        file = site.file, partial(self._passes.file, call)
+        file = partial(site.file, self._call_seconds[call]), partial(self._passes.file, call)
         return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file)
 
     def _program(self, site: CallSite, call: int, placed: Call) -> tuple[Program, Arrivals]:

@@ -186,7 +186,9 @@ class Cycles:
             call = bound.find(key)
             if call is None or (bound is not self.current and not site.part and bound.keys[call - 1] is not previous):
                 continue
-            bound.jumps += bound is not self.current or call != bound.position
+            off = bound is not self.current or call != bound.position
+            bound.jumps += off
+            site.counts.off_cycle += off
             self.current = bound
             return self._run(bound, site, call)
         return None

@@ -83,6 +83,7 @@ class Executor:
         self._file = file
         self._plan = self.cycle.plan.digest
         self._steps = 0
+        self.cost = Cost(no_seconds(0))  # of the newest step
         self._known = True  # whether the step before was measured, or there was none
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
@@ -123,6 +124,7 @@ class Executor:
         for position, value in self._values:
             env[position] = value
         step = self._step(env)
+        self.cost = step.cost
         ready = self.binding.arena.holder is self.state and self.state.next == self.call
         if self.call == 0 or self.state.next != self.call:  # a pass begins, or it is a jump
             self.state.marked = self.device.choose(self._steps)
@@ -166,6 +168,7 @@ class Executor:
             read_bytes=read_bytes,
             idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
             plan=self._plan,
+            begin_s=begin,
         )
         for file in self._file:
             file(found)

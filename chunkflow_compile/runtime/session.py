@@ -21,6 +21,7 @@ from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle, block_of
+from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
@@ -56,6 +57,7 @@ class Session:
         self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
         # not the root module: it may be gone, and its id another's
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
+        self._counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self._in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         # bytes of its weights that never leave the device
         self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.buffers)
@@ -87,6 +89,7 @@ class Session:
             except BaseException:
                 arena.leave(self)
                 raise
+        self._counts.programs += 1
 
     @property
     def plan(self) -> Plan:
@@ -171,6 +174,10 @@ class Session:
         finally:
             self.arena.running = None
         self.steps += 1
+        counts, cost = self._counts, executor.cost
+        counts.calls += 1
+        counts.moved_bytes += cost.moved + cost.primed
+        counts.cold_starts += cost.primed > 0
         if self._replan_after and in_cycle is None and not (self.part and self.key):  # a cycle plans itself again
             self._replan()
         return outputs
@@ -260,8 +267,19 @@ class Session:
             in_place=tuple(self._in_place),
             kept_bytes=self.in_place,
             model=self.model,
-            file=self.measured.append,
+            counts=self._counts,
+            file=partial(_file, self.measured, self._counts),  # not a method: a site must not keep its session
         )
+
+
+def _file(measured: deque[StepMeasurement], counts: Counts, predicted_s: float, found: StepMeasurement) -> None:
+    """Keep the measurement of a call, and count it."""
+    measured.append(found)
+    counts.measured += 1
+    counts.measured_s += found.step_s
+    counts.predicted_s += predicted_s
+    counts.stalled_s += found.exposed_h2d_s
+    counts.collective_s += found.collective_s
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -19,6 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import Backing, FileSlice, SharedMemory
 from .bytes import flat_bytes
+from .counts import Counts
 from .limits import Room, no_room
 from .reader import HostReader
 from .shared_ring import SharedRing
@@ -36,6 +37,7 @@ class Store(Protocol):
     pins: bool
     turn: tuple[int, int] | None
     ring: SharedRing | None
+    counts: Counts
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
 
     def quiet(self) -> AbstractContextManager[object]: ...
