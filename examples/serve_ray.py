@@ -6,7 +6,7 @@
     curl localhost:8000/generate -H "content-type: application/json" -d '{"prompt": "a paper boat", "seed": 1}'
 
 Ray Serve has the HTTP server, the queue, the routing, the health checks and the restarts.  Two deployments: ``Front`` checks
-a request, asks whether it fits, and sends it again if its replica dies; ``Generator`` is a replica, which takes one request
+a request, refuses what is too large, and sends it again if its replica dies; ``Generator`` is a replica, which takes one request
 at a time.  A generation is a function of its request alone, so that any replica gives the same bytes.  docs/servers-ray.md
 has the rest.
 """
@@ -44,8 +44,12 @@ FRONT, GENERATORS = "front", "generators"
 ATTEMPTS = 3
 # Seconds that the ranks of a group get to meet after an error.
 TOGETHER = 10.0
-# Counts the bytes of weights that have come to the device.
-MOVED = "chunkflow_moved_bytes_total"
+# What the metrics say of a generation, in its answer.
+COUNTED = {
+    "moved_bytes": "chunkflow_moved_bytes_total",
+    "predicted_s": "chunkflow_call_predicted_seconds_total",
+    "measured_s": "chunkflow_call_seconds_sum",
+}
 http = FastAPI()
 
 
@@ -61,10 +65,10 @@ class Request(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
     adapter: str | None = None
 
-    def sizes(self) -> dict[str, int]:
-        """Those arguments of a pipeline on which time and memory depend."""
-        frames = {} if self.num_frames is None else {"num_frames": self.num_frames}
-        return {"height": self.height, "width": self.width, "num_inference_steps": self.steps, **frames}
+    @property
+    def pixels(self) -> int:
+        """Those of all frames."""
+        return self.height * self.width * (self.num_frames or 1)
 
 
 def build(arguments: argparse.Namespace) -> Any:
@@ -84,15 +88,18 @@ def build(arguments: argparse.Namespace) -> Any:
 
 def generate(pipe: Any, request: Request) -> list[str]:
     """The image, or the frames of the video, as PNGs in base64.  Raises ValueError for what the pipeline does not take."""
-    if request.num_frames is not None and "num_frames" not in inspect.signature(pipe.__call__).parameters:
-        raise ValueError(f"{type(pipe).__name__} makes images: leave out num_frames.")
+    call: dict[str, Any] = {"prompt": request.prompt, "height": request.height, "width": request.width}
+    call |= {"num_inference_steps": request.steps, "output_type": "pil"}
+    if request.num_frames is not None:
+        if "num_frames" not in inspect.signature(pipe.__call__).parameters:
+            raise ValueError(f"{type(pipe).__name__} makes images: leave out num_frames.")
+        call["num_frames"] = request.num_frames
     if request.adapter is not None:
         pipe.enable_lora()
         pipe.set_adapters(request.adapter)
     elif getattr(pipe, "get_list_adapters", dict)():
         pipe.disable_lora()
-    noise = torch.Generator().manual_seed(request.seed)
-    found = pipe(prompt=request.prompt, **request.sizes(), generator=noise, output_type="pil")[0]
+    found = pipe(**call, generator=torch.Generator().manual_seed(request.seed))[0]
     frames = found[0] if isinstance(found[0], list) else found
     files = [io.BytesIO() for _ in frames]
     for frame, file in zip(frames, files, strict=True):
@@ -134,19 +141,19 @@ class Rank:
             frames = generate(self.pipe, request)
         except (ValueError, chunkflow_compile.ChunkflowError) as error:  # the request is to blame, on any replica
             raise ValueError(str(error).splitlines()[0]) from None  # what torch put on the error cannot be sent
-        measured = time.perf_counter() - begun
-        return {"frames": frames, "measured_s": measured, "moved_bytes": self._publish() - before}
+        seconds, after = time.perf_counter() - begun, self._publish()
+        counted = {field: after[name] - before.get(name, 0) for field, name in COUNTED.items()}
+        return {"frames": frames, "seconds": seconds, **counted}
 
-    def _publish(self) -> int:
-        """Give ChunkFlow's metrics to Ray, which each node exports with its own; return the bytes moved so far."""
-        moved = 0
+    def _publish(self) -> dict[str, float]:
+        """Give ChunkFlow's metrics to Ray, which each node exports with its own; return each, summed over the models."""
+        sums: dict[str, float] = {}
         for family in self.registry.collect():
             for name, labels, value, *_ in family.samples:
-                moved += int(value) if name == MOVED else 0
-                gauge = self.gauges.get(name) or Gauge(name, family.documentation, tuple(labels))
-                self.gauges[name] = gauge
-                gauge.set(value, labels)
-        return moved
+                sums[name] = sums.get(name, 0) + value
+                self.gauges[name] = self.gauges.get(name) or Gauge(name, family.documentation, tuple(labels))
+                self.gauges[name].set(value, labels)
+        return sums
 
     def meet(self) -> None:
         """Return when all ranks of the group have come here."""
@@ -199,17 +206,21 @@ class Generator:
 @serve.deployment(max_ongoing_requests=1000, ray_actor_options={"num_cpus": 0}, graceful_shutdown_timeout_s=3600)
 @serve.ingress(http)
 class Front:
-    """Takes requests over HTTP, and refuses those that are wrong or do not fit before they wait for a replica."""
+    """Takes requests over HTTP, and refuses those that are wrong or too large before they wait for a replica."""
 
     def __init__(self, generators: Any, arguments: argparse.Namespace) -> None:
         self.generators = generators
         self.adapters = arguments.adapter
+        self.most = arguments.pixels
 
     @http.post("/generate")
     async def generate(self, request: Request) -> dict[str, Any]:
         if request.adapter is not None and request.adapter not in self.adapters:
             known = ", ".join(self.adapters) or "none"
             raise HTTPException(422, f"There is no adapter {request.adapter!r}; this server has: {known}.")
+        if self.most is not None and request.pixels > self.most:
+            too_large = f"The request has {request.pixels} pixels, and this server takes {self.most}: ask for less."
+            raise HTTPException(413, too_large)
         for attempt in range(ATTEMPTS):
             try:
                 return await self.generators.generate.remote(request)
@@ -248,6 +259,7 @@ def parse(given: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--replicas", type=int, default=1, metavar="N")
     parser.add_argument("--adapter", action="append", default=[], metavar="NAME=PATH", help="a LoRA; may be repeated")
     parser.add_argument("--warm", action="append", default=[], metavar="FILE", help="of save(); may be repeated")
+    parser.add_argument("--pixels", type=int, metavar="N", help="most pixels of a request, over all frames")
     parser.add_argument("--queue", type=int, default=100, metavar="N", help="most requests that wait for a replica")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)

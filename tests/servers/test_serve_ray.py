@@ -34,7 +34,8 @@ for needed in ("ray.serve", "diffusers", "transformers", "peft"):
 psutil = pytest.importorskip("psutil")
 
 SMALL = {"prompt": "a paper boat", "height": 32, "width": 32, "steps": 3}
-TOO_LARGE = {**SMALL, "height": 33}
+TOO_LARGE = {**SMALL, "height": 4096, "width": 4096}
+MOST = ("--pixels", str(128 * 128))
 REPLICA, RANK = "ray::ServeReplica:generators:Generator", "ray::Rank"
 
 
@@ -113,7 +114,7 @@ class Server:
         """What is generated; it has streamed."""
         status, answer = self.ask(request)
         assert status == 200, answer
-        assert answer["moved_bytes"] > 0 and answer["measured_s"] > 0
+        assert all(answer[figure] > 0 for figure in ("moved_bytes", "seconds", "measured_s", "predicted_s"))
         return [np.asarray(Image.open(io.BytesIO(base64.b64decode(frame)))) for frame in answer["frames"]]
 
     def stop(self) -> None:
@@ -173,7 +174,7 @@ def equal(some: list[np.ndarray], others: list[np.ndarray]) -> bool:
 
 
 def test_a_replica(tmp_path: Path, adapters: dict[str, str], plain: Callable[..., Any]) -> None:
-    with Server(tmp_path, "flux", "--adapter", f"ink={adapters['ink']}") as server:
+    with Server(tmp_path, "flux", "--adapter", f"ink={adapters['ink']}", *MOST) as server:
         seen = []
         for changed in ({}, {"seed": 7}, {"adapter": "ink"}, {}):
             seen.append(server.frames({**SMALL, **changed}))
@@ -182,6 +183,7 @@ def test_a_replica(tmp_path: Path, adapters: dict[str, str], plain: Callable[...
         for changed, status, said in (
             ({"adapter": "oil"}, 422, "There is no adapter 'oil'; this server has: ink."),
             ({"height": 33}, 422, "multiple of 16"),
+            ({"height": 4096}, 413, "The request has 131072 pixels, and this server takes 16384: ask for less."),
             ({"hight": 32}, 422, "Extra inputs are not permitted"),
             ({"prompt": ""}, 422, "at least 1 character"),
             ({"num_frames": 5}, 422, "FluxPipeline makes images: leave out num_frames."),
@@ -211,7 +213,7 @@ def mixed() -> list[dict[str, Any]]:
 def test_a_replica_is_killed(tmp_path: Path, adapters: dict[str, str], plain: Callable[..., Any]) -> None:
     """No request is lost."""
     given = [part for name, folder in adapters.items() for part in ("--adapter", f"{name}={folder}")]
-    with Server(tmp_path, "flux", "--replicas", "2", *given) as server, ThreadPoolExecutor(20) as pool:
+    with Server(tmp_path, "flux", "--replicas", "2", *MOST, *given) as server, ThreadPoolExecutor(20) as pool:
         asked = [pool.submit(server.frames, request) for request in mixed()]
         refused = [pool.submit(server.ask, {**TOO_LARGE, "seed": seed}) for seed in range(2)]
         server.wait(lambda: sum(answer.done() for answer in asked) >= 4)
@@ -223,7 +225,7 @@ def test_a_replica_is_killed(tmp_path: Path, adapters: dict[str, str], plain: Ca
         assert "its request is sent again" in server.said()
         for answer in refused:
             status, said = answer.result(WITHIN)
-            assert status == 422
+            assert status == 413 and "16777216 pixels" in said["detail"]
         server.wait(lambda: {*server.children(REPLICA)} - {killed, other})
 
 
