@@ -5,10 +5,9 @@
     python examples/serve_ray.py flux --tiny  # a small random pipeline, runs anywhere
     curl localhost:8000/generate -H "content-type: application/json" -d '{"prompt": "a paper boat", "seed": 1}'
 
-Ray Serve has the HTTP server, the queue, the routing, the health checks and the restarts.  Two deployments: ``Front`` checks
-a request, refuses what is too large, and sends it again if its replica dies; ``Generator`` is a replica, which takes one request
-at a time.  A generation is a function of its request alone, so that any replica gives the same bytes.  docs/servers-ray.md
-has the rest.
+Ray Serve has the HTTP server, the queue, the routing, the health checks and the restarts.  ``Front`` refuses what is wrong or
+too large, and sends a request again if its replica dies; ``Generator`` is a replica, which takes one request at a time.  A
+generation is a function of its request, so that any replica gives the same bytes.  docs/servers-ray.md has the rest.
 """
 
 import argparse
@@ -40,7 +39,7 @@ from chunkflow_compile.models.ulysses import enable_ulysses
 
 # Two applications, so that the replicas outlive the last request that waits for one.
 FRONT, GENERATORS = "front", "generators"
-# How often a request is sent to a replica: each time but the last, the replica died with it.
+# How often a request is sent to a replica, if they die with it.
 ATTEMPTS = 3
 # Seconds that the ranks of a group get to meet after an error.
 TOGETHER = 10.0
@@ -65,11 +64,6 @@ class Request(BaseModel):
     seed: int = Field(0, ge=0, lt=2**63)
     adapter: str | None = None
 
-    @property
-    def pixels(self) -> int:
-        """Those of all frames."""
-        return self.height * self.width * (self.num_frames or 1)
-
 
 def build(arguments: argparse.Namespace) -> Any:
     """The pipeline with its adapters, its weights in host memory."""
@@ -88,18 +82,16 @@ def build(arguments: argparse.Namespace) -> Any:
 
 def generate(pipe: Any, request: Request) -> list[str]:
     """The image, or the frames of the video, as PNGs in base64.  Raises ValueError for what the pipeline does not take."""
-    call: dict[str, Any] = {"prompt": request.prompt, "height": request.height, "width": request.width}
-    call |= {"num_inference_steps": request.steps, "output_type": "pil"}
-    if request.num_frames is not None:
-        if "num_frames" not in inspect.signature(pipe.__call__).parameters:
-            raise ValueError(f"{type(pipe).__name__} makes images: leave out num_frames.")
-        call["num_frames"] = request.num_frames
+    call = request.model_dump(exclude={"steps", "seed", "adapter"}, exclude_none=True)
+    if unknown := call.keys() - inspect.signature(pipe.__call__).parameters.keys():
+        raise ValueError(f"{type(pipe).__name__} takes no {', '.join(unknown)}: leave it out.")
     if request.adapter is not None:
         pipe.enable_lora()
         pipe.set_adapters(request.adapter)
     elif getattr(pipe, "get_list_adapters", dict)():
         pipe.disable_lora()
-    found = pipe(**call, generator=torch.Generator().manual_seed(request.seed))[0]
+    noise = torch.Generator().manual_seed(request.seed)
+    found = pipe(**call, num_inference_steps=request.steps, generator=noise, output_type="pil")[0]
     frames = found[0] if isinstance(found[0], list) else found
     files = [io.BytesIO() for _ in frames]
     for frame, file in zip(frames, files, strict=True):
@@ -209,30 +201,26 @@ class Front:
     """Takes requests over HTTP, and refuses those that are wrong or too large before they wait for a replica."""
 
     def __init__(self, generators: Any, arguments: argparse.Namespace) -> None:
-        self.generators = generators
-        self.adapters = arguments.adapter
-        self.most = arguments.pixels
+        self.generators, self.adapters, self.most = generators, arguments.adapter, arguments.pixels
 
     @http.post("/generate")
     async def generate(self, request: Request) -> dict[str, Any]:
         if request.adapter is not None and request.adapter not in self.adapters:
             known = ", ".join(self.adapters) or "none"
             raise HTTPException(422, f"There is no adapter {request.adapter!r}; this server has: {known}.")
-        if self.most is not None and request.pixels > self.most:
-            too_large = f"The request has {request.pixels} pixels, and this server takes {self.most}: ask for less."
-            raise HTTPException(413, too_large)
-        for attempt in range(ATTEMPTS):
+        pixels = request.height * request.width * (request.num_frames or 1)
+        if self.most is not None and pixels > self.most:
+            raise HTTPException(413, f"The request has {pixels} pixels; this server takes {self.most}: ask for less.")
+        for _ in range(ATTEMPTS):
             try:
                 return await self.generators.generate.remote(request)
             except ValueError as error:  # as Ray brings it
                 raise HTTPException(422, str(error.cause)) from error
             except BackPressureError as error:
                 raise HTTPException(503, "The queue is full: ask again later.", {"retry-after": "10"}) from error
-            except RayActorError as error:  # the replica died, and Serve sends a request only once
-                if attempt == ATTEMPTS - 1:
-                    raise HTTPException(500, f"{ATTEMPTS} replicas died with this request.") from error
-                print("A replica died: its request is sent again.", flush=True)
-        raise AssertionError
+            except RayActorError:
+                print("A replica died: Serve sends no request again, so this does.", flush=True)
+        raise HTTPException(500, f"{ATTEMPTS} replicas died with this request.")
 
 
 def resources(arguments: argparse.Namespace) -> dict[str, Any]:
