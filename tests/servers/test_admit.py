@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from helpers import graphs
 from small_pipelines import SMALL_PIPELINES, small_pipeline
 
 from chunkflow_compile import ChunkflowError, admit, apply, cycles, explain, programs, remove
+from chunkflow_compile.servers.admit import Admitter
 
 SIZES = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
 
@@ -46,16 +48,16 @@ def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> No
     assert answer.host_bytes > 10**6 and answer.budget == 2 << 20
     same = [admit(pipe, **sizes_of(request)).to_json() for _ in range(2)]
     assert same[0] == same[1]
+    elsewhere = pickle.loads(pickle.dumps(Admitter.of(pipe)))
+    assert elsewhere.admit(**sizes_of(request)).step_s == answer.step_s, "asked in another process"
     remove(pipe)
 
 
 def test_what_does_not_fit_says_what_would() -> None:
     pipe = apply(small_pipeline("wan"), memory="200KiB", min_bytes=2048, lowering="eager")
     with pytest.MonkeyPatch.context() as patch:
-        from chunkflow_compile.servers.admit import _Forecast
-
-        made = _Forecast.made
-        patch.setattr(_Forecast, "made", lambda *args: _with_activations(made(*args)))
+        made = Admitter._traced
+        patch.setattr(Admitter, "_traced", lambda self, shape: _with_activations(made(self, shape)))
         answer = admit(pipe, height=32, width=32, num_frames=5)
     assert not answer.fits and "which leaves 0 of the budget for weights" in answer.reason
     assert "give apply at least memory=" in answer.reason and "no: " in str(answer)
