@@ -116,9 +116,9 @@ class Admitter:
 
     ``defaults``: of the arguments of the call.  ``family``, ``config``, ``dtype``, ``ulysses``: of the transformer.
     ``nbytes``: of its weights by name, which may be quantised.  ``spatial``, ``temporal``: pixels and frames of an element
-    of the latent.  ``unit``: pixels that edges are multiples of; ``edge``: the default one.  ``chosen``: the options of apply.
-    ``budget``, ``usable``: bytes on the device, and those of them that plans may count on.  ``counted``: whether activations
-    are.  ``found``: by text and batch.
+    of the latent.  ``unit``: pixels that edges are multiples of; ``edge``: the default one.  ``chosen``: the options of
+    apply.  ``budget``, ``usable``: bytes on the device, and those of them that plans may count on.  ``counted``: whether
+    activations are.  ``found``: by text and batch.
     """
 
     pipeline: str
