@@ -48,7 +48,7 @@ _PACKED = ("flux", "qwen-image")
 # half of an edge is no size, from its own on.  Farther off, what limits a region may be another thing.
 _EDGES, _FROM_HERE = (0.5, 1, 2), (1, 2, 3)
 # Parts of the budget: the rest that activations leave is rounded down to one of them, so that few plans are made.
-_PARTS = 32
+_PARTS = 16
 # Arguments of pipelines that sizes depend on, other than the edges: of the batch, and of a second branch of guidance.
 _BATCH = ("num_images_per_prompt", "num_videos_per_prompt")
 _SECOND_BRANCH = ("true_cfg_scale", "guidance_scale")
