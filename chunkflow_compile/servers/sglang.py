@@ -80,8 +80,11 @@ class Hooks:
     """The hooks that know the settings.  ``settings``: of the environment."""
 
     def __init__(self, settings: Settings) -> None:
+        from chunkflow_compile.servers.scrape import Scrape
+
         self._options: dict[str, Any] = dict(settings.options)
         self._memory = settings.memory
+        self._scrape = Scrape(settings.port)
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def place(self, stage: Any, module: Any) -> None:
@@ -95,6 +98,7 @@ class Hooks:
 
         if isinstance(module, nn.Module) and placement_of(module) is None:
             offload(module, get_local_torch_device(), min_bytes=parse_options(self._options).min_bytes)
+            self._scrape.add(module)
             _log.info("%s is placed: its weights stream, at most %s on the device", type(module).__name__, self._memory)
 
     def compile(self, original: Callable[..., Any], registry: Any, module: Any, *, compile_kwargs: Any) -> Any:
