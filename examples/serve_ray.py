@@ -226,18 +226,17 @@ class Front:
         if request.adapter is not None and request.adapter not in self.adapters:
             known = ", ".join(self.adapters) or "none"
             raise HTTPException(422, f"There is no adapter {request.adapter!r}; this server has: {known}.")
-        try:
-            answer = await self.admit(request)
-        except chunkflow_compile.ChunkflowError as error:
-            raise HTTPException(422, str(error)) from error
-        if not answer.fits:
-            raise HTTPException(413, f"The request does not fit: {answer.reason}")
-        if self.most is not None and answer.total_s > self.most:
-            text = f"The request would take {answer.total_s:.0f} s; this server takes {self.most:.0f}: ask for less."
-            raise HTTPException(413, text)
         for _ in range(ATTEMPTS):
             try:
+                answer = await self.admit(request)
+                if not answer.fits:
+                    raise HTTPException(413, f"The request does not fit: {answer.reason}")
+                if self.most is not None and answer.total_s > self.most:
+                    text = f"The request would take {answer.total_s:.0f} s; this server takes {self.most:.0f}: ask for less."
+                    raise HTTPException(413, text)
                 return {**await self.generators.generate.remote(request), "admitted_s": answer.total_s}
+            except chunkflow_compile.ChunkflowError as error:
+                raise HTTPException(422, str(error)) from error
             except ValueError as error:  # as Ray brings it
                 raise HTTPException(422, str(error.cause)) from error
             except BackPressureError as error:
