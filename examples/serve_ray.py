@@ -212,11 +212,13 @@ class Front:
     def __init__(self, generators: Any, arguments: argparse.Namespace) -> None:
         self.generators, self.adapters, self.most = generators, arguments.adapter, arguments.seconds
         self.admitter: Admitter | None = None
+        self.asking = asyncio.Lock()
 
     async def admit(self, request: Request) -> chunkflow_compile.servers.admit.Admission:
         """Whether a request fits and how long it takes: asked here, before it waits for a replica."""
-        if self.admitter is None:
-            self.admitter = await self.generators.admitter.remote()
+        async with self.asking:
+            if self.admitter is None:
+                self.admitter = await self.generators.admitter.remote()
         sizes = request.model_dump(include={"height", "width", "num_frames"}, exclude_none=True)
         ask = functools.partial(self.admitter.admit, num_inference_steps=request.steps, **sizes)
         return await asyncio.get_running_loop().run_in_executor(None, ask)

@@ -11,6 +11,10 @@ import copy
 import difflib
 import inspect
 import json
+import os
+import pickle
+import subprocess
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -94,8 +98,8 @@ def admit(pipe: Any, **sizes: Any) -> Admission:
 
     ``sizes``: arguments of the pipeline's call that sizes depend on, such as ``height``, ``width``, ``num_frames``,
     ``num_inference_steps``, ``guidance_scale``; those left out have the defaults of the call.  The first call traces the
-    transformer without weights, which takes seconds to a minute; later ones take milliseconds.  It may be called while a
-    request runs, and waits for none.
+    transformer without weights, in a process of its own, which takes seconds to a minute; later ones take milliseconds.  It
+    may be called while a request runs, and waits for none.
 
     Raises ChunkflowError for a pipeline that is not applied or whose transformer it does not know, for an unknown argument,
     and for a size that the model cannot take.
@@ -177,7 +181,7 @@ class Admitter:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "lock": None, "found": {}}
+        return {**self.__dict__, "lock": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update({**state, "lock": threading.Lock()})
@@ -234,6 +238,22 @@ class Admitter:
         return Shape(batch=batch, frames=(frames - 1) // self.temporal + 1, text=int(text or 512), **edges)
 
     def _traced(self, shape: Shape) -> _Forecast:
+        """The transformer at three numbers of tokens, traced in a process of its own.
+
+        Here it would change the default dtype under a request that runs, and find the process group of its ranks.
+        """
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-c", f"from {__name__} import _answer; _answer()"]
+        done = subprocess.run(
+            command, input=pickle.dumps((replace(self, found={}), shape)), capture_output=True, env=environment
+        )
+        if done.returncode:
+            last = done.stderr.decode(errors="replace").strip().rpartition("\n")[2]
+            raise ChunkflowError(f"The transformer of {self.pipeline} could not be traced at {shape}: {last}")
+        found: _Forecast = pickle.loads(done.stdout)
+        return found
+
+    def trace(self, shape: Shape) -> _Forecast:
         """The transformer at three numbers of tokens."""
         problems, activations, tokens = list[Problem](), list[int](), list[int]()
         halves = not any(edge % (2 * self.unit // self.spatial) for edge in (shape.height, shape.width))
@@ -248,6 +268,15 @@ class Admitter:
             tokens.append(_tokens(at))
             activations.append(eager_cost(partial(_called, build), self.dtype).activations if self.counted else 0)
         return _Forecast(self.chosen.settings(), tuple(tokens), tuple(problems), tuple(activations))
+
+
+def _answer() -> None:
+    """Trace what comes on stdin, and write the result to stdout, which nothing else may write to."""
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    admitter, shape = pickle.load(sys.stdin.buffer)
+    with out:
+        pickle.dump(admitter.trace(shape), out)
 
 
 def _family(model: nn.Module) -> Family:
