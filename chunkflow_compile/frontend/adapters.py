@@ -1,4 +1,4 @@
-"""``enable_adapters``: a model whose LoRA adapters change without another program, and ``disable_adapters``, which undoes it."""
+"""``enable_adapters``: a model whose LoRA adapters change without another program; ``disable_adapters`` undoes it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ _PROBE = "chunkflow_probe"
 _SIZES = "_chunkflow_sizes"
 # Methods of diffusers and transformers that load an adapter.
 _LOADS = ("load_lora_adapter", "load_adapter", "add_adapter")
-_DENOISERS = ("transformer", "transformer_2", "unet")
+# Components of a pipeline that adapters are for, beside text encoders.
+DENOISERS = ("transformer", "transformer_2", "unet")
 
 
 def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | None = None, slots: int = 1) -> Any:
@@ -36,7 +37,7 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
     layers, the model is compiled again once.
     Raises ChunkflowError for a model that is placed or compiled already, if PEFT is missing, or if there are no such layers.
     """
-    parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in _DENOISERS]
+    parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in DENOISERS]
     found = [part for part in parts if isinstance(part, nn.Module)]
     if not found:
         raise ChunkflowError(
@@ -67,7 +68,7 @@ def disable_adapters(model: nn.Module) -> None:
 
 
 def _check(model: nn.Module, rank: int, slots: int) -> None:
-    """Raise ChunkflowError if a model cannot be enabled."""
+    """Raise ChunkflowError if a model cannot be enabled, whatever its layers are."""
     for name, value in (("rank", rank), ("slots", slots)):
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ChunkflowError(f"{name}={value!r} must be a positive number.")
@@ -96,7 +97,8 @@ def _enable(model: nn.Module, sizes: Sizes, targets: str | Sequence[str] | None)
             layer.set_adapter(before[id(layer)])
         _slot(layer, sizes, dtypes.get(id(layer)))
     model.__dict__[_SIZES] = sizes
-    model.__class__ = _enabled(type(model))
+    kind: Any = type(model)
+    model.__class__ = _enabled(kind)
 
 
 def _linear_layers(model: nn.Module) -> list[str]:
@@ -147,7 +149,8 @@ def _forget(model: Any, names: Sequence[str]) -> None:
 def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None) -> None:
     """Give a layer of PEFT its slots."""
     weights = [found.weight for found in layer.lora_A.values()]
-    layer.__class__ = made_of(type(layer))
+    kind: Any = type(layer)
+    layer.__class__ = made_of(kind)
     layer.sizes, layer.own = sizes, False
     rank = max([sizes.rank, *(w.shape[0] for w in weights)])
     layer.grow(rank, max(sizes.count, len(layer.active_adapters)), dtype or weights[0].dtype)
@@ -180,6 +183,10 @@ def _lora_layers(model: nn.Module) -> list[Any]:
 
     found = [m for m in _tuned(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
     return [m for m in found if isinstance(m.base_layer, nn.Linear)]
+
+
+def _has_slots(layer: Any) -> bool:
+    return isinstance(layer, Slotted)
 
 
 def _adapters(layer: Any) -> list[str]:
@@ -215,18 +222,17 @@ def _then_settled(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def _unload(model: Any) -> None:
     """As diffusers' ``unload_lora``, but layers with slots stay.  What is fused stays in the base weights."""
-    tuned = {id(layer): layer for layer in _tuned(model)}
+    tuned: dict[int, Any] = {id(layer): layer for layer in _tuned(model)}
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:
-            if id(layer) in tuned and not isinstance(layer, Slotted):
+            if id(layer) in tuned and not _has_slots(layer):
                 setattr(parent, name, layer.base_layer)
-    for layer in tuned.values():
-        if isinstance(layer, Slotted):
-            for name in _adapters(layer):
-                layer._active_adapter = []
-                layer.delete_adapter(name)
-            layer.merged_adapters.clear()
-            layer.enable_adapters(True)
+    for layer in (found for found in tuned.values() if _has_slots(found)):
+        for name in _adapters(layer):
+            layer._active_adapter = []  # delete_adapter would choose another, and warn
+            layer.delete_adapter(name)
+        layer.merged_adapters.clear()
+        layer.enable_adapters(True)
     _forget(model, [*getattr(model, "peft_config", {})])
     model._hf_peft_config_loaded = None
 

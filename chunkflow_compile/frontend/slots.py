@@ -1,4 +1,4 @@
-"""LoRA adapters in slots: weights of a fixed size that the layers of a model have from the first, whatever adapter fills them.
+"""LoRA adapters in slots: weights of a fixed size that layers have from the first, whatever adapter fills them.
 
 PEFT's and diffusers' calls change PEFT's own dictionaries, which stay in host memory.  What they say now is copied into the
 slots before a program runs, so another adapter is other values of the same program.
@@ -68,7 +68,7 @@ class Slotted(nn.Module):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As PEFT's, of what is in the slots: the same ops in the same order and precision."""
         if self.own or kwargs:
-            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
         if not torch.compiler.is_compiling():
             self.fill()
         result: torch.Tensor = self.base_layer(x, *args)
@@ -145,9 +145,9 @@ class Slotted(nn.Module):
         rank = a.shape[0]
         if rank > self.slot_rank or a.shape != (rank, self.in_features) or b.shape != (self.out_features, rank):
             raise ChunkflowError(
-                f"The adapter {name!r} has weights of shapes {list(a.shape)} and {list(b.shape)}, which do not fit a layer of "
-                f"{self.in_features} inputs and {self.out_features} outputs with slots of rank {self.slot_rank}: load it by "
-                "load_lora_adapter or load_lora_weights, which make room for its rank."
+                f"The adapter {name!r} has weights of shapes {list(a.shape)} and {list(b.shape)}, which do not fit a layer "
+                f"of {self.in_features} inputs and {self.out_features} outputs with slots of rank {self.slot_rank}: load it "
+                "by load_lora_adapter or load_lora_weights, which make room for its rank."
             )
 
     def _write(self, host: torch.Tensor, slot: int, a: Any, b: Any) -> None:
@@ -171,8 +171,8 @@ class Slotted(nn.Module):
         if own:
             name, kind = next((n, k) for n, k in kinds.items() if k)
             self.sizes.say(
-                f"the adapter {name!r} is of a kind that slots do not hold ({kind}): its layers run PEFT's own forward and are "
-                "compiled for it. A plain LoRA would not be."
+                f"the adapter {name!r} is of a kind that slots do not hold ({kind}): its layers run PEFT's own forward and "
+                "are compiled for it. A plain LoRA would not be."
             )
         if own != self.own:
             self.own = own
@@ -182,8 +182,8 @@ class Slotted(nn.Module):
         if not own and (rank > self.slot_rank or len(active) > len(self.scale)):
             wanted = max(rank, self.slot_rank), max(len(active), len(self.scale))
             self.sizes.say(
-                f"{wanted[1]} adapters at once of rank {wanted[0]} need larger slots, with which the model is compiled again: "
-                f"call enable_adapters(rank={wanted[0]}, slots={wanted[1]}) to have them from the first."
+                f"{wanted[1]} adapters at once of rank {wanted[0]} need larger slots, with which the model is compiled "
+                f"again: call enable_adapters(rank={wanted[0]}, slots={wanted[1]}) to have them from the first."
             )
             self.grow(*wanted, self.slots.dtype)
 
@@ -264,5 +264,5 @@ def plain(cls: type) -> type:
 
 
 def _empty(make: Callable[[type], type], cls: type) -> Any:
-    made = make(cls)
+    made: Any = make(cls)
     return made.__new__(made)

@@ -118,7 +118,7 @@ class Session:
         self.alone.adopt(other.alone)
 
     def notice(self, again: bool = False) -> None:
-        """Let modules fill their buffers, and notice what was written unseen since the last call.  No lock of the arena is held.
+        """Let modules fill their buffers, and notice what was written unseen since the last call.  The arena is not locked.
 
         ``again``: whether this call has noticed before, and what is in use would be noticed again.
         """

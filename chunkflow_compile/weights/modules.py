@@ -30,9 +30,9 @@ class ModelIndex:
     ``root``: the module that was compiled, or else the smallest that holds all parameters; of a block in a ``ModuleList``,
     the model around it; None if no module holds them.
     ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of those that have
-    memory in common with another.  ``filled``: ids of those of :func:`filled_by`.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
+    memory in common with another.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
     block.  A block is an element of an outermost ``ModuleList``, see :func:`elements`.  ``alone``: whether no module is known
-    around ``root``, but ``gc.freeze()`` may have hidden one.
+    around ``root``, but ``gc.freeze()`` may have hidden one.  ``filled``: ids of what :func:`filled_by` finds.
     """
 
     root: nn.Module | None
