@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -209,11 +210,24 @@ def _loaded(model: Any) -> None:
             layer.settle()
 
 
+@contextlib.contextmanager
+def _only_read(model: nn.Module) -> Iterator[None]:
+    """Tensors of a ``state_dict`` that a load takes and drops were not written: diffusers looks at their names."""
+    before = [(placement.store, [*placement.store.lent]) for placement in placements_of(model)]
+    try:
+        yield
+    finally:
+        for store, known in before:
+            kept = {id(entry) for entry in known}
+            store.lent = [entry for entry in store.lent if id(entry) in kept or entry[0]() is not None]
+
+
 def _then_settled(load: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(load)
     def loads(self: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return load(self, *args, **kwargs)
+            with _only_read(self):
+                return load(self, *args, **kwargs)
         finally:
             _loaded(self)
 
