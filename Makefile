@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in lint types unit soak docs bench bench-gpu card contention cycle step-cache opaque paper published clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle step-cache opaque paper published clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -50,6 +50,33 @@ $(CUDA_VENV)/ready: pyproject.toml
 	$(CUDA_VENV)/bin/pip install --quiet $(CUDA_TORCH)
 	$(CUDA_VENV)/bin/pip install --quiet '.[diffusers,dev]' diffusers==0.42.1 transformers==5.17.0 accelerate==1.15.0
 	$(CUDA_VENV)/bin/pip uninstall --quiet --yes chunkflow-compile
+	touch $@
+
+# The plug-ins of servers, each on the transformers of its server's published wheel, on CPUs.
+test-servers: test-sglang test-vllm-omni
+
+# Four minutes, in an environment of its own (3 GB).
+SGLANG_VENV := .venv-sglang
+test-sglang: $(SGLANG_VENV)/ready
+	$(SGLANG_VENV)/bin/python -m pytest -n 1 -rs tests/servers/test_sglang.py
+
+$(SGLANG_VENV)/ready: pyproject.toml tests/servers/requirements-sglang.txt
+	$(PYTHON) -m venv $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/pip install --quiet $(TORCH)
+	$(SGLANG_VENV)/bin/pip install --quiet --editable '.[diffusers,dev]'
+	$(SGLANG_VENV)/bin/pip install --quiet --no-deps --requirement tests/servers/requirements-sglang.txt
+	touch $@
+
+# vLLM-Omni on a CPU, in an environment of its own (2 GB), for x86-64; a worker's plug-ins are found by their entry points.
+VLLM_OMNI_VENV ?= .venv-vllm-omni
+test-vllm-omni: $(VLLM_OMNI_VENV)/ready
+	$(VLLM_OMNI_VENV)/bin/python -m pytest tests/servers/test_vllm_omni.py
+
+$(VLLM_OMNI_VENV)/ready: pyproject.toml tests/servers/requirements-vllm-omni.txt
+	$(PYTHON) -m venv $(VLLM_OMNI_VENV)
+	$(VLLM_OMNI_VENV)/bin/pip install --quiet torch==2.13.0
+	$(VLLM_OMNI_VENV)/bin/pip install --quiet --editable '.[diffusers,dev]' diffusers==0.42.1 transformers==5.24.0 accelerate==1.15.0
+	$(VLLM_OMNI_VENV)/bin/pip install --quiet --no-deps --requirement tests/servers/requirements-vllm-omni.txt
 	touch $@
 
 # The next three need a GPU.  PY=python3 uses an environment that exists, in which only diffusers need be installed; without

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from chunkflow_compile.pipeline.apply import apply as apply
     from chunkflow_compile.pipeline.apply import remove as remove
     from chunkflow_compile.pipeline.explain import explain as explain
+    from chunkflow_compile.pipeline.metrics import metrics as metrics
+    from chunkflow_compile.pipeline.spans import spans as spans
     from chunkflow_compile.runtime.arena import Arena as Arena
 
 __version__ = "0.1.0"
@@ -39,6 +41,7 @@ _HOMES = {
     "enable_adapters": "chunkflow_compile.frontend.adapters",
     "explain": "chunkflow_compile.pipeline.explain",
     "load": "chunkflow_compile.model.artifacts",
+    "metrics": "chunkflow_compile.pipeline.metrics",
     "offload": "chunkflow_compile.model.offload",
     "programs": "chunkflow_compile.model.offload",
     "register_collective": "chunkflow_compile.passes.graph.declared",
@@ -46,6 +49,7 @@ _HOMES = {
     "replan": "chunkflow_compile.model.replan",
     "restore": "chunkflow_compile.model.offload",
     "save": "chunkflow_compile.model.artifacts",
+    "spans": "chunkflow_compile.pipeline.spans",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 

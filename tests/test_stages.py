@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -307,6 +308,16 @@ def test_stages_are_artefacts_of_torch_s_trace_and_log(tmp_path: Path) -> None:
     for i, name in enumerate(STAGES):
         assert f'"name": "chunkflow_{i:02}_{name}"' in trace_log
     assert '"name": "chunkflow_plan"' in trace_log and "prefetch('blocks.1.up.weight'" in trace_log
+
+
+def test_a_server_that_logs_everything_gets_no_listings(caplog: pytest.LogCaptureFixture) -> None:
+    options = {**OPTIONS, "lowering": "eager"}
+    with caplog.at_level(logging.INFO), torch.no_grad():
+        torch.compile(Stack(3).eval(), backend="chunkflow", options=options)(torch.randn(4, 8))
+        assert not [record for record in caplog.records if "__chunkflow" in record.name]
+    with caplog.at_level(logging.INFO, logger="chunkflow_compile"), torch.no_grad():
+        torch.compile(Stack(2).eval(), backend="chunkflow", options=options)(torch.randn(4, 8))
+    assert [record for record in caplog.records if "__chunkflow" in record.name]
 
 
 def run_script(folder: Path) -> list[str]:

@@ -30,7 +30,7 @@ from chunkflow_compile.frontend.frame import (
     lower_without_weights,
     note_estimates,
     note_graph_break,
-    note_undeclared,
+    note_ops_of_others,
     refuse_decisions_of_a_rank,
     refuse_gradient_buckets,
     refuse_gradients,
@@ -177,7 +177,8 @@ class _MakeRunner:
         traced = describe_graph(aten, self.parameters, self.index.blocks, self.chosen.lowering != "eager")
         notes = list[str]()
         note_estimates(traced, notes.append)
-        note_undeclared(traced, notes.append)
+        said = list[str]()
+        note_ops_of_others(traced, said.append)
         make = partial(run_passes, traced, self.settings, chosen.dump)
         stage, folder = make()
         program = stage.program
@@ -188,7 +189,7 @@ class _MakeRunner:
             cut=stage.cut,
             settings=self.settings,
             regions=lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append),
-            notes=_logged(notes),
+            notes=(*_logged(notes), *said),
             make=make,
             replan_after=chosen.replan_after,
             folder=folder,

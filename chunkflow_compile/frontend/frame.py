@@ -19,8 +19,10 @@ from torch._inductor.compile_fx import compile_fx
 from torch.fx import GraphModule, Node
 
 from chunkflow_compile.lowering.lower import Lowering
+from chunkflow_compile.passes.cost.count import without_formula
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.declared import looks_like_communication
+from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.sizes import symbols_of
 from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
@@ -115,7 +117,7 @@ def _large_bytes(weights: Iterable[torch.Tensor], min_bytes: int) -> int:
     return sum(w.nbytes for w in {id(w): w for w in weights}.values() if w.nbytes >= min_bytes)
 
 
-@functools.cache  # once for all blocks
+@functools.cache  # once a process, for all blocks
 def _warn_once(said: str) -> None:
     _log.warning("%s", said)
 
@@ -156,14 +158,20 @@ def note_estimates(traced: Traced, note: Callable[[str], object]) -> None:
         note(f"sizes that depend on data: the plan takes {found}, so its FLOPs, bytes and times are estimates")
 
 
-def note_undeclared(traced: Traced, note: Callable[[str], object]) -> None:
-    """Note the ops that are likely to communicate, and are taken for compute because nobody declared them."""
-    targets = [n.target for n in traced.graph.graph.nodes if looks_like_communication(n.target)]
-    if found := ", ".join(sorted({str(target._schema.name) for target in targets})):
-        note(
-            f"{found}: by name or arguments this communicates, but it is not declared, so copies run beside it as beside "
-            "compute. Call chunkflow_compile.register_collective for it before the model is compiled."
-        )
+def note_ops_of_others(traced: Traced, note: Callable[[str], object]) -> None:
+    """Note the ops that are likely to communicate and that nobody declared, and those without a formula of FLOPs; log each
+    once a process."""
+    nodes = traced.graph.graph.nodes
+    alike = {n for n in nodes if looks_like_communication(n.target)}
+    computing = [n for n in nodes if n not in alike and collective_kind(n) is None]
+    sentences = [
+        f"{name}: by its name or arguments this op communicates, but it is not declared, so copies run beside it as beside "
+        "compute. Call chunkflow_compile.register_collective for it before the model is compiled."
+        for name in sorted({n.target._schema.name for n in alike})
+    ]
+    for sentence in (*sentences, *without_formula(computing).values()):
+        note(sentence)
+        _warn_once(sentence)
 
 
 def is_part(weights: Iterable[torch.Tensor], root: nn.Module | None, min_bytes: int) -> bool:

@@ -33,11 +33,16 @@ def logged(run: Iterable[Stage], hardware: Hardware) -> Iterator[Stage]:
         _artifact(name, "string", lambda stage=stage: render(stage_lines(stage)))  # type: ignore[misc]
         if stage.name == "planned" and stage.plan is not None:
             _artifact("chunkflow_plan", "json", stage.plan.to_json)
-        if log.isEnabledFor(logging.INFO):
+        if _asked_for(log):
             listing = render(stage_lines(stage), annotator(stage, hardware), full=False)
             log.info("%s, %.2f s:\n%s", stage.name, seconds, listing)
         yield stage
         start = time.perf_counter()
+
+
+def _asked_for(log: logging.Logger) -> bool:
+    """Whether someone asked for the listings: a server that logs everything at INFO, at the root, did not."""
+    return log.isEnabledFor(logging.INFO) and any(logging.getLogger(name).level for name in (PACKAGE, log.name))
 
 
 def _artifact(name: str, encoding: str, payload: Callable[[], str]) -> None:

@@ -44,7 +44,7 @@ class SlotState:
     ``arrived``: an event for each mark of the copies.
     ``next``: the call of the cycle for which the chunks are in order, None while a call runs.  ``marked``: whether the
     calls of the pass that runs are measured.  ``turns``: the calls so far.  ``ended``: the number of the newest measured
-    one, and the time of its end.
+    one, and the time of its end.  ``versions``: of the values there of each weight, where it has some when a call begins.
     """
 
     def __init__(self, device: Device, marks: int) -> None:
@@ -53,6 +53,7 @@ class SlotState:
         self.marked = True
         self.turns = 0
         self.ended: tuple[int, float] | None = None
+        self.versions: dict[str, int] = {}
 
 
 @dataclass(frozen=True)
@@ -164,14 +165,14 @@ class Arena:
         missing = {buffer for buffer in outside.values() if buffer.on_device is None}
         self._evict_for(plan.arena_bytes, sum(buffer.nbytes for buffer in missing))
         memory = self.reserve(plan.arena_bytes, advice)
-        kept = self._keep(owner, outside.values(), advice)
+        kept = self.keep(owner, outside.values(), advice)
         slots = {name: slot_bytes(memory, w.offset or 0, w.nbytes) for name, w in inside.items()}
         values = {name: kept[buffer] for name, buffer in outside.items()}
         values |= {name: as_weight(slot, buffers[name].host) for name, slot in slots.items()}
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):
             self.streams.stage()
         hosts = {name: buffers[name].source for name in slots}
-        weights = tuple((name, id(buffers[name]), buffers[name].version) for name in slots)
+        weights = tuple((name, id(buffers[name])) for name in slots)
         # cycles with the same placement of the same weights share what lies in the memory
         placement = plan.placement, cycle.problem.structure, cycle.starts, marks.order, weights
         state = self._states.get(placement)
@@ -179,17 +180,17 @@ class Arena:
             state = self._states[placement] = SlotState(self.streams, len(marks.marked))
         return Binding(self, values, slots, hosts, state, marks, ring_of(buffers[name] for name in slots))
 
-    def _keep(
+    def keep(
         self, owner: Bound, buffers: Collection[HostBuffer], advice: Callable[[], str]
     ) -> Mapping[HostBuffer, torch.Tensor]:
         """Copies of these weights on the device, beside the memory.  Others that the owner had are given up."""
         before, stagings = dict(self._residents.get(owner, {})), GpuStagings()
-        kept = {buffer: before[buffer] for buffer in buffers if buffer in before}
+        kept = {buffer: before[buffer] for buffer in buffers if buffer in before and before[buffer] is buffer.on_device}
         missing = dict.fromkeys(buffer for buffer in buffers if buffer not in kept)
         with moving("placing weights", sum(buffer.nbytes for buffer in missing)) as placed:
             for buffer in missing:
                 try:
-                    kept[buffer] = buffer.resident(stagings)
+                    kept[buffer] = buffer.resident(stagings, self)
                 except torch.OutOfMemoryError as error:
                     raise ChunkflowError(
                         f"The device {self.device} has no room for {buffer.name} ({buffer.nbytes} bytes), which is resident. "

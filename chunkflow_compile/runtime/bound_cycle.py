@@ -9,7 +9,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 from torch.fx import GraphModule
@@ -21,8 +21,9 @@ from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
 from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
+from chunkflow_compile.weights.bytes import flat_bytes
 from chunkflow_compile.weights.host_buffer import HostBuffer
-from chunkflow_compile.weights.source import DriveBytes
+from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Binding
 from .call_site import CallKey, CallSite, bare
@@ -66,9 +67,10 @@ class BoundCycle:
         self.buffers = buffers
         self.settings = settings
         self._advice = advice
-        self._versions: dict[str, int] = {}
         self._names = [{id(buffers[n]()): n for n in call.names.values() if n in buffers} for call in calls]
-        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]  # as the site of a call has them
+        self._seen: list[tuple[int, ...] | None] = [
+            None for _ in calls
+        ]  # the versions of a call's weights that it ran on
         self._passes = Passes(len(calls))
         self._begun = 0  # passes
         self._marks = marks
@@ -92,7 +94,12 @@ class BoundCycle:
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
         """The newest passes over the calls, oldest first, each as one step; waits for those in flight."""
-        return tuple(as_one(calls) for calls in self._measured(wait=True))
+        return tuple(map(as_one, self.passes))
+
+    @property
+    def passes(self) -> list[tuple[StepMeasurement, ...]]:
+        """The same, each as the measurements of its calls."""
+        return self._measured(wait=True)
 
     def adopt(self, other: BoundCycle) -> None:
         """Take over the measurements of a cycle that this one replaces."""
@@ -113,12 +120,19 @@ class BoundCycle:
 
     def predicted(self, keys: Collection[CallKey | None]) -> float | None:
         """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
-        if (found := self.cycle.plan.predicted) is None:
+        if self.cycle.plan.predicted is None:
             return None
+        return sum(seconds for key, seconds in zip(self.keys, self._call_seconds, strict=True) if key in keys)
+
+    @cached_property
+    def _call_seconds(self) -> list[float]:
+        """Predicted seconds of each call, until the next one begins; 0 without a prediction."""
+        if (found := self.cycle.plan.predicted) is None:
+            return [0.0 for _ in self.calls]
         regions = [span.start for span in found.spans if span.lane == "compute"]
         begun = [regions[start - 1] for start in self.cycle.starts]
         ended = [*begun[1:], begun[0] + found.step_s]
-        return sum(e - b for key, b, e in zip(self.keys, begun, ended, strict=True) if key in keys)
+        return [end - begin for begin, end in zip(begun, ended, strict=True)]
 
     def serves(self, settings: Settings) -> bool:
         """Whether the plan is the best for these settings of a call too.
@@ -138,9 +152,12 @@ class BoundCycle:
         found = (c % count for c in range(self.position, self.position + count) if self.keys[c % count] is key)
         return next(found, None)
 
-    def begin(self, site: CallSite, call: int) -> Executor:
-        """The executor of a call that begins now.  Raises ChunkflowError if the arena has no room."""
-        found = self.executor(site, call)
+    def begin(self, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor:
+        """The executor of a call that begins now.  Raises ChunkflowError if the arena has no room.
+
+        ``versions``: of the values of its offloaded weights, in their order.
+        """
+        found = self.executor(site, call, versions)
         self.position = (call + 1) % len(self.calls)
         if call == 0:
             if self._begun and not self._begun & (self._begun - 1):  # after passes 1, 2, 4, 8, ...: a run may be killed
@@ -148,12 +165,20 @@ class BoundCycle:
             self._begun += 1
         return found
 
-    def executor(self, site: CallSite, call: int) -> Executor:
-        """The executor of a call's site in its place.  Raises ChunkflowError if the arena has no room."""
-        self._check_versions(site, call)
+    def executor(self, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor:
+        """The executor of a call's site in its place.  Raises ChunkflowError if the arena has no room.
+
+        It copies the weights of the call again that were written since they were copied.
+        """
+        seen = self._seen[call] == versions
+        if not seen:
+            self._renew([self._name(buffer, call) for buffer in site.buffers.values()])
         found = self._executors[call].get(site)
         if found is None:
             found = self._executors[call][site] = self._make(site, call)
+        if not seen:
+            found.written |= dict(zip((self._name(b, call) for b in site.buffers.values()), versions, strict=True))
+            self._seen[call] = versions
         return found
 
     def unbind(self) -> None:
@@ -183,30 +208,33 @@ class BoundCycle:
         if self._binding is not None and self.arena.holder is self._binding.state:
             self.arena.holder = None
 
-    def _check_versions(self, site: CallSite, call: int) -> None:
-        """Start cold if a weight of the call was written since the cycle took over the arena."""
-        if self._seen[call] == site.versions:
-            return
-        names = [self._name(buffer, call) for buffer in site.buffers.values()]
-        known = tuple(self._versions.get(name) for name in names)
-        if known != site.versions:
-            if self._outdated():
-                self.release()
-            self._end_turn()
-            self._versions = {
-                name: buffer.version for name, ref in self.buffers.items() if (buffer := ref()) is not None
-            }
-            self._seen = [None for _ in self.calls]
-        self._seen[call] = site.versions
+    def _renew(self, names: Sequence[str]) -> None:
+        """Renew the copies beside the memory of those weights that were written since.
 
-    def _outdated(self) -> bool:
-        """Whether a weight was on the drive, and is in host memory now or in another file, or a copy beside the memory is
-        of older values."""
-        if self._binding is None:
-            return False
-        hosts, values = self._binding.hosts, self._binding.values
-        moved = (isinstance(s, DriveBytes) and self._buffer(name).drive is not s for name, s in hosts.items())
-        return any(moved) or any(self._buffer(name).on_device is None for name in values.keys() - hosts.keys())
+        Unbinds if the host memory of one has moved since it was bound, or is no longer pinned.
+        """
+        if (binding := self._binding) is None:
+            return
+        if any(self._moved(name, binding.hosts[name]) for name in names if name in binding.hosts):
+            self.release()
+            return
+        outside = {name: self._buffer(name) for name in binding.values.keys() - binding.hosts.keys()}
+        if all(outside[name].on_device is not None for name in names if name in outside):
+            return
+        kept = self.arena.keep(self, outside.values(), self._advice)
+        if any(kept[buffer] is not binding.values[name] for name, buffer in outside.items()):
+            self.release()  # programs of another arena read the old copy
+
+    def _moved(self, name: str, bound: Source) -> bool:
+        """Whether the bytes of a weight are no longer where they were bound, or were pinned and are not.
+
+        A weight leaves the drive, and the memory that ranks share, when it is written.
+        """
+        buffer = self._buffer(name)
+        now = buffer.drive or flat_bytes(buffer.host)
+        if isinstance(now, DriveBytes) or isinstance(bound, DriveBytes):
+            return now is not bound
+        return now.data_ptr() != bound.data_ptr() or now.numel() != bound.numel() or buffer.pins
 
     def _make(self, site: CallSite, call: int) -> Executor:
         cycle, marks, placed = self.cycle, self._marks, self.calls[call]
@@ -220,8 +248,8 @@ class BoundCycle:
         if self.keys:
             self.arena.release_alone([site.key])  # its own plan keeps other weights on the device
         binding = replace(self._bound(site.code.pin_bytes), marks=marks)
-        file = site.file, partial(self._passes.file, call)
-        return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file)
+        file = partial(site.file, self._call_seconds[call]), partial(self._passes.file, call)
+        return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file, self._versions)
 
     def _program(self, site: CallSite, call: int, placed: Call) -> tuple[Program, Arrivals]:
         """The program of a call of another graph or for other sizes, and the marks of its transfers."""
@@ -251,6 +279,10 @@ class BoundCycle:
                 self, self.cycle, buffers, self._marks, pin_bytes=pin_bytes, advice=self._advice
             )
         return self._binding
+
+    def _versions(self) -> dict[str, int]:
+        """Of the values of all its weights now."""
+        return {name: self._buffer(name).version for name in self.buffers}
 
     def _buffer(self, name: str) -> HostBuffer:
         buffer = self.buffers[name]()

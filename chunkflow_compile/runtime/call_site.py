@@ -12,6 +12,7 @@ from typing import Protocol
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.cycle import Call, block_of
 from chunkflow_compile.passes.program.rewrite import Program
+from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer
 
 from .codes import Code
@@ -42,19 +43,19 @@ class CallKey:
 class CallSite:
     """What a program tells the cycles of its arena.  It ends with the program's session.
 
-    ``key``: None if it is never a call of a cycle.  ``buffers``: of its offloaded weights, with their ``versions`` in this
-    order.  ``in_place``: its other weights, which have ``kept_bytes``.  ``model``: of which it is a program.  ``file``: takes
-    the measurement of each step.
+    ``key``: None if it is never a call of a cycle.  ``buffers``: of its offloaded weights.  ``in_place``: its other weights,
+    which have ``kept_bytes``.  ``model``: of which it is a program.  ``counts``: of this model.  ``file``: takes the
+    predicted seconds and the measurement of each step.
     """
 
     key: CallKey | None
     code: Code
     buffers: Mapping[str, HostBuffer]
-    versions: tuple[int, ...]
     in_place: tuple[str, ...]
     kept_bytes: int
     model: int
-    file: Callable[[StepMeasurement], None]
+    counts: Counts
+    file: Callable[[float, StepMeasurement], None]
 
     def __post_init__(self) -> None:
         if self.key is not None:

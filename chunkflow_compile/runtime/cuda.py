@@ -40,6 +40,10 @@ class CudaDevice(Device):
         self._memory: torch.Tensor | None = None
         self._outside: list[weakref.ref[torch.Tensor]] = []
 
+    @property
+    def zero(self) -> float:
+        return self._clock.zero
+
     def event(self) -> torch.cuda.Event:
         return self.cuda.event(False)
 

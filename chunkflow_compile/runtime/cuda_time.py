@@ -8,6 +8,7 @@ it begins.  The host never waits: if no frame is free, a call is not measured, a
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from functools import cache
@@ -117,6 +118,7 @@ class Clock:
         self.open: Frame | None = None  # of the call that runs, if it is measured
         self._left: int | None = None  # passes that are still to be marked; None to choose them
         self._newest: tuple[Frame, float] | None = None  # the frame read last, and the time of its first mark
+        self.zero = 0.0  # when the host began the first frame, by time.monotonic()
         self._lock = threading.RLock()
 
     def only(self, passes: int | None) -> None:
@@ -144,6 +146,7 @@ class Clock:
             if marked:
                 self.open = self._free.popleft() if self._free else self._another()
             if self.open is not None:
+                self.zero = self.zero or time.monotonic()
                 self.open.open(stream, known)
             return self.open
 

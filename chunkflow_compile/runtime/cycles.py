@@ -123,8 +123,11 @@ class Cycles:
             if any(id(ref()) in chosen for ref in bound.buffers.values()):
                 self._forget(bound)
 
-    def executor(self, site: CallSite) -> Executor | None:
-        """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock."""
+    def executor(self, site: CallSite, versions: tuple[int, ...]) -> Executor | None:
+        """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock.
+
+        ``versions``: of the values of its offloaded weights, in their order.
+        """
         key = site.key
         assert key is not None
         previous = self._history[-1] if self._history else None
@@ -135,10 +138,10 @@ class Cycles:
             bound = self.current
         if bound is not None and bound.keys[bound.position] is key:
             self._unexpected = 0
-            return self._run(bound, site, bound.position)
+            return self._run(bound, site, bound.position, versions)
         if bound is None and key is previous and not site.part:
             return None  # a whole model, again and again
-        return self._unforeseen(key, previous, site)
+        return self._unforeseen(key, previous, site, versions)
 
     def wait_planned(self) -> None:
         """Wait for a cycle that is being planned; the next call runs in it."""
@@ -172,7 +175,9 @@ class Cycles:
         self.known.clear()
         self.current = self._job = self._fresh = None
 
-    def _unforeseen(self, key: CallKey, previous: CallKey | None, site: CallSite) -> Executor | None:
+    def _unforeseen(
+        self, key: CallKey, previous: CallKey | None, site: CallSite, versions: tuple[int, ...]
+    ) -> Executor | None:
         """A call that the current cycle does not expect, or that no cycle runs."""
         self.prune()
         self._unexpected += 1
@@ -186,12 +191,14 @@ class Cycles:
             call = bound.find(key)
             if call is None or (bound is not self.current and not site.part and bound.keys[call - 1] is not previous):
                 continue
-            bound.jumps += bound is not self.current or call != bound.position
+            off = bound is not self.current or call != bound.position
+            bound.jumps += off
+            site.counts.off_cycle += off
             self.current = bound
-            return self._run(bound, site, call)
+            return self._run(bound, site, call, versions)
         return None
 
-    def _run(self, bound: BoundCycle, site: CallSite, call: int) -> Executor | None:
+    def _run(self, bound: BoundCycle, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor | None:
         if call == 0 and self._job is not None:
             again = self._job.instead is bound
             made = self._finished()
@@ -202,7 +209,7 @@ class Cycles:
         if call == 0 and bound.replan_after and self._job is None:
             self._replan(bound, bound.replan_after)
         try:
-            return bound.begin(site, call)
+            return bound.begin(site, call, versions)
         except ChunkflowError as error:  # the program alone still runs
             _log.warning("%s calls do not run as a cycle: %s", len(bound.keys), error)
             self._refuse(bound.keys)

@@ -68,6 +68,11 @@ class Device:
     clock: HostClock = MONOTONIC
     closed = False
 
+    @property
+    def zero(self) -> float:
+        """The time by ``clock`` at which the clock of the measurements stood at 0."""
+        return 0.0
+
     def event(self) -> Any:
         """A new event, with no mark."""
         raise NotImplementedError

@@ -48,13 +48,13 @@ from .read_thread import Order
 
 @dataclass(frozen=True)
 class _Cold:
-    """What a cold start copies: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches``.
+    """What a cold start copies: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches`` by their weights.
 
     ``waits``: whether compute waits for all of it.  ``reads``: what the drive brings from this call on.
     """
 
     kept: Sequence[tuple[str, torch.Tensor, Source]]
-    prefetches: Sequence[Issue]
+    prefetches: Sequence[tuple[str, Issue]]
     waits: bool
     reads: Reads
 
@@ -70,10 +70,12 @@ class Executor:
         poison: bool = False,
         cycle: Cycle | None = None,
         file: Sequence[Callable[[StepMeasurement], None]] = (),
+        versions: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
 
         ``cycle``: that of which the program is a call.  ``file``: functions that take the measurement of each step.
+        ``versions``: returns those of the values of all weights of the cycle.
         """
         self.program = program
         self.cycle = cycle or Cycle.of(program)
@@ -81,8 +83,11 @@ class Executor:
         self.device = device = binding.arena.streams
         self.binding = binding
         self._file = file
+        self._versions = versions
+        self.written: dict[str, int] = {}  # weight -> version of its values, to compare with those in the memory
         self._plan = self.cycle.plan.digest
         self._steps = 0
+        self.cost = Cost(no_seconds(0))  # of the newest step
         self._known = True  # whether the step before was measured, or there was none
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
@@ -123,6 +128,7 @@ class Executor:
         for position, value in self._values:
             env[position] = value
         step = self._step(env)
+        self.cost = step.cost
         ready = self.binding.arena.holder is self.state and self.state.next == self.call
         if self.call == 0 or self.state.next != self.call:  # a pass begins, or it is a jump
             self.state.marked = self.device.choose(self._steps)
@@ -130,7 +136,7 @@ class Executor:
         self._known = begun is not None
         self._steps += 1
         # a program that streams nothing leaves the arena to the others
-        step.cost.primed = 0 if ready or not self._streams else self._prime()
+        step.cost.primed = self._prime(ready) if self._streams and (self.written or not ready) else 0
         if ready and self._ring is not None and self._issuer.on_drive:
             self.device.copy.run(partial(self.binding.arena.reader.on_call, self._number()))
         self.state.next = None
@@ -166,6 +172,7 @@ class Executor:
             read_bytes=read_bytes,
             idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
             plan=self._plan,
+            begin_s=begin,
         )
         for file in self._file:
             file(found)
@@ -194,31 +201,40 @@ class Executor:
         self._instructions, self._values, self._cold = [], [], None
         self.binding = self._issuer.binding = Binding(self.binding.arena, {}, {}, {})
 
-    def _prime(self) -> int:
+    def _prime(self, ready: bool) -> int:
         """Take over the arena, or jump to this call of the cycle: copy the chunks that stay, and those that are on their way
-        or in use here in a pass without jumps.
+        or in use here in a pass without jumps.  If the call is ``ready``, only those of weights written since, for which
+        compute waits: the mark that a reader awaits may be that of another copy.
 
         Returns the bytes copied.
         """
-        compute, copy, arena = self.device.compute, self.device.copy, self.binding.arena
-        jumps = arena.holder is self.state  # then the chunks that stay are there
-        arena.holder = None  # if this is interrupted, the chunks of no program are complete
+        compute, copy, arena, state = self.device.compute, self.device.copy, self.binding.arena, self.state
+        known = arena.holder is state  # then the chunks that stay are there
+        written = {name for name, version in self.written.items() if state.versions.get(name) != version}
+        if ready and not written:
+            self.written = {}
+            return 0
+        versions = {**state.versions, **self.written} if known else self._versions()
         cold = self._cold = self._cold or self._make_cold()
+        kept = [entry for entry in cold.kept if not known or entry[0] in written]
+        prefetches = [issue for weight, issue in cold.prefetches if not ready or weight in written]
         step = self._step([])
+        arena.holder = None  # if this is interrupted, the chunks of no program are complete
         compute.record(self._handover)
         copy.wait(self._handover)
-        if cold.reads.repeated:
+        if cold.reads.repeated and not ready:
             copy.run(partial(self._read, cold.reads, self._number()))
-        for weight, target, source in () if jumps else cold.kept:
+        for weight, target, source in kept:
             self._issuer.copy(target, source, f"keep {weight}")
             self._issuer.mark(weight)
             step.cost.moved += source.numel()
-        for issue in cold.prefetches:
+        for issue in prefetches:
             issue(step)
-        if cold.waits:
+        if cold.waits or (known and written):
             copy.record(self._primed)
             compute.wait(self._primed)
-        arena.holder = self.state
+        arena.holder = state
+        state.versions, self.written = versions, {}
         return step.cost.moved
 
     def _number(self) -> Number:
@@ -229,7 +245,8 @@ class Executor:
         found = border(self.cycle, self.call)
         ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
         reads = reads_from(self.cycle, self.call, found, self._issuer.on_drive)
-        return _Cold(list(self._kept()), [self._issuer.prefetch(p, n) for p, n in ops], found.waits, reads)
+        prefetches = [(p.weight, self._issuer.prefetch(p, n)) for p, n in ops]
+        return _Cold(list(self._kept()), prefetches, found.waits, reads)
 
     def _read(self, reads: Reads, call: Number) -> None:
         """Let the drive be read in the order of the copies from this call on."""

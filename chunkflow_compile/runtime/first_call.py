@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,22 +12,21 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.weights.undeclared import declares, same_bits
 
 
-def owning(region: Callable[..., Sequence[Any]], slots: Mapping[str, torch.Tensor]) -> Callable[..., Sequence[Any]]:
-    """Wrap a region so that its outputs own their memory: those that lie in ``slots`` are cloned.
+def owning(region: Callable[..., Sequence[Any]], values: Iterable[torch.Tensor]) -> Callable[..., Sequence[Any]]:
+    """Wrap a region so that its outputs own their memory: those that lie in ``values``, copies of weights, are cloned.
 
-    The slot's next weight would overwrite them.  Inductor returns an input as an output if the op does not change it
-    (w * 1).  The first step finds out which outputs those are.
+    A slot's next weight would overwrite them, or new values of a resident one.  Inductor returns an input as an output if
+    the op does not change it (w * 1).  The first step finds out which outputs those are.
     """
-    slot = next(iter(slots.values()), None)
-    if slot is None:
+    memory = frozenset(value.untyped_storage()._cdata for value in values)
+    if not memory:
         return region
-    arena = slot.untyped_storage()._cdata
     found: list[frozenset[int]] = []
 
     def call(*args: Any) -> Sequence[Any]:
         outputs = region(*args)
         if not found:
-            found.append(frozenset(i for i, o in enumerate(outputs) if _lies_in(o, arena)))
+            found.append(frozenset(i for i, o in enumerate(outputs) if _lies_in(o, memory)))
         if found[0]:
             return [o.clone() if i in found[0] else o for i, o in enumerate(outputs)]
         return outputs
@@ -35,8 +34,8 @@ def owning(region: Callable[..., Sequence[Any]], slots: Mapping[str, torch.Tenso
     return call
 
 
-def _lies_in(value: object, storage: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata == storage
+def _lies_in(value: object, memory: Collection[int]) -> bool:
+    return isinstance(value, torch.Tensor) and value.untyped_storage()._cdata in memory
 
 
 def undeclared(region: GraphModule) -> list[str]:

@@ -193,9 +193,9 @@ class Issuer:
         return self._call(node, function)
 
     def _region(self, module: GraphModule, name: str, window: int) -> Callable[..., Sequence[Any]]:
-        region = owning(self._regions[name], self.binding.slots)
+        read, values = self._program.problem.regions[window].weights, self.binding.values
+        region = owning(self._regions[name], [values[w] for w in read if w in values])
         if ops := undeclared(getattr(module, name)):
-            read, values = self._program.problem.regions[window].weights, self.binding.values
             region = reading(region, {w: values[w] for w in read if w in values}, ops)
         return region
 

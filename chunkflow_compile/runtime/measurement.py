@@ -65,7 +65,8 @@ class StepMeasurement(NamedTuple):
     bytes of those with no collective beside them.  ``moved_bytes``: bytes of the copies issued in the step;
     ``primed_bytes``: further bytes issued before a cold step.  ``read_s``, ``read_bytes``: of the drive, ahead of copies,
     since the step before.  ``idle_s``: seconds between the end of the call before it in
-    its cycle and its start; 0 if that is not known.  ``plan``: digest of the plan that it ran under, its own or a cycle's.
+    its cycle and its start; 0 if that is not known.  ``begin_s``: when it began, by the device's clock.
+    ``plan``: digest of the plan that it ran under, its own or a cycle's.
     """
 
     step_s: float
@@ -82,6 +83,7 @@ class StepMeasurement(NamedTuple):
     read_bytes: int = 0
     idle_s: float = 0.0
     plan: str = ""
+    begin_s: float = 0.0
 
 
 class Passes:
@@ -108,9 +110,9 @@ class Passes:
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
     """The calls of a cycle as one step, without the time between them."""
     columns = ([s for c in calls for s in c.windows[i]] for i in range(len(WindowSeconds._fields)))
-    names = [name for name in StepMeasurement._fields if name not in ("windows", "plan")]
+    names = [name for name in StepMeasurement._fields if name not in ("windows", "plan", "begin_s")]
     sums: dict[str, Any] = {name: sum(getattr(call, name) for call in calls) for name in names}
-    return StepMeasurement(**sums, windows=WindowSeconds(*columns), plan=calls[0].plan)
+    return StepMeasurement(**sums, windows=WindowSeconds(*columns), plan=calls[0].plan, begin_s=calls[0].begin_s)
 
 
 @dataclass(frozen=True, kw_only=True)

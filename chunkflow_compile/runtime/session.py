@@ -8,7 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -21,6 +21,7 @@ from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle, block_of
+from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
@@ -56,6 +57,7 @@ class Session:
         self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
         # not the root module: it may be gone, and its id another's
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
+        self._counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self._in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         # bytes of its weights that never leave the device
         self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.buffers)
@@ -64,6 +66,7 @@ class Session:
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.buffers.values(), *self._in_place.values())))  # equal for the same weights
         self._as_they_are = [state_of(parameters[name]) for name in self.buffers]
+        self._versions = _versions(self._as_they_are)
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
         self._others = tuple_getter([order.index(name) for name in self._in_place])
@@ -84,10 +87,11 @@ class Session:
                 self.key = self._key()
                 self._site: CallSite | None = self._described()
                 self.alone = self._as_a_cycle(self._site)
-                self.alone.executor(self._site, 0)
+                self.alone.executor(self._site, 0, self._versions)
             except BaseException:
                 arena.leave(self)
                 raise
+        self._counts.programs += 1
 
     @property
     def plan(self) -> Plan:
@@ -98,7 +102,7 @@ class Session:
         """The executor of the program outside cycles.  Raises ChunkflowError if the session is closed."""
         if self._site is None:
             raise ChunkflowError("This program has ended: call the compiled model again.")
-        return self.alone.executor(self._site, 0)
+        return self.alone.executor(self._site, 0, self._versions)
 
     @property
     def part(self) -> bool:
@@ -136,10 +140,13 @@ class Session:
         if self.closed or self.current.code is not self.code:
             return False
         try:
-            # another buffer: it was restored, replaced, or given other memory; other numbers: it was written, so copies of it
-            # on the device are out of date
-            if list(map(state_of, self._offloaded(weights))) != self._as_they_are:
-                return False
+            found = list(map(state_of, self._offloaded(weights)))
+            if (
+                found != self._as_they_are
+            ):  # other numbers: it was written, so copies of it on the device are out of date
+                if any(new[0] is not old[0] for new, old in zip(found, self._as_they_are, strict=True)):
+                    return False  # another buffer: it was restored, replaced, or given other memory
+                self._as_they_are, self._versions = found, _versions(found)
         except AttributeError:  # it is an ordinary tensor now
             return False
         others = self._others(weights)
@@ -169,14 +176,18 @@ class Session:
         self.arena.called(self._groups)
         site = self._site
         assert site is not None, "it fits"
-        in_cycle = None if self.key is None else self.cycles.executor(site)
-        executor = in_cycle or self.alone.begin(site, 0)
+        in_cycle = None if self.key is None else self.cycles.executor(site, self._versions)
+        executor = in_cycle or self.alone.begin(site, 0, self._versions)
         self.arena.running = os.getpid(), self._called
         try:
             outputs = executor.run(inputs)
         finally:
             self.arena.running = None
         self.steps += 1
+        counts, cost = self._counts, executor.cost
+        counts.calls += 1
+        counts.moved_bytes += cost.moved + cost.primed
+        counts.cold_starts += cost.primed > 0
         if self._replan_after and in_cycle is None and not (self.part and self.key):  # a cycle plans itself again
             self._replan()
         return outputs
@@ -262,12 +273,27 @@ class Session:
             key=self.key,
             code=self.code,
             buffers=self.buffers,
-            versions=tuple(buffer.version for buffer in self.buffers.values()),
             in_place=tuple(self._in_place),
             kept_bytes=self.in_place,
             model=self.model,
-            file=self.measured.append,
+            counts=self._counts,
+            file=partial(_file, self.measured, self._counts),  # not a method: a site must not keep its session
         )
+
+
+def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
+    """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
+    return tuple(sum(counts) for _, *counts in states)
+
+
+def _file(measured: deque[StepMeasurement], counts: Counts, predicted_s: float, found: StepMeasurement) -> None:
+    """Keep the measurement of a call, and count it."""
+    measured.append(found)
+    counts.measured += 1
+    counts.measured_s += found.step_s
+    counts.predicted_s += predicted_s
+    counts.stalled_s += found.exposed_h2d_s
+    counts.collective_s += found.collective_s
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

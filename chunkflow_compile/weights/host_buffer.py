@@ -19,6 +19,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import Backing, FileSlice, SharedMemory
 from .bytes import flat_bytes
+from .counts import Counts
 from .limits import Room, no_room
 from .reader import HostReader
 from .shared_ring import SharedRing
@@ -36,6 +37,7 @@ class Store(Protocol):
     pins: bool
     turn: tuple[int, int] | None
     ring: SharedRing | None
+    counts: Counts
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]]
 
     def quiet(self) -> AbstractContextManager[object]: ...
@@ -76,6 +78,7 @@ class HostBuffer:
         self._store: Store | None = None
         self._weight: Callable[[], torch.Tensor | None] = _no_weight
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None
+        self._resident_in: weakref.WeakSet[object] = weakref.WeakSet()  # the arenas whose programs read it
         self._unpin: weakref.finalize[[list[HostReader], Callable[[], None]], HostBuffer] | None = None
         self._copied_by: list[HostReader] = []
 
@@ -158,13 +161,23 @@ class HostBuffer:
         version, ref = self._resident or (None, None)
         return None if ref is None or version != self.version else ref()
 
-    def resident(self, stagings: GpuStagings) -> torch.Tensor:
-        """A copy of the values on the store's device, shared by all programs that use it at the same time."""
-        if (found := self.on_device) is not None:
+    def resident(self, stagings: GpuStagings, arena: object) -> torch.Tensor:
+        """A copy of the values on the store's device, shared by all programs that use it at the same time.
+
+        ``arena``: theirs, where no step runs now.  The copy gets new values in place if no program of another one reads it.
+        """
+        found, version = self.on_device, self.version  # before the copy: newer values need another
+        stale = None if self._resident is None else self._resident[1]()
+        alone = not self._resident_in - {arena}
+        self._resident_in.add(arena)
+        if found is not None:
             return found
         self.check()
-        version = self.version  # before the copy: newer values need another
-        made = stagings.brought(self.host, self.store.device, copy=True)
+        if stale is not None and alone:
+            with torch.inference_mode(stale.is_inference()), torch.no_grad():
+                made = stale.copy_(self.host)
+        else:
+            made = stagings.brought(self.host, self.store.device, copy=True)
         self._resident = version, weakref.ref(made)
         return made
 

@@ -16,6 +16,7 @@ from torch import nn
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
+from .counts import Counts
 from .host_buffer import HostBuffer
 from .host_weight import HostWeight, become, like
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
@@ -32,7 +33,7 @@ class HostStore:
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
     after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.
-    ``lent``: tensors of state_dicts that have the memory of weights.
+    ``counts``: of its programs.  ``lent``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.  ``ring``: into which the first of these reads the drive for all.
     """
@@ -46,6 +47,7 @@ class HostStore:
     turn: tuple[int, int] | None = None
     ring: SharedRing | None = None
     agreed: int | None = None
+    counts: Counts = field(default_factory=Counts)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
     _buffers: list[weakref.ref[HostBuffer]] = field(default_factory=list)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer]] = field(default_factory=list)
@@ -63,9 +65,13 @@ class HostStore:
     @property
     def buffers(self) -> list[HostBuffer]:
         """The buffers of the weights that still exist, oldest first."""
-        found = [buffer for ref in self._buffers if (buffer := ref()) is not None and buffer.lasts_in(self)]
+        found = self.seen()
         self._buffers = [weakref.ref(buffer) for buffer in found]
         return found
+
+    def seen(self) -> list[HostBuffer]:
+        """The same, for a thread that must change nothing here."""
+        return [buffer for ref in [*self._buffers] if (buffer := ref()) is not None and buffer.lasts_in(self)]
 
     @property
     def pinned_bytes(self) -> int:
@@ -165,6 +171,7 @@ class HostStore:
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
         self.fetched_bytes += nbytes
+        self.counts.fetched_bytes += nbytes
         if self.warned:
             return
         self._fetched.add(name)

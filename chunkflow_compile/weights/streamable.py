@@ -18,7 +18,7 @@ PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 BITSANDBYTES_INT8 = "bitsandbytes.nn.modules.Int8Params"
 GGUF = "diffusers.quantizers.gguf.utils.GGUFParameter"
 # Parameters of libraries that differ from ordinary ones in their attributes only, by the name of the class.
-_WITH_ATTRIBUTES = ("bitsandbytes.nn.modules.Params4bit",)
+_WITH_ATTRIBUTES = ("bitsandbytes.nn.modules.Params4bit", "vllm.model_executor.parameter.ModelWeightParameter")
 # Classes that cannot be streamed -> why, and what can.
 _NOT_STREAMED = {
     BITSANDBYTES_INT8: "its layer keeps the bytes a second time; int8 of torchao or quanto streams",

@@ -1,5 +1,7 @@
 """Count: the cost of a region, FLOPs by torch.utils.flop_counter's formulas, bytes by the graph's metadata.
 
+A formula that a user registers there (``register_flop_formula``) is one of them.
+
 Products, which are GEMMs, convolutions and attention, take FLOPs and read and write operands.  What runs beside them moves
 bytes, in kernels of its own.
 """
@@ -7,16 +9,15 @@ bytes, in kernels of its own.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
 
 import torch
-from torch.fx import Node
-from torch.fx.node import map_arg
+from torch.fx import GraphModule, Node
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from chunkflow_compile.passes.problem import RegionCost
 
+from .calls import called, is_opaque, like_attention
 from .kernels import Values, other_kernels, tensor_bytes, tensors
 
 # Products of an input and a weight that the flop counter does not know, most of them with a quantised weight.
@@ -41,55 +42,87 @@ def region_cost(values: Values, fused: bool = True) -> RegionCost:
 
     ``fused``: whether Inductor fuses what lies between products.
     """
-    flops = {n: f for n in values if n.op not in ("placeholder", "output") and (f := node_flops(n, values)) > 0}
+    counts = {n: node_flops(n, values) for n in values if n.op not in ("placeholder", "output")}
+    flops = {n: f for n, f in counts.items() if f > 0 or is_opaque(n)}
     by_dtype, by_op = Counter[str](), Counter[str]()
     for node, count in flops.items():
-        by_dtype[_dtype(values[node])] += count
-        by_op[_kind(node)] += count
+        by_dtype[_dtype(node, values)] += count
+        by_op[_kind(node, values)] += count
     others = other_kernels(values, flops.keys(), fused)
     return RegionCost(
         flops=sum(flops.values()),
         attention=by_op["attention"],
-        masked=sum(f for n, f in flops.items() if _masked(n)),
+        masked=sum(f for n, f in flops.items() if _masked(n, values)),
         operands=sum(tensor_bytes(values[n]) + _read(n, values) for n in flops),
         traffic=tuple(sorted(others.traffic.items())),
         kernels=len(flops) + others.count,
-        dtype=_most(by_dtype, "float32"),
-        op=_most(by_op, ""),
+        dtype=_most(+by_dtype, "float32"),
+        op=_most(+by_op, ""),
     )
 
 
 def node_flops(node: Node, values: Values) -> int:
-    """FLOPs of one node; 0 for ops without a formula."""
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+    """FLOPs of one node: by the formula of its op, else as attention if it looks like that; 0 for other ops.
+
+    A nested graph counts as the one of most FLOPs among those of its op, as only one branch of ``cond`` runs.
+    """
+    call = called(node, values)
+    if call is None:
         return 0
-    operands: Any = map_arg((node.args, node.kwargs), values.__getitem__)
-    args, kwargs = operands
-    if _kind(node) == "attention" and args[1].shape[-2] != args[2].shape[-2]:  # only where sizes are estimated
+    args, kwargs = call.args, call.kwargs
+    if (
+        call.name.startswith("aten::") and "attention" in call.name and args[1].shape[-2] != args[2].shape[-2]
+    ):  # only where sizes are estimated
         args = (*args[:2], args[2].new_empty((*args[1].shape[:-1], args[2].shape[-1])), *args[3:])
     if node.target is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
         # The only attention op without a formula in torch; attention on fake CPU tensors traces to it.
         return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
-    if node.target._schema.name in _PRODUCTS:  # [..., k] by a weight into [..., n]
+    if call.name in _PRODUCTS:  # [..., k] by a weight into [..., n]
         return 2 * int(args[0].numel()) * int(tensors(values[node])[0].shape[-1])
-    formula = flop_registry.get(node.target.overloadpacket)
-    return 0 if formula is None else int(formula(*args, **kwargs, out_val=values[node]))
+    if (formula := flop_registry.get(call.op)) is not None:
+        return int(formula(*args, **kwargs, out_val=values[node]))
+    return like_attention(call) or max((_graph_flops(graph) for graph in call.nested), default=0)
+
+
+def without_formula(nodes: Iterable[Node]) -> dict[str, str]:
+    """The ops of others and kernels of Triton whose FLOPs nobody has declared: name -> a sentence that says what is done."""
+    found: dict[str, str] = {}
+    for node in nodes:
+        values = {n: n.meta.get("val") for n in (node, *node.all_input_nodes)}
+        call = called(node, values)
+        if call is None or not call.of_others or call.op in flop_registry or call.name in _PRODUCTS:
+            continue
+        taken = "are estimated as those of attention" if like_attention(call) else "count as none, only its bytes"
+        found[call.name] = (
+            f"no FLOP formula is declared for {call.title}: its FLOPs {taken}. Declare one with "
+            f"torch.utils.flop_counter.register_flop_formula({call.declared})."
+        )
+    return found
+
+
+def _graph_flops(graph: GraphModule) -> int:
+    """FLOPs of a nested graph; 0 where its sizes are symbols, whose values in a call it does not know."""
+    values = {node: node.meta.get("val") for node in graph.graph.nodes}
+    sizes = [size for value in values.values() for tensor in tensors(value) for size in tensor.shape]
+    if any(isinstance(size, torch.SymInt) for size in sizes):
+        return 0
+    return sum(node_flops(node, values) for node in values)
 
 
 def _most(flops: Mapping[str, int], otherwise: str) -> str:
     return max(sorted(flops), key=flops.__getitem__, default=otherwise)
 
 
-def _kind(node: Node) -> str:
-    name = str(node.target)
-    return next(
-        (kind for part, kind in (("attention", "attention"), ("conv", "convolution")) if part in name), "matmul"
-    )
+def _kind(node: Node, values: Values) -> str:
+    call = called(node, values)
+    if call is not None and (any(part in call.name for part in ("attention", "attn")) or like_attention(call)):
+        return "attention"
+    return "convolution" if "conv" in str(node.target) else "matmul"
 
 
-def _masked(node: Node) -> bool:
+def _masked(node: Node, values: Values) -> bool:
     """Whether a node is attention that reads a mask; ops of torch name it in two ways."""
-    if _kind(node) != "attention" or not isinstance(node.target, torch._ops.OpOverload):
+    if not isinstance(node.target, torch._ops.OpOverload) or _kind(node, values) != "attention":
         return False
     names = [argument.name for argument in node.target._schema.arguments]
     given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
@@ -101,5 +134,6 @@ def _read(node: Node, values: Values) -> int:
     return sum(tensor_bytes(values[n]) for n in node.all_input_nodes)
 
 
-def _dtype(value: Any) -> str:
-    return str(tensors(value)[0].dtype).removeprefix("torch.")
+def _dtype(node: Node, values: Values) -> str:
+    found = tensors(values[node]) or [t for n in node.all_input_nodes for t in tensors(values[n])]
+    return str(found[0].dtype).removeprefix("torch.") if found else "float32"

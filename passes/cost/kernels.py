@@ -54,7 +54,8 @@ def _moves_nothing(node: Node) -> bool:
     """Whether a node moves nothing: its result is memory that is there already."""
     if isinstance(node.target, torch._ops.OpOverload):
         return node.target.is_view or node.target is torch.ops.aten._unsafe_view.default
-    return node.op == "call_function"  # a part of a tuple, or a number
+    # a part of a tuple, or a number
+    return node.op == "call_function" and not isinstance(node.target, torch._ops.HigherOrderOperator)
 
 
 def _bases(values: Values) -> dict[Node, Node]:
@@ -100,6 +101,8 @@ def _leaves(node: Node, group: set[Node], bases: Mapping[Node, Node]) -> bool:
 def tensors(value: Any) -> list[torch.Tensor]:
     if isinstance(value, torch.Tensor):
         return [value]
+    if isinstance(value, dict):  # the result of a user's kernel
+        value = [*value.values()]
     return [t for v in value for t in tensors(v)] if isinstance(value, (list, tuple)) else []
 
 

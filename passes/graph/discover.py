@@ -20,6 +20,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.kernel_calls import is_kernel_call, kernel_name, written_by
 from chunkflow_compile.passes.problem import Parameter
 
 from .declared import Engine, argument, declared
@@ -92,7 +93,7 @@ def discover(traced: Traced) -> Discovery:
         if not readers:
             continue
         views.update(dict.fromkeys(chain, node))
-        keep = parameter.keep or (_WRITTEN if key in written else _keep(parameter, readers))
+        keep = parameter.keep or written.get(key) or _keep(parameter, node, readers)
         weights.append(DiscoveredWeight(parameter, node, readers, keep))
     collectives = tuple(n for n in graph.graph.nodes if collective_kind(n) is not None)
     return Discovery(tuple(weights), views, collectives)
@@ -264,11 +265,24 @@ def _is_itself(desc: Any) -> bool:
     return isinstance(desc, PlainAOTInput)
 
 
-def _mutated_inputs(graph: GraphModule) -> set[tuple[int, str]]:
-    """The inputs that forward writes."""
+def _mutated_inputs(graph: GraphModule) -> dict[tuple[int, str], str]:
+    """The inputs that forward writes -> a sentence on what writes them."""
     (output,) = graph.graph.find_nodes(op="output")
-    changed = (getattr(desc, "mutated_input", None) for desc in output.meta.get("desc") or ())
-    return {input_key(desc) for desc in changed if desc is not None}
+    descs: Any = output.meta.get("desc") or ()
+    results: Any = output.args[0]
+    changed = ((getattr(desc, "mutated_input", None), result) for desc, result in zip(descs, results, strict=False))
+    return {input_key(desc): _writer(result) for desc, result in changed if desc is not None}
+
+
+def _writer(result: Any) -> str:
+    """What writes an input.  ``result``: the new values that the graph returns for it, perhaps a view of them."""
+    while isinstance(result, Node) and result.all_input_nodes:
+        if is_kernel_call(result):
+            return f"the kernel {kernel_name(result)} writes it"
+        if result.target is not operator.getitem and not is_view(result):
+            break
+        result = result.all_input_nodes[0]
+    return _WRITTEN
 
 
 def _refuse_to_lose(parameter: Parameter, node: Node) -> None:
@@ -297,12 +311,21 @@ def _readers(placeholder: Node) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
     return tuple(readers), tuple(chain)
 
 
-def _keep(parameter: Parameter, readers: Sequence[Node]) -> str | None:
+def _base(node: Node) -> Node:
+    """What a node is a view of, itself if it is none."""
+    while is_view(node):
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _keep(parameter: Parameter, placeholder: Node, readers: Sequence[Node]) -> str | None:
     if len(parameter.names) > 1:
         return f"tied: also {', '.join(parameter.names[1:])}"
     for reader in readers:
         if reader.op == "output":
             return "returned by the model"
+        if any(_base(operand) is placeholder for operand in written_by(reader)):
+            return f"the kernel {kernel_name(reader)} writes it"
         if collective_kind(reader) is not None or is_wait_tensor(reader):
             return f"sent by the collective {reader.name}"
     return None

@@ -8,6 +8,8 @@ import operator
 import torch
 from torch.fx import GraphModule, Node
 
+from chunkflow_compile.passes.kernel_calls import is_kernel_call, operands_of, source_key
+
 
 def structural_key(module: GraphModule, index: int) -> str:
     """Digest of a region's ops, constants, wiring and tensor metadata, but not of the names of nodes.
@@ -19,10 +21,12 @@ def structural_key(module: GraphModule, index: int) -> str:
     lines: list[str] = []
     for node in module.graph.nodes:
         number[node] = len(number)
-        args = torch.fx.map_arg((node.args, tuple(sorted(node.kwargs.items()))), lambda n: f"%{number[n]}")
+        args = torch.fx.map_arg((node.args, tuple(sorted(operands_of(node).items()))), lambda n: f"%{number[n]}")
         target = "input" if node.op == "placeholder" else str(node.target)
         if node.op in ("get_attr", "call_module", "call_method") or not _is_plain(node):
             target += f" of region {index}"
+        if is_kernel_call(node):
+            target += f" {source_key(node)}"
         lines.append(f"{node.op} {target} {args!r} {_value_key(node.meta.get('val'))}")
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
@@ -32,6 +36,7 @@ def _is_plain(node: Node) -> bool:
         node.op != "call_function"
         or isinstance(node.target, torch._ops.OpOverload)
         or node.target is operator.getitem
+        or is_kernel_call(node)
         or getattr(node.target, "__module__", None) in ("_operator", "math")
     )
 
@@ -42,4 +47,6 @@ def _value_key(value: object) -> str:
         return f"{value.dtype}{tuple(value.shape)}{value.stride()}{value.storage_offset()}{value.device}{bits}"
     if isinstance(value, (list, tuple)):
         return "[" + ",".join(_value_key(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{name}:{_value_key(v)}" for name, v in value.items()) + "}"
     return repr(value)

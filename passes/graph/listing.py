@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import GraphModule, Node
 
+from chunkflow_compile.passes.kernel_calls import operands_of
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT, Prefetch, prefetch_of
 
 
@@ -38,7 +39,7 @@ def node_text(node: Node, names: Mapping[Node, str] | None = None) -> str:
     if node.target is operator.getitem:
         return f"{named} = {_value_text(node.args[0], known)}[{_value_text(node.args[1], known)}]"
     operands = [_value_text(a, known) for a in node.args] + [
-        f"{k}={_value_text(v, known)}" for k, v in node.kwargs.items()
+        f"{k}={_value_text(v, known)}" for k, v in operands_of(node).items()
     ]
     return f"{named} = {target_name(node)}({', '.join(operands)})"
 
@@ -69,4 +70,6 @@ def _value_text(value: object, names: Mapping[Node, str]) -> str:
     if isinstance(value, (list, tuple)):
         body = ", ".join(_value_text(v, names) for v in value)
         return f"[{body}]" if isinstance(value, list) else f"({body}{',' * (len(value) == 1)})"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_value_text(v, names)}" for k, v in value.items()) + "}"
     return names.get(value, value.name) if isinstance(value, Node) else repr(value)

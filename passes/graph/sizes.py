@@ -23,6 +23,8 @@ def symbols_of(value: Any) -> set[str]:
         return {n for s in (*value.shape, *value.stride(), value.storage_offset()) for n in symbols_of(s)}
     if isinstance(value, (list, tuple)):
         return {name for v in value for name in symbols_of(v)}
+    if isinstance(value, dict):
+        return symbols_of([*value.values()])
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return {symbol.name for symbol in value.node.expr.free_symbols}
     return set()
@@ -87,6 +89,8 @@ def concrete(value: Any, sizes: Mapping[str, int]) -> Any:
         return float(_at(value, sizes))
     if isinstance(value, (list, tuple)):
         return type(value)(concrete(v, sizes) for v in value)
+    if isinstance(value, dict):
+        return {name: concrete(v, sizes) for name, v in value.items()}
     return value
 
 

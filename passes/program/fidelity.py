@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from chunkflow_compile.passes.graph.discover import collective_kind
 from chunkflow_compile.passes.graph.keys import structural_key
 from chunkflow_compile.passes.graph.regions import flow_line
+from chunkflow_compile.passes.kernel_calls import kernel_name, written_by
 from chunkflow_compile.passes.ops import EVICT, PREFETCH, WAIT
 
 from .memory import Memory
@@ -57,7 +58,17 @@ def check_readers(program: Program, memory: Memory) -> Iterator[str]:
                     yield f"{streamed[node.name]}: {user.name} reads it outside a region"
     for name, uses in memory.uses.items():
         for place in sorted(place for place in uses.writes if place in streamed):
-            yield f"{streamed[place]}: {name} writes it, but its slot is filled from host memory only"
+            by = _kernels(program, name)
+            yield f"{streamed[place]}: {name}{by} writes it, but its slot is filled from host memory only"
+
+
+def _kernels(program: Program, name: str) -> str:
+    """The users' kernels by which a region writes what it is given, to name them beside it."""
+    call = next(n for n in program.module.graph.nodes if n.name == name)
+    region = program.regions.get(str(call.target))
+    nodes = () if region is None else region.module.graph.nodes
+    found = dict.fromkeys(kernel_name(n) for n in nodes if written_by(n))
+    return f" (by the kernel {', '.join(found)})" if found else ""
 
 
 def check_operands(program: Program) -> Iterator[str]:

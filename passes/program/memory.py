@@ -1,9 +1,9 @@
 """Memory: which memory each value of a program may lie in, and which nodes read or write it.
 
 Writes are those that the schemas of the ops declare.  An op without a schema, such as ``cond``, writes what its nested
-graphs write.  AOTAutograd makes inference graphs functional, so a graph that it traced holds no write; one that was
-built by hand may, as in a collective that writes the buffer it is given (``all_reduce_``).  Inductor adds none: it
-writes to an input of a region only where the region's graph does.
+graphs write; a call of a user's kernel what Triton finds in its source.  AOTAutograd makes inference graphs functional, so
+a graph that it traced holds no write; one that was built by hand may, as in a collective that writes the buffer it is given
+(``all_reduce_``).  Inductor adds none: it writes to an input of a region only where the region's graph does.
 
 Contract
     Reads a program only.  Where a schema leaves open whether values share memory, they do.
@@ -21,6 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from chunkflow_compile.passes.graph.discover import collective_kind, is_view, is_wait_tensor, list_of
+from chunkflow_compile.passes.kernel_calls import is_kernel_call, returns_copies, written_by
 
 from .rewrite import Program
 
@@ -122,6 +123,8 @@ def _result_memory(node: Node, own: frozenset[Any], of: Mapping[Node, frozenset[
     target: Any = node.target
     if is_view(node) or target is operator.getitem:
         return _union(of[n] for n in _marked(node) or node.all_input_nodes)
+    if returns_copies(node):
+        return own
     if not isinstance(target, torch._ops.OpOverload):
         return own | _union(of[n] for n in node.all_input_nodes)
     if all(result.alias_info is None for result in target._schema.returns):
@@ -136,6 +139,8 @@ def _written_operands(node: Node, module: GraphModule) -> list[Node]:
     """
     if isinstance(node.target, torch._ops.OpOverload):
         return _marked(node, write=True)
+    if is_kernel_call(node):
+        return written_by(node)
     nested = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
     if any(effects_of(graph).writes for graph in nested if isinstance(graph, GraphModule)):
         return [n for n in node.all_input_nodes if n.op != "get_attr"]

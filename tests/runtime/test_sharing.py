@@ -16,7 +16,8 @@ from helpers import Stack
 from torch import nn
 from torch.torch_version import TorchVersion
 
-from chunkflow_compile import Arena, ChunkflowError, explain, offload, programs, restore
+import chunkflow_compile
+from chunkflow_compile import Arena, ChunkflowError, cycles, explain, offload, programs, restore
 from chunkflow_compile.passes.errors import FindingError
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.runtime import arena as arena_module
@@ -26,6 +27,8 @@ OPTIONS = {**OPTIONS, "lowering": "eager", "hardware": WRAPS}
 SHAPES = [(4, 8), (6, 8), (2, 3, 8)]
 # Keeps some weights and streams the others, on a machine on which copies do not hide.
 TIGHT: dict[str, object] = {"memory": 40000, "slowdown": None, "chunk_bytes": 8192, "hardware": FAST}
+# The same, and some chunks of a weight that streams.
+PARTLY = {**TIGHT, "memory": 42000, "chunk_bytes": 2048}
 
 
 def stack(layers: int = 3, seed: int = 0) -> Stack:
@@ -88,6 +91,58 @@ def test_new_values_reach_every_program(no_grad: None) -> None:
             assert torch.equal(run(x), stack(seed=seed)(x))
     restore(model)
     assert all(torch.equal(v, stack(seed=2).state_dict()[n]) for n, v in model.state_dict().items())
+
+
+@pytest.mark.parametrize("debug", [(), ("threads", "poison")])
+@pytest.mark.parametrize(
+    "goal", [TIGHT, PARTLY, {}, {"policy": "layerwise", "slowdown": None}, {"policy": "resident", "slowdown": None}]
+)
+def test_what_was_written_is_copied_again_alone(goal: dict[str, Any], debug: tuple[str, ...], no_grad: None) -> None:
+    """Whatever the weight: one that streams, has chunks that stay, is fetched by the step before, or is resident."""
+    model, twin = stack(), stack()
+    run = compiled(model, **{**goal, "debug": debug})
+    for _ in range(2):
+        assert torch.equal(run(x := torch.randn(4, 8)), twin(x))
+    (session,) = programs(model)
+    before = {name: value.data_ptr() for name, value in session.executor.binding.values.items()}
+    primed = dict[str, int]()
+    for name, buffer in session.buffers.items():
+        values = twin.get_parameter(name) * 0.5
+        for m in (model, twin):
+            m.get_parameter(name).copy_(values)
+        for _ in range(2):
+            assert torch.equal(run(x := torch.randn(4, 8)), twin(x)), name
+        assert programs(model) == (session,), "neither planned nor bound again"
+        written, after = session.measurements[-2:]
+        primed[name] = written.primed_bytes
+        assert written.primed_bytes <= buffer.nbytes and not after.primed_bytes, name
+        assert written.moved_bytes == after.moved_bytes == session.plan.moved_bytes
+    assert {name: value.data_ptr() for name, value in session.executor.binding.values.items()} == before
+    if goal == PARTLY:
+        assert any(None in w.windows for w in session.plan.streamed) and any(primed.values())
+    if goal in (TIGHT, PARTLY):
+        assert not all(primed.values()), "some come later anyway"
+
+
+def test_what_a_call_of_a_cycle_reads_is_copied_again_alone(no_grad: None) -> None:
+    model, twin = stack(6), stack(6)
+    chunkflow_compile.compile(model, **{k: v for k, v in OPTIONS.items() if k != "min_bytes"}, min_bytes=4096)
+    for _ in range(6):
+        assert torch.equal(model(x := torch.randn(4, 8)), twin(x))
+        if (found := cycles(model)) and found[0].measurements:
+            break
+        programs(model)[0].cycles.wait_planned()
+    (bound,) = cycles(model)
+    for name in ("blocks.3.up.weight", "blocks.0.down.weight", "blocks.5.up.weight"):
+        values = twin.get_parameter(name) * 0.5
+        for m in (model, twin):
+            m.get_parameter(name).copy_(values)
+        for _ in range(2):
+            assert torch.equal(model(x := torch.randn(4, 8)), twin(x)), name
+        written, after = bound.measurements[-2:]
+        assert written.primed_bytes <= twin.get_parameter(name).nbytes and not after.primed_bytes
+        assert written.moved_bytes == after.moved_bytes == bound.cycle.plan.moved_bytes > 0
+    assert cycles(model) == (bound,) and not bound.jumps
 
 
 def test_several_models_share_the_arena_that_they_are_given(no_grad: None) -> None:

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, register_collective
-from chunkflow_compile.frontend.frame import note_undeclared
+from chunkflow_compile.frontend.frame import note_ops_of_others
 from chunkflow_compile.frontend.trace import trace
 from chunkflow_compile.passes.program.collectives import check_collectives
 from chunkflow_compile.passes.program.happens_before import HappensBefore
@@ -41,14 +41,14 @@ def two() -> Iterator[None]:
 def test_an_undeclared_one_is_taken_for_compute_and_named() -> None:
     traced, told = trace(OpaqueStack(), {"x": X}, 0), list[str]()
     assert cut_of(OpaqueStack(), X).problem.collectives == ()
-    note_undeclared(traced, told.append)
-    assert len(told) == 1 and told[0].startswith("chunkflow_tests::exchange: by name or arguments this communicates")
-    assert "register_collective" in told[0] and "exchange_three" not in told[0], (
-        "neither its name nor an argument tells"
-    )
+    note_ops_of_others(traced, told.append)
+    assert told[0].startswith("chunkflow_tests::exchange: by its name or arguments this op communicates")
+    assert "register_collective" in told[0]
+    # of the other one neither the name nor an argument tells
+    assert [text.partition(":")[0] for text in told[1:]] == ["no FLOP formula is declared for chunkflow_tests"]
     with declaring():
-        note_undeclared(trace(OpaqueStack(), {"x": X}, 0), told.append)
-        assert len(told) == 1
+        note_ops_of_others(trace(OpaqueStack(), {"x": X}, 0), told.append)
+        assert len(told) == 2, "nothing more"
 
 
 @pytest.mark.usefixtures("two")

@@ -1,0 +1,194 @@
+"""``metrics``: what placed models do, for Prometheus.  All is read when it is scraped; nothing is kept for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from chunkflow_compile.model.placement import Placement, placement_of, unwrap
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.pipeline.budget import budget_of
+from chunkflow_compile.pipeline.components import components_of
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.weights.counts import Counts
+
+# Times that a reading is tried that another thread has disturbed: it changes a list or a dict while this one goes through it.
+_TRIES = 5
+
+# Name without the unit of Prometheus -> what it is, and how it follows from the counts of a model.
+_COUNTERS: Mapping[str, tuple[str, Callable[[Counts], float]]] = {
+    "chunkflow_calls": ("Calls of compiled programs", lambda c: c.calls),
+    "chunkflow_call_predicted_seconds": ("Predicted time of the measured calls", lambda c: c.predicted_s),
+    "chunkflow_stall_seconds": ("Time that compute waited for weights in the measured calls", lambda c: c.stalled_s),
+    "chunkflow_collective_seconds": ("Time of collectives in the measured calls", lambda c: c.collective_s),
+    "chunkflow_moved_bytes": ("Bytes of weights copied to the device", lambda c: c.moved_bytes),
+    "chunkflow_fetched_bytes": ("Bytes of weights copied for ops outside programs", lambda c: c.fetched_bytes),
+    "chunkflow_cold_starts": ("Calls that first fetched what a warm one finds", lambda c: c.cold_starts),
+    "chunkflow_off_cycle_calls": ("Calls out of the order that was planned", lambda c: c.off_cycle),
+    "chunkflow_programs": ("Programs made: first calls, new sizes, other plans", lambda c: c.programs),
+}
+_CALL = "chunkflow_call_seconds", "Time of the measured calls"
+_GAUGES = {
+    "chunkflow_device_bytes": "Bytes on the device: the arena, shared by models with one name, and resident weights",
+    "chunkflow_pinned_bytes": "Bytes of pinned weights in host memory",
+    "chunkflow_host_bytes": "Bytes of weights in host memory",
+    "chunkflow_drive_bytes": "Bytes of weights on the drive",
+    "chunkflow_budget_bytes": "Bytes that the plans of the model, or its pipeline, may take on the device",
+}
+
+
+@dataclass(eq=False)
+class _Watched:
+    """A model that is scraped, kept weakly.  ``counts``: of its placements so far, the present one last."""
+
+    name: str
+    root: weakref.ref[nn.Module]
+    counts: list[Counts]
+
+    def placements(self) -> list[Placement]:
+        """Those of the model and its parts; none once it is gone or restored."""
+        root = self.root()
+        return [] if root is None else [p for m in root.modules() if (p := placement_of(m)) is not None]
+
+    def sums(self, placements: Iterable[Placement]) -> list[Counts]:
+        """The counts of this and earlier placements: a model that is placed again counts on."""
+        self.counts += [p.store.counts for p in placements if p.store.counts not in self.counts]
+        return self.counts
+
+
+class Metrics:
+    """A collector of prometheus_client.  Models that are gone or restored vanish by themselves."""
+
+    def __init__(self, owners: Iterable[Any], registry: Any, library: Any) -> None:
+        self._owners = [weakref.ref(unwrap(o) if isinstance(o, nn.Module) else o) for o in owners]
+        self._watched: list[_Watched] = []
+        self._registry = registry
+        self._library = library
+        self._lock = threading.Lock()  # between scrapes
+
+    def unregister(self) -> None:
+        """Take it out of its registry."""
+        self._registry.unregister(self)
+
+    def describe(self) -> list[Any]:
+        """The names, without values: the registry asks for them when it gets the collector."""
+        return [*self._families().values()]
+
+    def collect(self) -> list[Any]:
+        """What is known now.  Takes no lock of a call, and waits for no device."""
+        with self._lock:
+            return self._collected()
+
+    def _collected(self) -> list[Any]:
+        families, taken = self._families(), set[Arena]()
+        rank = str(dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0")))
+        for watched in self._known():
+            placements = _undisturbed(watched.placements)
+            if not placements:
+                continue
+            labels, counts = [watched.name, rank], watched.sums(placements)
+            for name, (_, figure) in _COUNTERS.items():
+                families[name].add_metric(labels, sum(map(figure, counts)))
+            count, seconds = sum(c.measured for c in counts), sum(c.measured_s for c in counts)
+            families[_CALL[0]].add_metric(labels, count_value=count, sum_value=seconds)
+            for name, value in self._gauges(watched, placements, taken).items():
+                families[name].add_metric(labels, value)
+        return [*families.values()]
+
+    def _families(self) -> dict[str, Any]:
+        core, labels = self._library, ("model", "rank")
+        made = {name: core.CounterMetricFamily(name, text, labels=labels) for name, (text, _) in _COUNTERS.items()}
+        made[_CALL[0]] = core.SummaryMetricFamily(*_CALL, labels=labels)
+        return made | {name: core.GaugeMetricFamily(name, text, labels=labels) for name, text in _GAUGES.items()}
+
+    def _known(self) -> list[_Watched]:
+        """The models to scrape: of pipelines, those that they have now."""
+        found: dict[int, tuple[str, nn.Module]] = {}
+        for owner in (o for ref in self._owners if (o := ref()) is not None):
+            models = _undisturbed(partial(models_of, owner))
+            for name, model in models.items():
+                found.setdefault(id(model), (name, model))
+        watched = [w for w in self._watched if w.root() is not None]
+        mine = {id(w.root()) for w in watched}
+        for key, (name, model) in found.items():
+            if key not in mine:
+                watched.append(_Watched(_free_name(name, watched), weakref.ref(model), []))
+        self._watched = watched
+        return [w for w in watched if id(w.root()) in found]
+
+    def _gauges(self, watched: _Watched, placements: list[Placement], taken: set[Arena]) -> dict[str, float]:
+        """``taken``: the arenas that are counted with an earlier model, which this adds to."""
+        arenas = {s.arena for p in placements for s in [*p.sessions] if not s.closed} - taken
+        taken |= arenas
+        buffers = [b for p in placements for b in p.store.seen()]
+        figures: dict[str, float] = {
+            "chunkflow_device_bytes": sum(_undisturbed(partial(getattr, arena, "held")) for arena in arenas),
+            "chunkflow_pinned_bytes": sum(b.nbytes for b in buffers if b.pinned),
+            "chunkflow_host_bytes": sum(b.nbytes for b in buffers if b.drive is None),
+            "chunkflow_drive_bytes": sum(b.nbytes for b in buffers if b.drive is not None),
+        }
+        root = watched.root()
+        if root is not None and (budget := budget_of(root)) is not None:
+            figures["chunkflow_budget_bytes"] = budget.total
+        else:
+            goals = [s.code.settings.memory for p in placements for s in [*p.sessions] if not s.closed]
+            if goals and None not in goals:
+                figures["chunkflow_budget_bytes"] = max(g for g in goals if g is not None)
+        return figures
+
+
+def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
+    """Register a collector of Prometheus for applied pipelines and placed models; return it.
+
+    ``registry``: of prometheus_client, by default its own, which ``start_http_server`` serves.  A model has its component's
+    name or its class as label, with a number if that is taken.  Raises ChunkflowError without prometheus_client.
+    """
+    try:
+        import prometheus_client
+        from prometheus_client import core
+    except ImportError as error:
+        raise ChunkflowError("Metrics need prometheus-client: pip install 'chunkflow-compile[metrics]'.") from error
+    for owner in pipes_or_models:
+        models_of(owner)  # raises for what is neither
+    chosen = prometheus_client.REGISTRY if registry is None else registry
+    collector = Metrics(pipes_or_models, chosen, core)
+    try:
+        chosen.register(collector)
+    except ValueError as error:  # the same names
+        raise ChunkflowError(
+            "This registry has the metrics of ChunkFlow already: pass all models in one call, or unregister() the first."
+        ) from error
+    return collector
+
+
+def models_of(owner: Any) -> Mapping[str, nn.Module]:
+    """Name -> model, of a pipeline or a model."""
+    if isinstance(owner, nn.Module):
+        return {type(unwrap(owner)).__name__: unwrap(owner)}
+    return {name: unwrap(model) for name, model in components_of(owner).items()}
+
+
+def _free_name(name: str, watched: Iterable[_Watched]) -> str:
+    taken = {w.name for w in watched}
+    number = 2
+    free = name
+    while free in taken:
+        free, number = f"{name}-{number}", number + 1
+    return free
+
+
+def _undisturbed(read: Callable[[], Any]) -> Any:
+    """What ``read`` returns, tried again if another thread changes what it goes through."""
+    for _ in range(_TRIES):
+        with contextlib.suppress(RuntimeError):
+            return read()
+    return read()

@@ -1,0 +1,83 @@
+"""``spans``: what placed models did in a request, as spans of OpenTelemetry, made afterwards from the measurements."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from chunkflow_compile.model.offload import cycles, programs
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.pipeline.metrics import models_of
+from chunkflow_compile.runtime.bound_cycle import BoundCycle
+from chunkflow_compile.runtime.measurement import as_one
+
+# Begin and end, seconds of time.monotonic(), and attributes.
+_Step = tuple[float, float, dict[str, Any]]
+
+
+@contextlib.contextmanager
+def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
+    """Make spans of the calls inside, when the context ends: one for each component that ran, and below it one for each
+    measured call of a program or pass over a cycle.  They appear below the span that is current.
+
+    ``tracer``: of OpenTelemetry, by default that of the global provider.  Waits at the end for the calls in flight.  A pass
+    that a jump has ended has no span.  Raises ChunkflowError without opentelemetry-api.
+    """
+    try:
+        from opentelemetry import trace
+    except ImportError as error:
+        raise ChunkflowError("Spans need opentelemetry-api: pip install 'chunkflow-compile[metrics]'.") from error
+    chosen = trace.get_tracer("chunkflow_compile") if tracer is None else tracer
+    begun, wall = time.monotonic(), time.time_ns()
+
+    def ns(at: float) -> int:
+        return wall + round((at - begun) * 1e9)
+
+    try:
+        yield
+    finally:
+        known = set[int]()
+        for name, model in models_of(pipe_or_model).items():
+            if steps := sorted(_steps(model, begun, known), key=lambda step: step[0]):
+                _make(chosen, trace.set_span_in_context, name, steps, ns)
+
+
+def _make(tracer: Any, below: Callable[[Any], Any], name: str, steps: list[_Step], ns: Callable[[float], int]) -> None:
+    phase = tracer.start_span(
+        f"chunkflow {name}", start_time=ns(steps[0][0]), attributes={"chunkflow.steps": len(steps)}
+    )
+    for begin, end, attributes in steps:
+        tracer.start_span("chunkflow step", below(phase), start_time=ns(begin), attributes=attributes).end(ns(end))
+    phase.end(ns(max(end for _, end, _ in steps)))
+
+
+def _steps(model: nn.Module, begun: float, known: set[int]) -> Iterator[_Step]:
+    """Those of a model that ended after ``begun``.  ``known``: the cycles shown already, which this adds to."""
+    for bound in [*cycles(model), *(session.alone for session in programs(model))]:
+        if id(bound) not in known:
+            known.add(id(bound))
+            yield from _passes(bound, begun)
+
+
+def _passes(bound: BoundCycle, begun: float) -> Iterator[_Step]:
+    plan = bound.cycle.plan
+    for calls in bound.passes:
+        zero, whole, last = bound.arena.streams.zero, as_one(calls), calls[-1]
+        begin, end = zero + whole.begin_s, zero + last.begin_s + last.step_s
+        if end <= begun:
+            continue
+        attributes: dict[str, Any] = {
+            "chunkflow.plan": whole.plan,
+            "chunkflow.calls": len(calls),
+            "chunkflow.measured_s": whole.step_s,
+            "chunkflow.stalled_s": whole.exposed_h2d_s,
+            "chunkflow.collective_s": whole.collective_s,
+            "chunkflow.moved_bytes": whole.moved_bytes + whole.primed_bytes,
+        }
+        if plan.predicted is not None and plan.digest == whole.plan:
+            attributes["chunkflow.predicted_s"] = plan.predicted.step_s
+        yield begin, end, attributes

@@ -1,0 +1,83 @@
+"""What the user of a server has set in the environment, and whether the plug-in knows the server's release."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.units import parse_bytes
+
+MEMORY = "CHUNKFLOW_MEMORY"
+OPTIONS = "CHUNKFLOW_OPTIONS"
+_EXAMPLE = 'such as {"lowering": "eager"}'
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """``memory``: most weight bytes of one transformer on the device, such as "12GiB".  ``options``: other options of the
+    backend."""
+
+    memory: str
+    options: Mapping[str, object]
+
+
+def settings_from(environ: Mapping[str, str]) -> Settings | None:
+    """The settings in an environment; None where ``CHUNKFLOW_MEMORY`` is not set or empty.
+
+    ``CHUNKFLOW_OPTIONS``: a JSON object of further options, such as ``{"lowering": "eager"}``.  Raises ChunkflowError that
+    names the variable for a memory that is no size, and for options that are no JSON object or that the backend does not
+    have.
+    """
+    memory = environ.get(MEMORY, "").strip()
+    if not memory:
+        return None
+    parse_bytes(memory, MEMORY)
+    try:
+        options = json.loads(environ.get(OPTIONS) or "{}")
+    except json.JSONDecodeError as error:
+        raise ChunkflowError(f"{OPTIONS} is not JSON ({error}): give an object, {_EXAMPLE}.") from error
+    if not isinstance(options, dict):
+        raise ChunkflowError(f"{OPTIONS} is {json.dumps(options)}, and must be a JSON object: {_EXAMPLE}.")
+    if "memory" in options:
+        raise ChunkflowError(f"memory is in {MEMORY} and in {OPTIONS}: leave it out of {OPTIONS}.")
+    _check({**options, "memory": memory})
+    return Settings(memory, options)
+
+
+def _check(options: Mapping[str, object]) -> None:
+    from chunkflow_compile.options import parse_options  # imports torch, which a server without settings may not want
+
+    try:
+        parse_options(options)
+    except ChunkflowError as error:
+        raise ChunkflowError(f"{OPTIONS}: {error}") from error
+
+
+def known_release(distribution: str, oldest: str, before: str) -> bool:
+    """Whether the installed release of a server is at least ``oldest`` and below ``before``; warns if it is not."""
+    installed = version(distribution)
+    if _numbers(oldest) <= _numbers(installed) < _numbers(before):
+        return True
+    _log.warning(
+        "This is %s %s, and the plug-in of ChunkFlow knows %s up to below %s: it does nothing, and no weights stream. "
+        "Install such a release, or unset %s.",
+        distribution,
+        installed,
+        oldest,
+        before,
+        MEMORY,
+    )
+    return False
+
+
+def _numbers(release: str) -> tuple[int, ...]:
+    """(0, 5, 23) of ``0.5.23.post1``."""
+    found = re.match(r"\d+(\.\d+)*", release)
+    return tuple(int(n) for n in found[0].split(".")) if found else ()

@@ -1,0 +1,157 @@
+"""Plug-in of SGLang-diffusion: with ``CHUNKFLOW_MEMORY`` set, its transformers stream their weights within that memory.
+
+SGLang calls :func:`plugin` in each of its processes, before it imports what it serves with, and then puts the hooks that
+were registered around its own functions.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.servers.settings import MEMORY, Settings, known_release, settings_from
+
+# The hooks are on functions that no interface of SGLang promises: only releases that were tried are known.
+OLDEST, BEFORE = "0.5.23", "0.5.24"
+
+_log = logging.getLogger(__name__)
+
+_RUNTIME = "sglang.multimodal_gen.runtime."
+_STAGES = f"{_RUNTIME}pipelines_core.stages."
+_RESIDENCY = f"{_RUNTIME}managers.memory_managers.component_manager."
+
+
+def plugin() -> None:
+    """Register the hooks if ``CHUNKFLOW_MEMORY`` is set; ends the server, with a sentence, for bad settings."""
+    try:
+        settings = settings_from(os.environ)
+    except ChunkflowError as error:
+        raise SystemExit(str(error)) from error  # of an Exception, SGLang makes a line in the log and serves without us
+    if settings is None or not known_release("sglang", OLDEST, BEFORE):
+        return
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry, HookType
+
+    hooks = Hooks(settings)
+    for target, hook, kind in (
+        (f"{_RUNTIME}server_args.server_args.ServerArgs._adjust_parameters", load_on_the_host, HookType.BEFORE),
+        (f"{_STAGES}denoising.DenoisingStage._maybe_offload_during_compile", hooks.place, HookType.REPLACE),
+        (f"{_RUNTIME}utils.torch_compile.CompiledModuleRegistry.compile_once", hooks.compile, HookType.AROUND),
+        (f"{_RUNTIME}utils.torch_compile.CompiledModuleRegistry.compile_regions_once", hooks.compile, HookType.AROUND),
+        (f"{_RESIDENCY}build_component_residency_strategy", leave_alone, HookType.AROUND),
+        (f"{_RESIDENCY}ComponentResidencyManager.finish_request", hooks.report, HookType.AFTER),
+        (f"{_RUNTIME}layers.layernorm.FP32LayerNorm._cached_fp32_param", fp32_param, HookType.REPLACE),
+        (f"{_RUNTIME}models.dits.qwen_image._qwen_modulation_cache_key", no_key, HookType.REPLACE),
+    ):
+        HookRegistry.register(target, hook, kind)
+
+
+def load_on_the_host(args: Any) -> None:
+    """BEFORE ``ServerArgs`` fits its arguments to each other: the transformers are loaded into host memory.
+
+    Raises ChunkflowError for arguments that contradict streaming.
+    """
+    from sglang.multimodal_gen.runtime.managers.memory_managers.component_residency import normalize_component_residency
+
+    args.component_residency = normalize_component_residency(args.component_residency) or {}
+    mode = args.explicit_residency_mode("transformer")
+    if mode not in (None, "component-offload") or args.dit_layerwise_offload:
+        raise ChunkflowError(
+            f"{MEMORY} streams the weights of the transformer, and the arguments of the server keep them otherwise "
+            f"({mode or 'layerwise-offload'}): leave out --dit-layerwise-offload, --dit-cpu-offload and what "
+            "--component-residency and --layerwise-offload-components say of the transformer."
+        )
+    if args.enable_breakable_cuda_graph:
+        raise ChunkflowError(
+            f"{MEMORY} and CUDA graphs exclude each other: a captured step would replay no copies; leave out "
+            "--enable-breakable-cuda-graph."
+        )
+    if not args.enable_torch_compile:
+        raise ChunkflowError(f"{MEMORY} streams weights through compiled code: add --enable-torch-compile.")
+    # Said of the transformer, SGLang's own choices for it (layerwise, FSDP, CUDA graphs by default) are made no more.
+    args.component_residency["dit"] = "component-offload"
+
+
+class Hooks:
+    """The hooks that know the settings.  ``settings``: of the environment."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._options: dict[str, Any] = dict(settings.options)
+        self._memory = settings.memory
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def place(self, stage: Any, module: Any) -> None:
+        """In place of layerwise offload while compiling: the transformer of a stage leaves its weights on the host."""
+        from sglang.multimodal_gen.runtime.distributed import get_local_torch_device
+        from torch import nn
+
+        from chunkflow_compile.model.offload import offload
+        from chunkflow_compile.model.placement import placement_of
+        from chunkflow_compile.options import parse_options
+
+        if isinstance(module, nn.Module) and placement_of(module) is None:
+            offload(module, get_local_torch_device(), min_bytes=parse_options(self._options).min_bytes)
+            _log.info("%s is placed: its weights stream, at most %s on the device", type(module).__name__, self._memory)
+
+    def compile(self, original: Callable[..., Any], registry: Any, module: Any, *, compile_kwargs: Any) -> Any:
+        """AROUND the compilation of a module, whole or by regions: a placed one is compiled by kind.
+
+        By kind, only blocks are traced.  Around them SGLang's transformers shard text, build masks on the host, cache by
+        the addresses of tensors and ask for the request's context; a graph of the whole model breaks there.
+        """
+        from chunkflow_compile.frontend.compile import compile as compile_by_kind
+        from chunkflow_compile.model.placement import placement_of
+
+        if placement_of(module) is None:
+            return original(registry, module, compile_kwargs=compile_kwargs)
+        if all(part._compiled_call_impl is None for part in module.modules()):  # another stage may have it, too
+            compile_by_kind(module, mode=compile_kwargs.get("mode"), memory=self._memory, **self._options)
+        registry.module_ids.add(id(module))
+        return True
+
+    def report(self, result: None, manager: Any) -> None:
+        """AFTER a request: says once of a transformer what its steps copy."""
+        from chunkflow_compile.model.offload import cycles
+        from chunkflow_compile.report.record import size
+
+        for module in manager.pipeline.modules.values():
+            if getattr(module, "_chunkflow_placement", None) is None or module in self._told:
+                continue
+            if found := cycles(module):
+                plan = found[0].cycle.plan
+                self._told.add(module)
+                _log.info(
+                    "%s streams: a step copies %s, and %s of its weights are on the device",
+                    type(module).__name__,
+                    size(plan.moved_bytes),
+                    size(plan.device_bytes),
+                )
+
+
+def leave_alone(original: Callable[..., Any], name: str, module: Any, args: Any, **more: Any) -> Any:
+    """AROUND the choice of what moves a component between requests: nothing moves one that is placed."""
+    from sglang.multimodal_gen.runtime.managers.memory_managers import component_residency_strategies as strategies
+    from sglang.multimodal_gen.runtime.managers.memory_managers import layerwise_offload_components as components
+
+    from chunkflow_compile.model.placement import placement_of
+
+    if placement_of(module) is not None:
+        return strategies.ComponentResidencyStrategy()
+    if components.is_dit_component_name(name):
+        _log.warning("%s (%s) does not stream: its stage does not compile it as others do", name, type(module).__name__)
+    return original(name, module, args, **more)
+
+
+def fp32_param(norm: Any, attr: str, param: Any, device: Any) -> Any:
+    """In place of a cache that asks for ``data_ptr()``, at which Dynamo breaks the graph of each block, on GPUs too."""
+    return None if param is None else param.float().to(device)
+
+
+def no_key(*args: Any) -> None:
+    """In place of a key by which both branches of guidance share what a block computes of the timestep.
+
+    Where it compiles a model whole, SGLang has none.  With it, each branch would have programs of its own.
+    """

@@ -1,0 +1,150 @@
+"""The plug-in of vLLM-Omni: its workers stream the weights of the diffusion transformer within ``CHUNKFLOW_MEMORY``.
+
+vLLM-Omni calls ``plug_in`` in each of its processes, by the entry point ``vllm_omni.general_plugins``, before it loads a
+model.  It has no hooks for a plug-in, so three of its functions are wrapped, all in ``plug_in`` and for the releases that it
+knows: the loader leaves the model on the host, the transformers are offloaded where the server would install its own
+offloading, and compiled where the server compiles them.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import Any
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.servers.settings import MEMORY, Settings, known_release, settings_from
+
+_log = logging.getLogger("vllm_omni.chunkflow")  # the server's log shows what is below vllm_omni
+_DIT = "dit"  # its name for the transformers, as a component that is offloaded
+
+
+def plug_in() -> None:
+    """Wrap the functions of the server; nothing without ``CHUNKFLOW_MEMORY``, or in a release that is not known.
+
+    Raises ChunkflowError for what is wrong in the environment.
+    """
+    settings = settings_from(os.environ)
+    if settings is None or not known_release("vllm-omni", "0.30", "0.31"):
+        return
+    from vllm_omni.diffusion import offloader
+    from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
+    from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
+
+    _wrap(DiffusersPipelineLoader, "load_model", _load_on_the_host)
+    _wrap(offloader, "get_offload_backend", functools.partial(_backend, settings))
+    _wrap(DiffusionModelRunner, "_compile_transformer", functools.partial(_compile, settings))
+    _declare_collectives()
+
+
+def _wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """``around`` gets the wrapped function before its arguments.  What is wrapped already stays as it is."""
+    theirs = getattr(owner, name)
+    if hasattr(theirs, "_chunkflow"):
+        return
+    ours = functools.wraps(theirs)(lambda *args, **kwargs: around(theirs, *args, **kwargs))
+    ours._chunkflow = True  # type: ignore[attr-defined]
+    setattr(owner, name, ours)
+
+
+def _load_on_the_host(theirs: Callable[..., Any], loader: Any, load_device: str, *args: Any, **kwargs: Any) -> Any:
+    """Load the pipeline on the CPU, as for the server's own offloading: it need not fit the device."""
+    _check(loader.od_config)
+    return theirs(loader, "cpu", *args, **kwargs)
+
+
+def _check(config: Any) -> None:
+    """Raise ChunkflowError for settings of the server under which no weights would stream."""
+    from vllm_omni.diffusion.offloader.config import OffloadStrategy, resolve_offload
+
+    offload = resolve_offload(config)
+    if config.enforce_eager:
+        raise ChunkflowError(
+            f"enforce_eager leaves the transformer uncompiled, and only compiled code streams weights: leave out "
+            f"--enforce-eager, or unset {MEMORY}."
+        )
+    if offload.strategy is not OffloadStrategy.NONE and offload.offloads(_DIT):
+        raise ChunkflowError(
+            f"The server offloads the transformer itself ({offload.strategy.value}), and so does ChunkFlow: leave out "
+            f"--enable-cpu-offload, --enable-layerwise-offload and, in the offload config, the component 'dit', or unset "
+            f"{MEMORY}."
+        )
+
+
+class _Backend:
+    """An OffloadBackend of the server: offloads the transformers, then lets the server place everything else."""
+
+    def __init__(self, settings: Settings, theirs: Any, device: Any) -> None:
+        self._settings, self._theirs, self._device = settings, theirs, device
+        self._models: list[Any] = []
+
+    def enable(self, pipeline: Any) -> None:
+        from chunkflow_compile.model.offload import offload
+
+        if hasattr(pipeline, "setup_compile"):
+            raise ChunkflowError(
+                f"{type(pipeline).__name__} compiles itself (setup_compile), so its transformer cannot be streamed: "
+                f"unset {MEMORY}."
+            )
+        if not (names := _transformers(pipeline)):
+            raise ChunkflowError(
+                f"{type(pipeline).__name__} has no transformer that the server compiles: unset {MEMORY}."
+            )
+        least: dict[str, Any] = {name: value for name, value in self._settings.options.items() if name == "min_bytes"}
+        for name in names:
+            self._models.append(offload(getattr(pipeline, name), self._device, **least))
+        if self._theirs is not None:
+            self._theirs.enable(pipeline)
+        else:
+            pipeline.to(self._device)  # everything else: what is offloaded stays
+
+    def disable(self) -> None:
+        from chunkflow_compile.model.offload import restore
+
+        if self._theirs is not None:
+            self._theirs.disable()
+        while self._models:
+            restore(self._models.pop())
+
+    def shutdown(self) -> None:
+        """At the end of the process, which gives the memory back."""
+        if self._theirs is not None:
+            self._theirs.shutdown()
+
+    def is_enabled(self) -> bool:
+        return bool(self._models)
+
+
+def _backend(settings: Settings, theirs: Callable[..., Any], config: Any, device: Any = None, **kwargs: Any) -> Any:
+    return _Backend(settings, theirs(config, device=device, **kwargs), device)
+
+
+def _compile(settings: Settings, theirs: Callable[..., Any], runner: Any, name: str) -> None:
+    """Compile a transformer by kind, whatever the granularity of the server."""
+    from chunkflow_compile.frontend.compile import compile
+
+    if name not in _transformers(runner.pipeline):
+        return
+    model = getattr(runner.pipeline, name)
+    dynamic = runner.od_config.diffusion_compile_dynamic
+    options: dict[str, Any] = {**settings.options, "memory": settings.memory}
+    compile(model, dynamic=dynamic, **options)
+    _log.info("%s (%s) is offloaded, and its steps stream within %s", name, type(model).__name__, settings.memory)
+
+
+def _transformers(pipeline: Any) -> list[str]:
+    """The attributes of a pipeline that the server compiles; it leaves one inside another module, "model.dit", alone."""
+    names = getattr(pipeline, "_dit_modules", None) or ("transformer", "transformer_2")
+    return [name for name in names if getattr(pipeline, name, None) is not None]
+
+
+def _declare_collectives() -> None:
+    """The all-to-alls of ``ulysses_a2a_permute``: kernels that read the peers' memory, on the stream of compute."""
+    from vllm_omni.diffusion.distributed import a2a_permute
+
+    from chunkflow_compile.passes.graph.declared import register_collective
+
+    for op in (a2a_permute.ulysses_qkv_fwd, a2a_permute.ulysses_o_rev):
+        register_collective(op, "all-to-all")

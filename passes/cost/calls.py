@@ -1,0 +1,112 @@
+"""Calls: the op that a node computes, as torch.utils.flop_counter knows it, also where another op is around it.
+
+torch traces an op that writes its operands as ``auto_functionalized``, and a user's kernel of Triton as a higher-order op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._higher_order_ops.auto_functionalize import auto_functionalized, auto_functionalized_v2
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils.flop_counter import sdpa_flop_count
+
+from chunkflow_compile.passes.kernel_calls import is_kernel_call, kernel_name, kernel_of
+
+from .kernels import Values
+
+# Namespaces whose ops are torch's own, or of quantised weights: those that take FLOPs are known.
+_KNOWN = frozenset(
+    (
+        *("aten", "prim", "prims", "inductor", "inductor_prims", "higher_order", "quantized", "quantized_decomposed"),
+        *("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"),
+        *("bitsandbytes", "quanto", "torchao"),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Called:
+    """``op``: what formulas are registered for.  ``nested``: the graphs that it may run.  ``declared``: Python for ``op``.
+
+    ``args`` and ``kwargs`` hold tensors without data.
+    """
+
+    op: Any
+    name: str
+    title: str
+    declared: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    nested: tuple[GraphModule, ...] = ()
+    of_others: bool = False
+
+
+def called(node: Node, values: Values) -> Called | None:
+    """What a node calls, None if that is no op."""
+    if node.op != "call_function":
+        return None
+    operands: Any = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+    args, kwargs = operands
+    target: Any = node.target
+    if is_kernel_call(node):
+        name = kernel_name(node)
+        return Called(kernel_of(node), name, f"the kernel {name} of Triton", name, args, kwargs, of_others=True)
+    if target in (auto_functionalized, auto_functionalized_v2):
+        return _of_overload(args[0], _inside(args[0], kwargs), {})
+    if isinstance(target, torch._ops.OpOverload):
+        return _of_overload(target, args, kwargs)
+    if not isinstance(target, torch._ops.HigherOrderOperator):
+        return None
+    return Called(target, str(target), str(target), f"torch.ops.higher_order.{target}", args, kwargs, _nested(node))
+
+
+def is_opaque(node: Node) -> bool:
+    """Whether a node is a kernel that Inductor fuses with no other, or a graph of its own, whatever its FLOPs."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.HigherOrderOperator)
+
+
+def like_attention(call: Called) -> int:
+    """FLOPs of a call as attention, if its first three 4-D floating tensors can be query, key and value; else 0.
+
+    They are [batch, heads, tokens, depth] or [batch, tokens, heads, depth].  Where the shapes do not tell, tokens are more.
+    """
+    if not call.of_others and "attention" not in call.name:
+        return 0
+    operands = [*call.args, *call.kwargs.values()]
+    found = [t for t in operands if isinstance(t, torch.Tensor) and t.dim() == 4 and t.is_floating_point()]
+    if len(found) < 3:
+        return 0
+    q, k, v = (tuple(t.shape) for t in found[:3])
+    if k != v or (q[0], q[3]) != (k[0], k[3]) or (q[1] != k[1] and q[2] != k[2]):
+        return 0
+    tokens = 1 if q[1] != k[1] or (q[2] == k[2] and q[1] > q[2]) else 2
+    if tokens == 1:
+        q, k, v = ((s[0], s[2], s[1], s[3]) for s in (q, k, v))
+    return int(sdpa_flop_count(q, k, v))
+
+
+def _of_overload(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Called:
+    name = op._schema.name
+    others = op.namespace not in _KNOWN and not op.is_view
+    return Called(op.overloadpacket, name, name, f"torch.ops.{name.replace('::', '.')}", args, kwargs, of_others=others)
+
+
+def _inside(op: Any, kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The operands of an op inside ``auto_functionalized``, by its schema; one that it writes is the base of that view."""
+    bases = kwargs.get("_all_bases", ())
+    found = []
+    for argument in op._schema.arguments:
+        position = kwargs.get(f"_{argument.name}_base_index")
+        found.append(kwargs.get(argument.name) if position is None else bases[position])
+    return tuple(found)
+
+
+def _nested(node: Node) -> tuple[GraphModule, ...]:
+    module = node.graph.owning_module
+    found = [getattr(module, str(n.target), None) for n in node.all_input_nodes if n.op == "get_attr"]
+    return tuple(graph for graph in found if isinstance(graph, GraphModule))

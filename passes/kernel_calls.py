@@ -1,0 +1,82 @@
+"""Calls of kernels that a user wrote in Triton: which kernel a node calls, on which constants, and what it writes.
+
+torch traces such a call as a higher-order op without a schema.  Its kernel and its constants are numbers of a table of
+this process, in the order in which they were traced, so they mean nothing in another process.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch._higher_order_ops.triton_kernel_wrap import (
+    get_mutated_tensors,
+    kernel_side_table,
+    triton_kernel_wrapper_functional,
+    triton_kernel_wrapper_mutation,
+)
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+_NUMBERS = ("kernel_idx", "constant_args_idx")
+
+
+def is_kernel_call(node: Node) -> bool:
+    """Whether a node calls a user's kernel."""
+    return node.op == "call_function" and node.target in (
+        triton_kernel_wrapper_functional,
+        triton_kernel_wrapper_mutation,
+    )
+
+
+def returns_copies(node: Node) -> bool:
+    """Whether a node calls a user's kernel on copies of what it writes, and returns them as a dict."""
+    return node.op == "call_function" and node.target is triton_kernel_wrapper_functional
+
+
+def kernel_of(node: Node) -> Any:
+    """The kernel that a node calls, without its tuning."""
+    kernel: Any = kernel_side_table.get_kernel(int(node.kwargs["kernel_idx"]))  # type: ignore[arg-type]
+    while not hasattr(kernel, "src") and hasattr(kernel, "fn"):  # Autotuner, Heuristics
+        kernel = kernel.fn
+    return kernel
+
+
+def kernel_name(node: Node) -> str:
+    """The name of the kernel that a node calls."""
+    kernel = kernel_of(node)
+    return str(getattr(kernel, "__name__", kernel))
+
+
+def operands_of(node: Node) -> dict[str, Any]:
+    """The keyword arguments of a node; a call of a kernel has its name and its constants in place of their numbers."""
+    if not is_kernel_call(node):
+        return dict(node.kwargs)
+    constants = kernel_side_table.get_constant_args(int(node.kwargs["constant_args_idx"]))  # type: ignore[arg-type]
+    rest = {name: value for name, value in node.kwargs.items() if name not in _NUMBERS}
+    return {"kernel": kernel_name(node), "constants": dict(sorted(constants.items())), **rest}
+
+
+def source_key(node: Node) -> str:
+    """A text that two calls have in common only if their kernels compute the same: source, what it calls, tunings.
+
+    Triton's own digest of a kernel covers the functions and the constants that its source names.
+    """
+    kernel, tunings = kernel_of(node), list[str]()
+    outer: Any = kernel_side_table.get_kernel(int(node.kwargs["kernel_idx"]))  # type: ignore[arg-type]
+    while outer is not kernel:
+        tunings += [type(outer).__name__, *map(str, getattr(outer, "configs", None) or ())]
+        outer = outer.fn
+    return f"{getattr(kernel, 'cache_key', kernel.src)} {tunings}"
+
+
+def written_by(node: Node) -> list[Node]:
+    """The operands that a kernel writes in place; all tensors where Triton cannot tell.  None for other nodes."""
+    if not is_kernel_call(node) or returns_copies(node):
+        return []
+    found: list[Node] = []
+    operands: Any = node.kwargs["kwargs"]
+    numbers: Any = [node.kwargs[name] for name in _NUMBERS]
+    values = map_arg(operands, lambda n: n.meta["val"])
+    names = get_mutated_tensors(numbers[0], numbers[1], values, node.kwargs["tma_descriptor_metadata"])  # type: ignore[arg-type]
+    map_arg([operands[name] for name in names], found.append)
+    return found

@@ -1,0 +1,205 @@
+"""Parts of SGLang-diffusion for tests: its transformers at two blocks, its arguments, its denoising stage, on a CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import sglang_stand_ins
+import torch
+import torch.distributed as dist
+
+HERE = Path(__file__).parent
+
+# Weights of 4 KiB are large; on this machine all copies hide, so that as much streams as the budget asks for.
+OPTIONS = {
+    "min_bytes": 4096,
+    "chunk_bytes": 4096,
+    "group_bytes": 1 << 18,
+    "lowering": "eager",
+    "hardware": str(HERE.parent / "slow_compute.json"),
+}
+MEMORY = "1MiB"
+
+
+def load_sglang() -> None:
+    """Load the plug-in as a worker of the server does, by its entry point, and let SGLang put its hooks."""
+    os.environ |= {
+        "CHUNKFLOW_MEMORY": MEMORY,
+        "CHUNKFLOW_OPTIONS": json.dumps(OPTIONS),
+        "CHUNKFLOW_PROGRESS": "0",
+        "HF_HUB_OFFLINE": "1",
+        "SGLANG_DIFFUSION_PLATFORM_OVERRIDE": "cpu",
+        "SGLANG_USE_CPU_ENGINE": "1",
+    }
+    sglang_stand_ins.stand_in()
+    sglang_stand_ins.bind_fallbacks()
+    from sglang.multimodal_gen.runtime.platforms.plugins import apply_plugin_hooks, load_plugins
+
+    load_plugins()
+    apply_plugin_hooks()
+
+
+def join_ranks() -> None:
+    """SGLang's groups in the process group that there is: Ulysses over all of its ranks."""
+    from sglang.multimodal_gen.runtime.distributed import parallel_state
+
+    world = dist.get_world_size()
+    os.environ |= {"WORLD_SIZE": str(world), "RANK": str(dist.get_rank()), "LOCAL_RANK": str(dist.get_rank())}
+    parallel_state.maybe_init_distributed_environment_and_model_parallel(tp_size=1, sp_size=world, ulysses_degree=world)
+
+
+def wan(arch: Any) -> Callable[[int], dict[str, Any]]:
+    arch.num_layers, arch.num_attention_heads, arch.attention_head_dim, arch.hidden_size = 2, 2, 64, 128
+    arch.ffn_dim, arch.text_dim, arch.freq_dim = 256, 64, 64
+
+    def inputs(size: int) -> dict[str, Any]:
+        return {
+            "hidden_states": torch.randn(1, 16, 2, size, 8),
+            "encoder_hidden_states": torch.randn(1, 16, 64),
+            "timestep": torch.randint(1000, (1,)),
+        }
+
+    return inputs
+
+
+def flux(arch: Any) -> Callable[[int], dict[str, Any]]:
+    arch.num_layers = arch.num_single_layers = arch.num_attention_heads = 2
+    arch.attention_head_dim, arch.axes_dims_rope, arch.hidden_size = 64, (16, 24, 24), 128
+    arch.in_channels = arch.out_channels = arch.num_channels_latents = 16
+    arch.joint_attention_dim, arch.pooled_projection_dim = 64, 32
+
+    def inputs(size: int) -> dict[str, Any]:
+        angles = torch.rand(16 + 4 * size, 32)
+        return {
+            "hidden_states": torch.randn(1, 4 * size, 16),
+            "encoder_hidden_states": torch.randn(1, 16, 64),
+            "pooled_projections": torch.randn(1, 32),
+            "timestep": torch.randint(1000, (1,)).float(),
+            "guidance": torch.tensor([3500.0]),
+            "freqs_cis": (angles.cos(), angles.sin()),
+        }
+
+    return inputs
+
+
+def qwen_image(arch: Any) -> Callable[[int], dict[str, Any]]:
+    arch.num_layers = arch.num_attention_heads = 2
+    arch.attention_head_dim, arch.axes_dims_rope, arch.hidden_size = 64, (16, 24, 24), 128
+    arch.in_channels = arch.out_channels = arch.num_channels_latents = 16
+    arch.patch_size, arch.joint_attention_dim = 1, 64
+
+    def inputs(size: int) -> dict[str, Any]:
+        image, text = torch.rand(4 * size, 32), torch.rand(16, 32)
+        return {
+            "hidden_states": torch.randn(1, 4 * size, 16),
+            "encoder_hidden_states": torch.randn(1, 16, 64),
+            "timestep": torch.randint(1000, (1,)).float(),
+            "freqs_cis": tuple(torch.cat([a.cos(), a.sin()], dim=-1) for a in (image, text)),
+        }
+
+    return inputs
+
+
+def hunyuan_video(arch: Any) -> Callable[[int], dict[str, Any]]:
+    arch.num_layers = arch.num_single_layers = arch.num_attention_heads = 2
+    arch.attention_head_dim, arch.rope_axes_dim, arch.hidden_size = 64, (16, 24, 24), 128
+    arch.num_refiner_layers, arch.text_embed_dim, arch.pooled_projection_dim = 1, 64, 32
+
+    def inputs(size: int) -> dict[str, Any]:
+        return {
+            "hidden_states": torch.randn(1, 16, 2, size, 8),
+            "encoder_hidden_states": torch.randn(1, 17, 64),
+            "timestep": torch.randint(1000, (1,)),
+        }
+
+    return inputs
+
+
+# Name -> its pipeline, the name of a model, where its class is, how its configuration gets small.
+MODELS: dict[str, tuple[str, str, str, Callable[[Any], Callable[[int], dict[str, Any]]]]] = {
+    "wan": ("WanPipeline", "Wan2.1-T2V-1.3B-Diffusers", "wanvideo.WanTransformer3DModel", wan),
+    "flux": ("FluxPipeline", "FLUX.1-dev", "flux.FluxTransformer2DModel", flux),
+    "qwen-image": ("QwenImagePipeline", "Qwen-Image", "qwen_image.QwenImageTransformer2DModel", qwen_image),
+    "hunyuan-video": (
+        "HunyuanVideoPipeline",
+        "HunyuanVideo",
+        "hunyuanvideo.HunyuanVideoTransformer3DModel",
+        hunyuan_video,
+    ),
+}
+
+
+def arguments(folder: Path, name: str = "wan", **given: Any) -> Any:
+    """SGLang's arguments for a model that a folder seems to hold."""
+    from sglang.multimodal_gen.runtime.server_args.server_args import ServerArgs, set_global_server_args
+
+    pipeline, model_id, _, _ = MODELS[name]
+    (folder / "transformer").mkdir(parents=True, exist_ok=True)
+    (folder / "transformer" / "config.json").write_text("{}")
+    index = {"_class_name": pipeline, "_diffusers_version": "0.37.0", "transformer": ["diffusers", "X"]}
+    (folder / "model_index.json").write_text(json.dumps(index))
+    args = ServerArgs.from_kwargs(model_path=str(folder), model_id=model_id, **{"enable_torch_compile": True, **given})
+    set_global_server_args(args)
+    return args
+
+
+def transformer(args: Any, name: str) -> tuple[Any, Callable[[int], dict[str, Any]]]:
+    """A transformer with random weights, the same for each call, and what makes inputs of a size for it."""
+    from pkgutil import resolve_name
+
+    config = args.pipeline_config.dit_config
+    inputs = MODELS[name][3](config.arch_config)
+    model = resolve_name(f"sglang.multimodal_gen.runtime.models.dits.{MODELS[name][2]}")(config, {})
+    torch.manual_seed(0)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.02)
+    return model.eval().requires_grad_(False), inputs
+
+
+def pipeline(model: Any, args: Any, staged: bool = True) -> Any:
+    """A pipeline of SGLang with a transformer alone; with its stage it has placed and compiled it."""
+    from sglang.multimodal_gen.runtime.pipelines_core.lora.pipeline import LoRAPipeline
+    from sglang.multimodal_gen.runtime.pipelines_core.stages.denoising import DenoisingStage
+
+    class Pipeline(LoRAPipeline):
+        def load_modules(self, server_args: Any, loaded_modules: Any = None) -> Any:
+            return loaded_modules
+
+        def initialize_pipeline(self, server_args: Any) -> None:
+            pass
+
+        def create_pipeline_stages(self, server_args: Any) -> None:
+            if staged:
+                self.add_stage(DenoisingStage(self.modules["transformer"], scheduler=None, pipeline=self))
+
+    return Pipeline(args.model_path, args, loaded_modules={"transformer": model})
+
+
+def residency(pipe: Any, args: Any) -> Any:
+    """What moves the components of a pipeline between its requests."""
+    from sglang.multimodal_gen.runtime.managers.memory_managers.component_manager import ComponentResidencyManager
+
+    return ComponentResidencyManager(pipe, args)
+
+
+@contextmanager
+def request(world: int = 1) -> Iterator[None]:
+    """What SGLang has around the calls of a request."""
+    from sglang.multimodal_gen.runtime.managers.forward_context import set_forward_context
+
+    batch = SimpleNamespace(
+        enable_sequence_shard=world > 1,
+        enable_teacache=False,
+        enable_spectrum=False,
+        extra={},
+        runtime_lora_scale=1.0,
+        sampling_params=SimpleNamespace(quality=None),
+    )
+    with torch.no_grad(), set_forward_context(0, None, batch):
+        yield

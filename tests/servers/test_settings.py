@@ -1,0 +1,81 @@
+"""What the plug-ins of servers read of the environment, and the releases that they know."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+
+import pytest
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.servers.settings import Settings, known_release, settings_from
+
+
+@pytest.mark.parametrize("environ", [{}, {"CHUNKFLOW_MEMORY": ""}, {"CHUNKFLOW_OPTIONS": "nonsense"}])
+def test_without_memory_there_are_no_settings(environ: dict[str, str]) -> None:
+    assert settings_from(environ) is None
+
+
+def test_memory_and_options_are_read() -> None:
+    assert settings_from({"CHUNKFLOW_MEMORY": "12GiB"}) == Settings("12GiB", {})
+    given = {"CHUNKFLOW_MEMORY": " 500 MB ", "CHUNKFLOW_OPTIONS": '{"lowering": "eager", "chunk_bytes": 4096}'}
+    assert settings_from(given) == Settings("500 MB", {"lowering": "eager", "chunk_bytes": 4096})
+
+
+@pytest.mark.parametrize(
+    ("memory", "options", "said"),
+    [
+        ("much", "", "CHUNKFLOW_MEMORY='much' is not a size: give bytes, or a text such as '8GiB' or '500MB'."),
+        (
+            "8GiB",
+            "lowering=eager",
+            "CHUNKFLOW_OPTIONS is not JSON (Expecting value: line 1 column 1 (char 0)): give an ",
+        ),
+        (
+            "8GiB",
+            '["eager"]',
+            'CHUNKFLOW_OPTIONS is ["eager"], and must be a JSON object: such as {"lowering": "eager"}.',
+        ),
+        ("8GiB", '{"memory": "4GiB"}', "memory is in CHUNKFLOW_MEMORY and in CHUNKFLOW_OPTIONS: leave it out of "),
+        ("8GiB", '{"lowerin": "eager"}', "CHUNKFLOW_OPTIONS: Unknown option 'lowerin'; did you mean 'lowering'?"),
+        ("8GiB", '{"lowering": "fast"}', "CHUNKFLOW_OPTIONS: Option lowering='fast' is unknown; use one of "),
+        ("8GiB", '{"slowdown": 1.1}', "CHUNKFLOW_OPTIONS: Give memory or slowdown, not both"),
+    ],
+)
+def test_bad_settings_are_refused(memory: str, options: str, said: str) -> None:
+    with pytest.raises(ChunkflowError) as refused:
+        settings_from({"CHUNKFLOW_MEMORY": memory, "CHUNKFLOW_OPTIONS": options})
+    assert str(refused.value).startswith(said)
+
+
+def test_reading_no_settings_imports_no_torch() -> None:
+    code = (
+        "import sys; from chunkflow_compile.servers.settings import settings_from; "
+        "assert settings_from({}) is None and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize(
+    ("installed", "known"),
+    [
+        ("0.5.23", True),
+        ("0.5.23.post1", True),
+        ("0.5.30", True),
+        ("0.5.22", False),
+        ("0.6.0rc1", False),
+        ("dev", False),
+    ],
+)
+def test_an_unknown_release_is_warned_of(
+    installed: str, known: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("chunkflow_compile.servers.settings.version", lambda name: installed)
+    with caplog.at_level(logging.WARNING):
+        assert known_release("aserver", "0.5.23", "0.6") is known
+    said = (
+        f"This is aserver {installed}, and the plug-in of ChunkFlow knows 0.5.23 up to below 0.6: it does nothing, and no "
+        "weights stream. Install such a release, or unset CHUNKFLOW_MEMORY."
+    )
+    assert [record.getMessage() for record in caplog.records] == ([] if known else [said])

@@ -1,0 +1,328 @@
+"""The plug-in of SGLang-diffusion, loaded by SGLang's own loader, on its own transformers, arguments, stage and pipeline."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+
+if find_spec("sglang") is None:
+    pytest.skip("sglang is not installed here: make test-sglang makes an environment with it", allow_module_level=True)
+
+import sglang_parts
+from sglang_parts import MEMORY, MODELS, OPTIONS
+
+from chunkflow_compile import cycles, programs
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.servers import sglang as plugin_module
+from chunkflow_compile.servers.settings import Settings
+from chunkflow_compile.units import parse_bytes
+from chunkflow_compile.weights.host_weight import HostWeight
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """This process as a worker of the server: with the plug-in, as the one rank."""
+    torch.set_num_threads(1)
+    meeting = tmp_path_factory.mktemp("ranks") / "meeting"
+    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=0, world_size=1)
+    sglang_parts.load_sglang()
+    sglang_parts.join_ranks()
+    yield
+    dist.destroy_process_group()
+
+
+class Served:
+    """A transformer that a pipeline of SGLang serves, and its twin, which runs eagerly on the same weights."""
+
+    def __init__(self, folder: Path, name: str, **given: Any) -> None:
+        self.args = sglang_parts.arguments(folder, name, **given)
+        self.twin, self.inputs = sglang_parts.transformer(self.args, name)
+        self.model, _ = sglang_parts.transformer(self.args, name)
+        self.pipe = sglang_parts.pipeline(self.model, self.args)
+        self.worst = 0.0
+
+    def request(self, size: int = 8, steps: int = 4) -> None:
+        """A request: steps whose inputs differ, but for the prompt.  Notes the largest difference from the twin."""
+        prompt = self.inputs(size)["encoder_hidden_states"]
+        with sglang_parts.request(dist.get_world_size()):
+            for _ in range(steps):
+                inputs = {**self.inputs(size), "encoder_hidden_states": prompt}
+                expected = self.twin(**inputs)
+                self.worst = max(self.worst, float((self.model(**inputs) - expected).abs().max()))
+                programs(self.model)[0].arena.cycles.wait_planned()
+
+    def answer(self) -> torch.Tensor:
+        """What the transformer answers to inputs that are always the same."""
+        torch.manual_seed(1)
+        with sglang_parts.request(dist.get_world_size()):
+            found: torch.Tensor = self.model(**self.inputs(8))
+        return found
+
+    def moved(self) -> tuple[int, int]:
+        """Programs, and the bytes that the newest step copied: those of its plan, within the budget."""
+        route = cycles(self.model)[0]
+        plan = route.cycle.plan
+        assert 0 < plan.device_bytes <= parse_bytes(MEMORY, "memory")
+        assert route.measurements[-1].moved_bytes == plan.moved_bytes > 0
+        return len(programs(self.model)), plan.moved_bytes
+
+    def told(self, name: str) -> str:
+        """A line for the report of the tests."""
+        count, moved = self.moved()
+        weights = sum(p.nbytes for p in self.twin.parameters())
+        return f"{name} {count} programs, {moved} of {weights} bytes a step, largest difference {self.worst}"
+
+
+def compiled() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_transformer_streams_within_memory(
+    name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    served = Served(tmp_path, name)
+    assert any(isinstance(p.data, HostWeight) for p in served.model.parameters())
+    served.request()
+    _, moved = served.moved()
+    first = compiled()
+    served.request(size=12)
+    later = compiled()
+    served.request(size=20)
+    assert served.moved()[1] == moved
+    assert served.worst == 0
+    assert not counters["graph_break"]
+    assert later <= 2 * first and compiled() == later, "new sizes compile once more, then nothing does"
+    record_property("counts", served.told(f"SGLang's {name}, one rank:"))
+
+
+def serve_all(rank: int, folder: str, counts: str) -> None:
+    sglang_parts.load_sglang()
+    sglang_parts.join_ranks()
+    for name in MODELS:
+        torch._dynamo.reset()
+        served = Served(Path(folder) / f"{name}{rank}", name, num_gpus=2, ulysses_degree=2)
+        served.request()
+        told = served.told(f"SGLang's {name}, Ulysses 2, rank {rank}:")
+        served.request(size=12)
+        served.moved()
+        assert served.worst == 0
+        assert any("all_to_all_single" in str(program.program) for program in programs(served.model)), name
+        with open(f"{counts}{rank}", "a") as file:
+            print(told, file=file)
+
+
+def test_two_ranks_stream_with_ulysses(
+    on_ranks: Callable[..., None], tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    on_ranks(serve_all, str(tmp_path), str(tmp_path / "counts"), fresh=True)
+    for rank in range(2):
+        for line in (tmp_path / f"counts{rank}").read_text().splitlines():
+            record_property("counts", line)
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_the_cache_of_norms_would_break_each_block(
+    hooked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without fused kernels, as on GPUs where a shape has none: SGLang's norms are functions of torch."""
+    from sglang.multimodal_gen.runtime.layers.custom_op import CustomOp
+    from sglang.multimodal_gen.runtime.layers.layernorm import FP32LayerNorm
+
+    monkeypatch.setattr(CustomOp, "dispatch_forward", lambda self: self.forward_native)
+    if not hooked:
+        monkeypatch.setattr(FP32LayerNorm, "_cached_fp32_param", FP32LayerNorm._cached_fp32_param.__wrapped__)
+    served = Served(tmp_path, "wan")
+    served.request(steps=1)
+    served.request(size=12, steps=1)  # compiles again, when there is something in the cache
+    breaks = {reason.partition("\n")[0] for reason in counters["graph_break"]}
+    assert breaks == (set() if hooked else {"Data pointer comparison"})
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_both_branches_of_guidance_run_the_same_programs(
+    hooked: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.multimodal_gen.runtime.models.dits import qwen_image
+
+    if not hooked:
+        found = qwen_image._qwen_modulation_cache_key.__wrapped__
+        monkeypatch.setattr(qwen_image, "_qwen_modulation_cache_key", found)
+    served = Served(tmp_path, "qwen-image")
+    timestep = torch.tensor([500.0])
+    with sglang_parts.request():
+        served.twin(**served.inputs(8))  # without FlashInfer, SGLang makes modules of its own in the first call
+        for _ in range(2):
+            served.model(**{**served.inputs(8), "timestep": timestep})
+    kinds = 6  # the block, and five parts that have large weights
+    assert (len(programs(served.model)) == kinds) is hooked
+
+
+def test_nothing_of_sglang_moves_a_placed_transformer(tmp_path: Path) -> None:
+    from sglang.multimodal_gen.runtime.managers.memory_managers.layerwise_offload import is_layerwise_offloaded_module
+
+    served = Served(tmp_path, "wan")
+    served.request()
+    assert not is_layerwise_offloaded_module(served.model)
+    (stage,) = served.pipe._stage_name_mapping.values()
+    assert stage._offloaded_dit_modules_for_compile == []
+    manager = sglang_parts.residency(served.pipe, served.args)
+    strategy = manager.strategy_for("transformer", served.model)
+    assert type(strategy).__name__ == "ComponentResidencyStrategy"
+    assert type(manager.strategy_for("transformer", served.twin)).__name__ == "ResidentStrategy"
+
+
+def test_the_log_says_once_that_it_streams(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    served = Served(tmp_path, "wan")
+    manager = sglang_parts.residency(served.pipe, served.args)
+    logging.getLogger().addHandler(caplog.handler)  # SGLang has put its own in its place
+    with caplog.at_level(logging.INFO, logger="chunkflow_compile.servers"):
+        for _ in range(2):
+            served.request()
+            manager.finish_request()
+    _, moved = served.moved()
+    (said,) = [r.getMessage() for r in caplog.records if "streams:" in r.getMessage()]
+    assert said.startswith(f"WanTransformer3DModel streams: a step copies {moved / 2**20:.1f} MiB, and ")
+
+
+def test_eager_lowering_keeps_sglang_s_fused_kernels(tmp_path: Path) -> None:
+    served = Served(tmp_path, "wan")
+    served.request(steps=1)
+    assert OPTIONS["lowering"] == "eager"
+    regions = [
+        part.code for p in programs(served.model) for part in p.program.module.modules() if hasattr(part, "code")
+    ]
+    assert any("sgl_kernel.fused_scale_residual_norm_scale_shift_cpu" in code for code in regions)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"dit_layerwise_offload": True}, "keep them otherwise (layerwise-offload): leave out --dit-layerwise-offload"),
+        ({"component_residency": "transformer=snapshot-offload"}, "keep them otherwise (snapshot-offload)"),
+        ({"layerwise_offload_components": ["dit"]}, "keep them otherwise (layerwise-offload)"),
+        ({"enable_breakable_cuda_graph": True}, "CUDA graphs exclude each other"),
+        ({"enable_torch_compile": False}, "streams weights through compiled code: add --enable-torch-compile."),
+    ],
+)
+def test_arguments_that_contradict_are_refused(given: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ChunkflowError) as refused:
+        sglang_parts.arguments(tmp_path, **given)
+    assert str(refused.value).startswith("CHUNKFLOW_MEMORY") and said in str(refused.value)
+
+
+def test_a_mode_with_cuda_graphs_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_TORCH_COMPILE_MODE", "max-autotune")
+    with pytest.raises(ChunkflowError, match="use mode 'max-autotune-no-cudagraphs'"):
+        Served(tmp_path, "wan")
+
+
+def test_other_components_keep_their_residency(tmp_path: Path) -> None:
+    args = sglang_parts.arguments(tmp_path, component_residency="text_encoder=layerwise-offload")
+    assert args.component_residency == {"text_encoder": "layerwise-offload", "dit": "component-offload"}
+    assert args.canonical_residency_mode("transformer_2") == "component-offload"
+    assert args.canonical_residency_mode("vae") is None
+
+
+def test_a_budget_that_is_too_small_is_refused(tmp_path: Path) -> None:
+    served = served_with(tmp_path, Settings("64KiB", OPTIONS))
+    with pytest.raises(
+        torch._dynamo.exc.BackendCompilerFailed, match=r"memory=65536 bytes is too little: .* Give memory="
+    ):
+        served.request(steps=1)
+
+
+def test_inductor_lowers_the_regions_too(tmp_path: Path) -> None:
+    served = served_with(tmp_path, Settings(MEMORY, {**OPTIONS, "lowering": "inductor"}))
+    served.request()
+    served.moved()
+    assert served.worst < 1e-5
+
+
+def served_with(folder: Path, settings: Settings) -> Served:
+    """A transformer on which the hooks are called with other settings than those of this process."""
+    from sglang.multimodal_gen.runtime.utils.torch_compile import CompiledModuleRegistry
+
+    served = Served.__new__(Served)
+    served.args, served.worst = sglang_parts.arguments(folder, "wan"), 0.0
+    served.twin, served.inputs = sglang_parts.transformer(served.args, "wan")
+    served.model, _ = sglang_parts.transformer(served.args, "wan")
+    hooks = plugin_module.Hooks(settings)
+    hooks.place(None, served.model)
+    assert hooks.compile(lambda *given, **more: None, CompiledModuleRegistry(), served.model, compile_kwargs={})
+    return served
+
+
+def test_bad_settings_end_the_server_with_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CHUNKFLOW_MEMORY", "much")
+    with pytest.raises(SystemExit, match="CHUNKFLOW_MEMORY='much' is not a size"):
+        plugin_module.plugin()
+
+
+def test_an_unknown_release_is_left_alone(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    from sglang.multimodal_gen.runtime.platforms.plugins import HookRegistry
+
+    before = {target: len(hooks) for target, hooks in HookRegistry._hooks.items()}
+    monkeypatch.setattr("chunkflow_compile.servers.settings.version", lambda name: "0.6.1")
+    plugin_module.plugin()
+    assert "This is sglang 0.6.1" in caplog.text
+    assert {target: len(hooks) for target, hooks in HookRegistry._hooks.items()} == before
+
+
+def test_without_memory_it_imports_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CHUNKFLOW_MEMORY")
+    code = (
+        "import sys; from chunkflow_compile.servers.sglang import plugin; plugin(); "
+        "assert not {'torch', 'sglang'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def save_adapter(folder: Path, model: Any, seed: int) -> str:
+    """A LoRA of rank 4 for the attention and the feed-forward of a Wan, as its author would publish it."""
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    adapter = {}
+    for name, layer in model.named_modules():
+        if name.startswith("blocks.") and (".attn1.to_" in name or ".attn2.to_q" in name or ".ffn.fc_" in name):
+            layer = getattr(layer, "base_layer", layer)
+            if hasattr(layer, "weight") and not name.endswith("base_layer"):
+                out, width = layer.weight.shape
+                adapter[f"{name}.lora_A.weight"] = torch.randn(4, width, generator=generator) * 0.1
+                adapter[f"{name}.lora_B.weight"] = torch.randn(out, 4, generator=generator) * 0.1
+    assert adapter
+    folder.mkdir()
+    save_file(adapter, folder / "adapter.safetensors")
+    return str(folder / "adapter.safetensors")
+
+
+@pytest.mark.parametrize("mode", ["merge", "dynamic"])
+def test_an_adapter_that_the_server_loads(mode: str, tmp_path: Path) -> None:
+    served = Served(tmp_path, "wan")
+    twin_pipe = sglang_parts.pipeline(served.twin, served.args, staged=False)
+    served.request()
+    bare = served.answer()
+    first, second = (save_adapter(tmp_path / str(i), served.model, i) for i in range(2))
+    for path, strength in ((first, 1.0), (second, 0.5)):
+        for pipe in (served.pipe, twin_pipe):
+            pipe.set_lora(path, path, strength=strength, merge_mode=mode)
+        served.request(steps=6)
+        assert served.moved()[1] > 0
+        assert served.worst == 0
+        assert not torch.equal(served.answer(), bare)
+    for pipe in (served.pipe, twin_pipe):
+        pipe.deactivate_lora_weights()
+    served.request(steps=6)
+    assert served.moved()[1] > 0
+    assert served.worst == 0 and torch.equal(served.answer(), bare)
