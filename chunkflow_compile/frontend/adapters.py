@@ -131,7 +131,7 @@ def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
             raise ChunkflowError(f"PEFT makes no layers for targets={targets!r}: {error}") from error
         finally:
             for layer in _tuned(model):
-                if _PROBE in layer.lora_A:
+                if _PROBE in getattr(layer, "lora_A", ()):
                     dtypes[id(layer)] = layer.lora_A[_PROBE].weight.dtype
                     layer._active_adapter = []  # delete_adapter would choose another, and warn
                     layer.delete_adapter(_PROBE)
@@ -154,7 +154,10 @@ def _slot(layer: Any, sizes: Sizes, dtype: torch.dtype | None) -> None:
     layer.__class__ = made_of(kind)
     layer.sizes, layer.own = sizes, False
     rank = max([sizes.rank, *(w.shape[0] for w in weights)])
-    layer.grow(rank, max(sizes.count, len(layer.active_adapters)), dtype or weights[0].dtype)
+    dtype = dtype or weights[0].dtype
+    if dtype.itemsize < 2:  # the base weight is stored in float8, and computes in another
+        dtype = torch.float32
+    layer.grow(rank, max(sizes.count, len(layer.active_adapters)), dtype)
     for name in layer.lora_A:
         layer._move_adapter_to_device_of_base_layer(name)
     layer.settle()

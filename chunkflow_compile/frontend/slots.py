@@ -77,8 +77,10 @@ class Slotted(nn.Module):
         for slot in range(len(scale)):
             a, b = self._views(self.slots, slot)
             found = F.linear(F.linear(x, a), b)
-            # PEFT multiplies by a number, which is not rounded to the dtype of the adapter
-            result = result + (found.float() * scale[slot]).to(found.dtype)
+            wide = (
+                found if found.dtype == torch.float64 else found.float()
+            )  # PEFT's scale is a number, and is not rounded
+            result = result + (wide * scale[slot]).to(found.dtype)
         return result.to(dtype)
 
     def _views(self, slots: Any, slot: int) -> tuple[Any, Any]:
@@ -110,10 +112,10 @@ class Slotted(nn.Module):
             return
         if peft._disable_adapters and peft.merged_adapters:  # as PEFT's forward does
             peft.unmerge()
-        held = tuple((*_state(a), *_state(b), scale) for _, a, b, scale in self._active())
+        found = [*self._active()]
+        held = tuple((*_state(a), *_state(b), scale) for _, a, b, scale in found)
         if held == self._held:
             return
-        found = [*self._active()]
         for name, a, b, _ in found:
             self._check(name, a, b)
         weight, count = self.slots, len(self.scale)
@@ -135,7 +137,8 @@ class Slotted(nn.Module):
                     self._write(host, slot, *(found[slot][1:3] if now else (None, None)))
             scales = [scale for *_, scale in found] + [0.0] * (count - len(found))
             self.scale.copy_(torch.tensor(scales, dtype=torch.float32).view(torch.int32))
-            self._held, self._alive = held, [found[slot][1:3] for slot in range(len(found))]
+            # the weights are kept, because one that was freed may leave its id and its memory to another
+            self._held, self._alive = held, [(a, b) for _, a, b, _ in found]
 
     def _check(self, name: str, a: Any, b: Any) -> None:
         if a.is_meta or b.is_meta:
@@ -199,7 +202,7 @@ class Slotted(nn.Module):
 
     def stale(self) -> None:
         """Fill the slots again at the next call: a hotswap writes adapters in a way that shows in no version."""
-        self._held = ((),)
+        self._held = ((),) * len(self.scale)
 
     def set_adapter(self, *args: Any, **kwargs: Any) -> None:
         super().set_adapter(*args, **kwargs)  # type: ignore[misc]

@@ -31,6 +31,7 @@ from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
 from chunkflow_compile.report.record import seconds, size
 
 SIZE = Size(layers=6, frames=1, heads=16, head_dim=64, text=64, height=32, width=32)
+WIDTH = SIZE.heads * SIZE.head_dim
 TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
 RANK = 64
 RANKS = (16, 4, 64, 32, 8, 16)
@@ -48,9 +49,9 @@ SWAPS = 8
 ABOUT = f"""\
 # Another LoRA adapter
 
-{SIZE.layers} Wan blocks of width {SIZE.heads * SIZE.head_dim}, adapters on every linear layer of the blocks, Inductor, one thread. No GPU.
+{SIZE.layers} Wan blocks of width {WIDTH}, adapters on every linear layer of the blocks, Inductor, one thread. No GPU.
 
-**Beside diffusers' hotswap.** {len(RANKS)} adapters of ranks {", ".join(map(str, RANKS))}, one after the other, arms in turns.
+**Beside diffusers' hotswap.** {len(RANKS)} adapters of ranks {RANKS}, one after the other, arms in turns.
 `slots`: `enable_adapters(rank={RANK})`, compiled by kind, each adapter by `load_lora_adapter` and `set_adapters`.
 `hotswap`: `enable_lora_hotswap(target_rank={RANK})`, `compile_repeated_blocks`, each adapter by
 `load_lora_adapter(hotswap=True)`. `first`: seconds of the first call after a swap; `step`: of the calls after it.
