@@ -58,7 +58,7 @@ ABOUT = f"""\
 
 **On an emulated link**, in a budget of {BUDGET:g} of the weights, slots of rank {LINK_RANK}: all weights would keep the link
 busy for {LOAD} of a resident step. `first`: the first call after a swap against a warm call and the time of the link for all
-bytes of the slots, medians of {SWAPS} swaps. `step`: warm calls with an adapter against those of a model without slots.
+bytes of the slots, medians of {SWAPS} swaps. `step`: warm calls with an adapter against those of a model without slots, in turns, and the median of their ratios.
 """
 
 
@@ -88,6 +88,11 @@ class Arm:
         found = time.perf_counter() - begin
         self.graphs += counters["stats"]["unique_graphs"] - before
         return found
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the newest call has copied."""
+        return sum(p.measurements[-1].moved_bytes for p in programs(self.model))
 
     def learn(self) -> None:
         for seed in range(LEARNING):
@@ -182,12 +187,19 @@ def _on_a_link() -> str:
         copied = sum(m.slots.nbytes for m in arms[1].model.modules() if isinstance(m, Slotted))
     without, with_slots = arms
     warm, first, plain_s = median(with_slots.steps), median(with_slots.first), median(without.steps)
+    ratio = median(mine / theirs for mine, theirs in zip(with_slots.steps, without.steps, strict=True))
     bound = warm + copied / link.bandwidth
     rows = [
-        ("first", seconds(first), seconds(bound), f"{first / bound:.3f}", size(copied)),
-        ("step", seconds(warm), seconds(plain_s), f"{warm / plain_s:.3f}", ""),
+        ("first", seconds(first), seconds(bound), f"{first / bound:.3f}", f"slots of {size(copied)}"),
+        (
+            "step",
+            seconds(warm),
+            seconds(plain_s),
+            f"{ratio:.3f}",
+            f"{size(with_slots.moved)} moved, {size(without.moved)} without",
+        ),
     ]
-    return str(tabulate(rows, ("", "measured", "against", "ratio", "slots"), disable_numparse=True))
+    return str(tabulate(rows, ("", "measured", "against", "ratio", "bytes"), disable_numparse=True))
 
 
 def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
