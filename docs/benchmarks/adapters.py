@@ -58,7 +58,8 @@ ABOUT = f"""\
 
 **On an emulated link**, in a budget of {BUDGET:g} of the weights, slots of rank {LINK_RANK}: all weights would keep the link
 busy for {LOAD} of a resident step. `first`: the first call after a swap against a warm call and the time of the link for all
-bytes of the slots, medians of {SWAPS} swaps. `step`: warm calls with an adapter against those of a model without slots, in turns, and the median of their ratios.
+bytes of the slots, medians of {SWAPS} swaps. `step`: warm calls with an adapter against those of a model without slots, in
+turns, and the median of their ratios.
 """
 
 
