@@ -37,12 +37,13 @@ RANK = 64
 RANKS = (16, 4, 64, 32, 8, 16)
 # Of the slots on the emulated link.
 LINK_RANK = 16
-# All weights would keep the link busy for this share of the resident step; and the budget, of all weights of the blocks.
+# All weights would keep the link busy for this share of the resident step; and the budget, of all weights of the blocks: with
+# six blocks, less than that has no room for the next one beside this one.
 LOAD = 0.7
-BUDGET = 0.3
+BUDGET = 0.5
 CHUNK = 1 << 20
 # Calls before anything is measured, calls after each swap, and swaps.
-LEARNING = 6
+LEARNING = 8
 CALLS = 4
 SWAPS = 8
 

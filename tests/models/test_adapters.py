@@ -323,6 +323,10 @@ def test_slots_are_within_the_budget() -> None:
         assert swapped.primed_bytes <= sum(t.nbytes for t in slots) and not after.primed_bytes
         assert swapped.moved_bytes == after.moved_bytes == program.plan.moved_bytes > 0
         assert program.plan.device_bytes <= 400_000 and program.arena.held <= 400_000
+    before = [t.buffer.version for t in slots]
+    pair.choose("a2", 0.5)
+    pair.check(2)
+    assert [t.buffer.version for t in slots] == before, "another scale writes no slot"
     kept = [t for t in leaves_of(pair.model) if buffer_of(t) is None]
     assert not any(t.dim() == 2 and t.shape[0] == 2 for t in kept), (
         "the adapters themselves are no weights of the model"
