@@ -53,9 +53,9 @@ $(CUDA_VENV)/ready: pyproject.toml
 	touch $@
 
 # The plug-ins of servers, each on the transformers of its server's published wheel, on CPUs.
-test-servers: test-sglang test-vllm-omni
+test-servers: test-sglang test-vllm-omni test-ray
 
-# Four minutes, in an environment of its own (3 GB).
+# Nine minutes beside other work, in an environment of its own (3 GB).
 SGLANG_VENV := .venv-sglang
 test-sglang: $(SGLANG_VENV)/ready
 	$(SGLANG_VENV)/bin/python -m pytest -n 1 -rs tests/servers/test_sglang.py
@@ -107,6 +107,17 @@ card: OUT ?= card
 card: $(EXISTS)
 	$(FROM_SOURCE) $(PY) docs/benchmarks/gpu_parts.py --out $(OUT) --parts "$(PARTS)" $(MORE)
 endif
+
+# The server on Ray Serve, in an environment of its own: ten minutes on two cores.
+test-ray: .venv-ray/ready
+	$(FROM_SOURCE) .venv-ray/bin/python -m pytest -rs tests/servers/test_serve_ray.py
+
+.venv-ray/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/pip install --quiet $(TORCH)
+	.venv-ray/bin/pip install --quiet '.[diffusers,dev,ray]'
+	.venv-ray/bin/pip uninstall --quiet --yes chunkflow-compile
+	touch $@
 
 # The race tests on other random programs for ten minutes, or MINUTES=...
 MINUTES ?= 10

@@ -29,10 +29,12 @@ if TYPE_CHECKING:
     from chunkflow_compile.pipeline.metrics import metrics as metrics
     from chunkflow_compile.pipeline.spans import spans as spans
     from chunkflow_compile.runtime.arena import Arena as Arena
+    from chunkflow_compile.servers.admit import admit as admit
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "admit": "chunkflow_compile.servers.admit",
     "Arena": "chunkflow_compile.runtime.arena",
     "ChunkflowError": "chunkflow_compile.passes.errors",
     "apply": "chunkflow_compile.pipeline.apply",

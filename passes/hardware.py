@@ -38,6 +38,7 @@ class LinkEmulation:
         _check_number("link_emulation.quantum", self.quantum, 256, 1 << 30)
         if self.order not in ("fair", "fifo"):
             raise ChunkflowError(f"Hardware field link_emulation.order must be fair or fifo, not {self.order!r}.")
+        _check_text("link_emulation.shared", self.shared)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,15 @@ class Hardware:
     """The link to emulate while programs run; None to use the machine's own."""
 
     def __post_init__(self) -> None:
+        _check_text("name", self.name)
+        _check_text("attention", self.attention)
+        if not isinstance(self.cards, tuple) or not all(isinstance(card, str) for card in self.cards):
+            cards = list(self.cards) if isinstance(self.cards, tuple) else self.cards
+            raise ChunkflowError(f"Hardware field cards must be a list of names of cards, not {cards!r}.")
+        if not isinstance(self.sources, Mapping) or not all(isinstance(text, str) for text in self.sources.values()):
+            raise ChunkflowError(
+                f"Hardware field sources must map fields to where their figures come from, not {self.sources!r}."
+            )
         for name, (low, high) in _RANGES.items():
             _check_number(name, getattr(self, name), low, high)
         for name, kind, example in (("gemm_flops", "dtypes", "bfloat16"), ("attention_flops", "kernels", "fa2")):
@@ -201,12 +211,16 @@ class Hardware:
         ]
         if missing:
             raise ChunkflowError(f"The hardware profile lacks {', '.join(missing)}.")
-        if body.get("link_emulation") is not None:
+        if (link := body.get("link_emulation")) is not None:
+            if not isinstance(link, dict):
+                raise ChunkflowError(f"Hardware field link_emulation must map fields to figures, not {link!r}.")
             try:
-                body["link_emulation"] = LinkEmulation(**body["link_emulation"])
+                body["link_emulation"] = LinkEmulation(**link)
             except TypeError as error:
                 raise ChunkflowError(f"Hardware field link_emulation is not valid: {error}.") from error
-        return Hardware(**{**body, "cards": tuple(body.get("cards", ()))})
+        if isinstance(body.get("cards"), list):
+            body["cards"] = tuple(body["cards"])
+        return Hardware(**body)
 
 
 # Field -> the range of real machines.  A value outside it has the wrong unit (GB for bytes, ms for seconds).
@@ -232,6 +246,11 @@ _RANGES: Mapping[str, tuple[float, float]] = {
     "node_bandwidth": (1e5, 1e13),
     "node_latency_s": (0, 1),
 }
+
+
+def _check_text(name: str, value: object) -> None:
+    if not isinstance(value, str):
+        raise ChunkflowError(f"Hardware field {name} must be text, not {value!r}.")
 
 
 def _check_number(name: str, value: object, low: float, high: float) -> None:

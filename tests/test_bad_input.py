@@ -81,7 +81,7 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (given(slowdown=0.9), r"slowdown=0.9 is below 1"),
     (given(slowdown="fast"), r"slowdown must be a number of at least 1, not 'fast'"),
     (given(memory=1 << 20, slowdown=1.1), r"Give memory or slowdown, not both"),
-    (given(hardware="h300"), r"no hardware profile 'h300'; the nearest is 'h200'. Use one of a100-40gb-nvlink, "),
+    (given(hardware="h300"), r"no hardware profile 'h300'; the nearest are h200, gh200, mi300x. Use one of them"),
     (given(chunk_bytes=0), r"chunk_bytes must be a whole number of at least 256, not 0"),
     (given(chunk_bytes=1000), r"chunk_bytes=1000 must be a multiple of 256.*use 768"),
     (given(min_bytes="1MiB"), r"min_bytes must be a whole number"),

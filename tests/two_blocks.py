@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from helpers import Stack, UlyssesStack
 from torch import nn
 
@@ -12,6 +13,11 @@ from torch import nn
 def ulysses() -> tuple[nn.Module, dict[str, Any]]:
     """Four all-to-alls in each block, and 4 tokens on each rank."""
     return UlyssesStack(), {"x": torch.randn(4, 32)}
+
+
+def split() -> tuple[nn.Module, dict[str, Any]]:
+    """The same for 4096 tokens, which the ranks divide."""
+    return UlyssesStack(), {"x": torch.randn(4096 // dist.get_world_size(), 32)}
 
 
 def stack() -> tuple[nn.Module, dict[str, Any]]:

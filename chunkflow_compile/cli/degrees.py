@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 from tabulate import tabulate
@@ -42,11 +43,13 @@ def sweep(arguments: argparse.Namespace) -> int:
             "--sweep-ulysses plans policy chunkflow at its own degrees: leave out --ulysses and --policy."
         )
     progress = Progress(2 * len(degrees))
-    found = list[Degree]()
+    found, work = list[Degree](), dict[int, int]()
     for degree in reversed(degrees):  # the highest is the one that may not divide the heads
-        given = argparse.Namespace(**{**vars(arguments), "ulysses": degree})
+        # fewer ranks than nodes, as that of degree 1, are one on each
+        given = argparse.Namespace(**{**vars(arguments), "ulysses": degree, "nodes": min(degree, arguments.nodes)})
         made, plan = target.load_and_plan(given, progress)
         assert plan.predicted is not None
+        work[degree] = sum(region.cost.flops for region in made.problem.regions)
         found.append(
             Degree(
                 degree=degree,
@@ -57,6 +60,7 @@ def sweep(arguments: argparse.Namespace) -> int:
             )
         )
     found.reverse()
+    _note_undivided(arguments.model, work)
     say(arguments, f"{made.title}, simulated on {made.hardware.name}, {made.calls}\n")
     rows = [
         (
@@ -95,6 +99,18 @@ def recommended(found: Sequence[Degree]) -> str:
 
 def _share(degree: Degree, base: Degree) -> str:
     return f"{100 * degree.share(base):.0f} %"
+
+
+def _note_undivided(model: str, work: Mapping[int, int]) -> None:
+    """Print a note on stderr if a rank of the highest degree has no fewer FLOPs than one of the lowest: a function that makes
+    the same inputs at each degree plans a larger problem at a higher one."""
+    low, high = min(work), max(work)
+    if low < high and work[high] >= work[low]:
+        print(
+            f"note: each rank computes as much at degree {high} as at degree {low}, so these steps are not of one problem: "
+            f"let {model} divide its tokens by torch.distributed.get_world_size()",
+            file=sys.stderr,
+        )
 
 
 def _degrees(text: str) -> list[int]:

@@ -156,9 +156,21 @@ def _memory(device: torch.device) -> Iterator[_Figure]:
     yield "eta_memory", 1.0, "1: the bandwidth is measured, not nominal"
     cache = 0 if device.type == "cpu" else torch.cuda.get_device_properties(device).L2_cache_size
     yield "cache_bytes", cache, "as the driver says; the caches of a CPU are left out"
-    part = source[: cache // 16]
-    inside = round(2 * part.nbytes / _in_a_row(device, lambda: torch.add(part, 1, out=part))) if cache else rate
-    yield "cache_bandwidth", max(rate, inside), "pointwise kernels in a row on a quarter of the cache"
+    inside = cache_rate(source[: cache // 16], partial(_in_a_row, device)) if cache else rate
+    yield (
+        "cache_bandwidth",
+        max(rate, inside),
+        "pointwise kernels in a row on a quarter of the cache, less their starts",
+    )
+
+
+def cache_rate(part: torch.Tensor, in_a_row: Callable[[Callable[[], object]], float]) -> int:
+    """Bytes/s at which kernels read and write ``part``, which the cache holds; 0 if it takes no longer than one element.
+
+    ``in_a_row``: the seconds of a call among many.  Those of one element are the start of a kernel, which plans add.
+    """
+    short, long = (in_a_row(partial(torch.add, values, 1, out=values)) for values in (part[:1], part))
+    return round(2 * (part.nbytes - part[:1].nbytes) / (long - short)) if long > short else 0
 
 
 def _calls(device: torch.device) -> Iterator[_Figure]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import os
+import re
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 # Names the profile that chunkflow calibrate has written.
 MEASURED = "measured"
 CPU = "cpu"
-# Names a profile scaled for the card of this process, which has none.
+# Names a profile scaled for a card that has none: that of this process, or by its number, as "scaled:1".
 SCALED = "scaled"
 
 
@@ -81,15 +82,18 @@ def default_profile(device: torch.device) -> str:
             "chunkflow calibrate once on this machine.",
             stacklevel=2,
         )
-    return found or SCALED
+    return found or (SCALED if device.index is None else f"{SCALED}:{device.index}")
 
 
-def _scaled() -> Hardware:
+def _scaled(name: str) -> Hardware:
     import torch
 
     if not torch.cuda.is_available():
-        raise ChunkflowError(f"hardware={SCALED!r} is scaled for the card of this machine, but there is none.")
-    properties: Properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+        raise ChunkflowError(f"hardware={name!r} is scaled for the card of this machine, but there is none.")
+    number, count = name.removeprefix(SCALED)[1:], torch.cuda.device_count()
+    if number and int(number) >= count:
+        raise ChunkflowError(f"hardware={name!r}: this machine has {count} cards, of which 0 is the first.")
+    properties: Properties = torch.cuda.get_device_properties(int(number) if number else torch.cuda.current_device())
     return scaled(properties, _read_built_in(alike(properties)))
 
 
@@ -106,17 +110,26 @@ def load_profile(name: str | Path) -> Hardware:
         if (measured := _measured_path()) is None:
             raise ChunkflowError("hardware='measured', but this machine is not measured yet: run chunkflow calibrate.")
         return _read_profile(measured)
-    if str(name) == SCALED:
-        return _scaled()
+    if re.fullmatch(rf"{SCALED}(:\d+)?", str(name)):
+        return _scaled(str(name))
     if str(name) in profile_names():
         return _read_built_in(str(name))
     if Path(name).is_file():
         return _read_profile(Path(name))
-    close = difflib.get_close_matches(str(name).lower(), profile_names(), n=1, cutoff=0.0)[0]
     raise ChunkflowError(
-        f"There is no hardware profile {str(name)!r}; the nearest is {close!r}. Use one of {', '.join(profile_names())}, a "
-        f"JSON file, or {MEASURED!r}."
+        f"There is no hardware profile {str(name)!r}; the nearest are {', '.join(_nearest(str(name)))}. Use one of them, a "
+        f"JSON file, or {MEASURED!r}; chunkflow plan --help lists all."
     )
+
+
+def _nearest(name: str) -> list[str]:
+    """The three built-in profiles whose names are most like ``name``, first those that hold it; hyphens do not count."""
+    bare, wanted = (
+        {profile.replace("-", ""): profile for profile in profile_names()},
+        re.sub(r"[\W_]", "", name.lower()),
+    )
+    close = difflib.get_close_matches(wanted, bare, n=len(bare), cutoff=0.0)
+    return [bare[one] for one in sorted(close, key=lambda one: wanted not in one)[:3]]
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Protocol
@@ -45,10 +46,29 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
     A link between cards is not known: it is assumed to be PCIe.
     """
     name, processors, clock = _nearest(properties)
-    # a driver that tells no clock gives 0
-    faster = properties.multi_processor_count * properties.clock_rate / (processors * clock) or 1.0
+    # what a driver does not tell is 0
+    told = {"multiprocessors": properties.multi_processor_count / processors, "clock": properties.clock_rate / clock}
+    told = {what: times for what, times in told.items() if times}
+    faster = math.prod(told.values())
     memory = 2 * 1000 * properties.memory_clock_rate * properties.memory_bus_width / 8  # two transfers a clock
-    how = f"scaled from {name} by multiprocessors and clock, {faster:.2f} times"
+    how = (
+        f"scaled from {name} by {' and '.join(told)}, {faster:.2f} times"
+        if told
+        else f"as {name}: its driver tells nothing"
+    )
+    sources = {
+        **like.sources,
+        "gemm_flops": how,
+        "attention_flops": how,
+        "collective_bandwidth": "assumption: three quarters of PCIe",
+        "shared_link": "assumption: PCIe carries copies and collectives alike",
+        "copy_slowdown": "assumption: a fair share",
+        "collective_slowdown": "assumption: a fair share",
+    }
+    if memory:
+        sources["memory_bandwidth"] = "its driver: memory clock and width of the bus"
+    if properties.L2_cache_size:
+        sources["cache_bytes"] = "its driver"
     return replace(
         like,
         name=f"scaled for {properties.name}",
@@ -61,15 +81,7 @@ def scaled(properties: Properties, like: Hardware) -> Hardware:
         shared_link=True,
         copy_slowdown=2.0,
         collective_slowdown=2.0,
-        sources={
-            **like.sources,
-            "gemm_flops": how,
-            "attention_flops": how,
-            "memory_bandwidth": "its driver: memory clock and width of the bus",
-            "cache_bytes": "its driver",
-            "collective_bandwidth": "assumption: three quarters of PCIe",
-            "shared_link": "assumption: PCIe carries copies and collectives alike",
-        },
+        sources=sources,
     )
 
 

@@ -127,10 +127,13 @@ class Phase:
     def _predicted(self) -> float | None:
         """Seconds of the newest call, by its part of a cycle, or else by the plans of its programs."""
         found = self._newest()
+        problems = {session.key: session.program.problem for session, _ in found}
         for bound in cycles(self.root)[:1]:
             cuts = {id(call.cut) for call in bound.calls}
             if all(id(session.code.cut) in cuts for session, _ in found):
-                return bound.predicted({session.key for session, _ in found})
+                return bound.predicted(problems.keys())
+            if problems.keys() == set(bound.keys):  # at other sizes
+                return bound.played(problems)
         times = [(count, s.plan.predicted.step_s) for s, count in found if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 

@@ -17,6 +17,9 @@ from torch.fx import GraphModule
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
+from chunkflow_compile.passes.placement.schedule import schedule, transfers_of
+from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
 from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
@@ -123,6 +126,23 @@ class BoundCycle:
         if self.cycle.plan.predicted is None:
             return None
         return sum(seconds for key, seconds in zip(self.keys, self._call_seconds, strict=True) if key in keys)
+
+    def played(self, problems: Mapping[CallKey | None, Problem]) -> float:
+        """Predicted seconds of a pass in which the calls with these keys have other sizes: those of the problems."""
+        regions, collectives = [*self.cycle.problem.regions], [*self.cycle.problem.collectives]
+        at, met = 0, 0
+        for key, call in zip(self.keys, self.calls, strict=True):
+            here = call.cut.problem
+            there = problems.get(key, here)
+            for i, (region, other) in enumerate(zip(regions[at:], there.regions, strict=False), at):
+                regions[i] = replace(region, cost=other.cost)
+            for i, (mine, theirs) in enumerate(zip(collectives[met:], there.collectives, strict=False), met):
+                collectives[i] = replace(mine, nbytes=theirs.nbytes)
+            at, met = at + len(here.regions), met + len(here.collectives)
+        problem = replace(self.cycle.problem, regions=tuple(regions), collectives=tuple(collectives))
+        plan = self.cycle.plan
+        items = schedule(problem, transfers_of(problem, plan))
+        return Simulator(problem, self.settings.hardware, plan.chunk_bytes).play(items, spans=False).step_s
 
     @cached_property
     def _call_seconds(self) -> list[float]:

@@ -14,6 +14,7 @@ from chunkflow_compile.units import parse_bytes
 
 MEMORY = "CHUNKFLOW_MEMORY"
 OPTIONS = "CHUNKFLOW_OPTIONS"
+PORT = "CHUNKFLOW_METRICS_PORT"
 _EXAMPLE = 'such as {"lowering": "eager"}'
 
 _log = logging.getLogger(__name__)
@@ -22,18 +23,19 @@ _log = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Settings:
     """``memory``: most weight bytes of one transformer on the device, such as "12GiB".  ``options``: other options of the
-    backend."""
+    backend.  ``port``: at which rank 0 serves metrics, and each other rank at its number above; None for none."""
 
     memory: str
     options: Mapping[str, object]
+    port: int | None = None
 
 
 def settings_from(environ: Mapping[str, str]) -> Settings | None:
     """The settings in an environment; None where ``CHUNKFLOW_MEMORY`` is not set or empty.
 
-    ``CHUNKFLOW_OPTIONS``: a JSON object of further options, such as ``{"lowering": "eager"}``.  Raises ChunkflowError that
-    names the variable for a memory that is no size, and for options that are no JSON object or that the backend does not
-    have.
+    ``CHUNKFLOW_OPTIONS``: a JSON object of further options, such as ``{"lowering": "eager"}``.
+    ``CHUNKFLOW_METRICS_PORT``: a port for Prometheus.  Raises ChunkflowError that names the variable for a memory that is no
+    size, for options that are no JSON object or that the backend does not have, and for what is no port.
     """
     memory = environ.get(MEMORY, "").strip()
     if not memory:
@@ -48,7 +50,15 @@ def settings_from(environ: Mapping[str, str]) -> Settings | None:
     if "memory" in options:
         raise ChunkflowError(f"memory is in {MEMORY} and in {OPTIONS}: leave it out of {OPTIONS}.")
     _check({**options, "memory": memory})
-    return Settings(memory, options)
+    return Settings(memory, options, _port(environ.get(PORT, "").strip()))
+
+
+def _port(text: str) -> int | None:
+    if not text:
+        return None
+    if not text.isdigit() or not 0 < int(text) < 65536:
+        raise ChunkflowError(f"{PORT}={text!r} is no port: give a number from 1 to 65535, such as 9400.")
+    return int(text)
 
 
 def _check(options: Mapping[str, object]) -> None:

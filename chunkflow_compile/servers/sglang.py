@@ -43,6 +43,7 @@ def plugin() -> None:
         (f"{_RUNTIME}utils.torch_compile.CompiledModuleRegistry.compile_regions_once", hooks.compile, HookType.AROUND),
         (f"{_RESIDENCY}build_component_residency_strategy", leave_alone, HookType.AROUND),
         (f"{_RESIDENCY}ComponentResidencyManager.finish_request", hooks.report, HookType.AFTER),
+        (f"{_RUNTIME}pipelines_core.lora.pipeline.LoRAPipeline._merge_cache_for", merge_in_place, HookType.AROUND),
         (f"{_RUNTIME}layers.layernorm.FP32LayerNorm._cached_fp32_param", fp32_param, HookType.REPLACE),
         (f"{_RUNTIME}models.dits.qwen_image._qwen_modulation_cache_key", no_key, HookType.REPLACE),
     ):
@@ -79,8 +80,11 @@ class Hooks:
     """The hooks that know the settings.  ``settings``: of the environment."""
 
     def __init__(self, settings: Settings) -> None:
+        from chunkflow_compile.servers.scrape import Scrape
+
         self._options: dict[str, Any] = dict(settings.options)
         self._memory = settings.memory
+        self._scrape = Scrape(settings.port)
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def place(self, stage: Any, module: Any) -> None:
@@ -94,6 +98,7 @@ class Hooks:
 
         if isinstance(module, nn.Module) and placement_of(module) is None:
             offload(module, get_local_torch_device(), min_bytes=parse_options(self._options).min_bytes)
+            self._scrape.add(module)
             _log.info("%s is placed: its weights stream, at most %s on the device", type(module).__name__, self._memory)
 
     def compile(self, original: Callable[..., Any], registry: Any, module: Any, *, compile_kwargs: Any) -> Any:
@@ -143,6 +148,16 @@ def leave_alone(original: Callable[..., Any], name: str, module: Any, args: Any,
     if components.is_dit_component_name(name):
         _log.warning("%s (%s) does not stream: its stage does not compile it as others do", name, type(module).__name__)
     return original(name, module, args, **more)
+
+
+def merge_in_place(original: Callable[..., Any], pipe: Any, name: str, *args: Any, **more: Any) -> Any:
+    """AROUND the choice of files for merged weights: a placed weight has none.
+
+    SGLang keeps the weight itself as what it was before, and gives it other memory: a placed weight is both.
+    """
+    from chunkflow_compile.model.placement import placement_of
+
+    return None if placement_of(pipe.modules[name]) is not None else original(pipe, name, *args, **more)
 
 
 def fp32_param(norm: Any, attr: str, param: Any, device: Any) -> Any:

@@ -33,9 +33,11 @@ def plug_in() -> None:
     from vllm_omni.diffusion.model_loader.diffusers_loader import DiffusersPipelineLoader
     from vllm_omni.diffusion.worker.diffusion_model_runner import DiffusionModelRunner
 
+    from chunkflow_compile.servers.scrape import Scrape
+
     _wrap(DiffusersPipelineLoader, "load_model", _load_on_the_host)
     _wrap(offloader, "get_offload_backend", functools.partial(_backend, settings))
-    _wrap(DiffusionModelRunner, "_compile_transformer", functools.partial(_compile, settings))
+    _wrap(DiffusionModelRunner, "_compile_transformer", functools.partial(_compile, settings, Scrape(settings.port)))
     _declare_collectives()
 
 
@@ -121,8 +123,8 @@ def _backend(settings: Settings, theirs: Callable[..., Any], config: Any, device
     return _Backend(settings, theirs(config, device=device, **kwargs), device)
 
 
-def _compile(settings: Settings, theirs: Callable[..., Any], runner: Any, name: str) -> None:
-    """Compile a transformer by kind, whatever the granularity of the server."""
+def _compile(settings: Settings, scrape: Any, theirs: Callable[..., Any], runner: Any, name: str) -> None:
+    """Compile a transformer by kind, whatever the granularity of the server.  ``scrape``: serves its metrics."""
     from chunkflow_compile.frontend.compile import compile
 
     if name not in _transformers(runner.pipeline):
@@ -131,6 +133,7 @@ def _compile(settings: Settings, theirs: Callable[..., Any], runner: Any, name: 
     dynamic = runner.od_config.diffusion_compile_dynamic
     options: dict[str, Any] = {**settings.options, "memory": settings.memory}
     compile(model, dynamic=dynamic, **options)
+    scrape.add(model)
     _log.info("%s (%s) is offloaded, and its steps stream within %s", name, type(model).__name__, settings.memory)
 
 

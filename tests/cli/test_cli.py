@@ -34,7 +34,7 @@ from chunkflow_compile.weights.drive import for_the_drive
 from chunkflow_compile.weights.host_buffer import buffer_of
 
 OWN = "examples/ulysses_dit.py:planned"
-ULYSSES = f"{HERE / 'two_blocks.py'}:ulysses"
+ULYSSES, SPLIT = (f"{HERE / 'two_blocks.py'}:{name}" for name in ("ulysses", "split"))
 
 
 def chunkflow(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -154,11 +154,10 @@ def test_a_sweep_of_degrees_says_which_to_take(tmp_path: Path, capsys: pytest.Ca
         path.write_text(machine.to_json())
     out, sentences, steps = tmp_path / "sweep.json", [], []
     for path, *nodes in ((slow,), (fast,), (fast, "--nodes", "2")):
-        degrees = "2" if nodes else "1,2"
-        sweep = ("--hardware", str(path), "--sweep-ulysses", degrees, *nodes, "--json", str(out))
-        assert main(["simulate", OWN, "--chunk-bytes", "1MiB", *sweep]) == 0
-        shown, written = capsys.readouterr().out, json.loads(out.read_text())
-        assert written["recommended"] in shown and "in collectives" in shown
+        sweep = ("--hardware", str(path), "--sweep-ulysses", "1,2", *nodes, "--json", str(out))
+        assert main(["simulate", SPLIT, *SIZES, *sweep]) == 0
+        (shown, said), written = capsys.readouterr(), json.loads(out.read_text())
+        assert written["recommended"] in shown and "in collectives" in shown and "note" not in said
         sentences.append(written["recommended"])
         steps.append({d["degree"]: d["step_s"] for d in written["degrees"]})
     assert (
@@ -166,7 +165,16 @@ def test_a_sweep_of_degrees_says_which_to_take(tmp_path: Path, capsys: pytest.Ca
     )
     assert sentences[1].startswith("Take degree 2: it has the shortest step, and each rank does ")
     assert list(steps[0]) == [1, 2] and steps[0][1] == steps[1][1]
-    assert steps[1][2] < steps[2][2] and steps[2][2] > steps[1][1]  # between nodes the link is the slow one
+    assert steps[1][2] < steps[2][2] > steps[2][1] == steps[1][1]  # between nodes the link is the slow one
+
+
+def test_a_sweep_of_a_model_that_does_not_split_its_tokens_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["simulate", ULYSSES, *SIZES, "--sweep-ulysses", "1,2"]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "note: each rank computes as much at degree 2 as at degree 1, so these steps are not of one problem: let "
+        in said
+    )
 
 
 def test_cfg_parallelism_halves_the_calls_and_adds_an_exchange(
@@ -240,7 +248,7 @@ def test_the_curve_is_a_table_and_a_picture(tmp_path: Path, capsys: pytest.Captu
         (["plan", "flux.1-dev", "--slowdown", "0.9"], "slowdown=0.9 is below 1"),
         (
             ["plan", "flux.1-dev", "--hardware", "tpu"],
-            "no hardware profile 'tpu'; the nearest is 'cpu'. Use one of a100-40gb-nvlink, ",
+            "no hardware profile 'tpu'; the nearest are cpu, ",
         ),
         (
             ["plan", "flux.1-dev", "--hardware", "rtx-4090-pcie", "--attention", "fa3"],

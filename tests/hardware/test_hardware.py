@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import torch
+from clocks import OwnClock
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from chunkflow_compile.cli.main import main
+from chunkflow_compile.hardware.calibrate import cache_rate
 from chunkflow_compile.hardware.profiles import load_profile, measured_path, profile_names
 from chunkflow_compile.hardware.scaled import alike, scaled
+from chunkflow_compile.options import Options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
+from chunkflow_compile.passes.problem import RegionCost
 
 # Of a profile, which no card has: what it is called, and what the ranks are on.
 NO_FIGURES = {"name", "cards", "sources", "link_emulation", "node_ranks", "node_bandwidth", "node_latency_s"}
@@ -27,6 +34,9 @@ def test_the_built_in_profiles_have_a_source_for_each_figure() -> None:
         assert set(profile.sources) == {f.name for f in fields(Hardware)} - NO_FIGURES, name
         assert profile.attention in profile.attention_flops
         assert profile.shared_link == (profile.copy_slowdown > 1)
+        if name != "cpu":
+            times = profile.cache_bandwidth / profile.memory_bandwidth
+            assert f" {times:.1f} times " in profile.sources["cache_bandwidth"], name
 
 
 def test_the_paper_s_machine_has_the_paper_s_link() -> None:
@@ -47,12 +57,19 @@ class Card(NamedTuple):
     L2_cache_size: int
 
 
+L4, TO_COME = (
+    Card("NVIDIA L4", 8, 9, 58, 2_040_000, 6_251_000, 192, 48 << 20),
+    Card("a card to come", 13, 0, 170, 2_407_000, 14_001_000, 512, 96 << 20),
+)
+
+
 @pytest.mark.parametrize(
     ("card", "like", "gemm"),
     [
-        (Card("NVIDIA L4", 8, 9, 58, 2_040_000, 6_251_000, 192, 48 << 20), "rtx-4090-pcie", 0.37),
-        (Card("a card to come", 13, 0, 170, 2_407_000, 14_001_000, 512, 96 << 20), "rtx-5090-pcie", 1.0),
+        (L4, "rtx-4090-pcie", 0.37),
+        (TO_COME, "rtx-5090-pcie", 1.0),
         (Card("a card whose driver tells nothing", 8, 6, 0, 0, 0, 0, 0), "rtx-3090-pcie", 1.0),
+        (Card("a card whose driver tells no clock", 9, 0, 66, 0, 0, 0, 0), "h100-nvlink", 0.5),
         (Card("a card of before", 7, 5, 54, 705_000, 5_001_000, 256, 4 << 20), "a100-80gb-nvlink", 0.25),
     ],
 )
@@ -63,6 +80,60 @@ def test_a_card_without_a_profile_is_scaled_from_one(card: Card, like: str, gemm
     assert found.gemm_flops["bfloat16"] / near.gemm_flops["bfloat16"] == pytest.approx(gemm, abs=0.01)
     assert found.memory_bandwidth == (2e3 * card.memory_clock_rate * card.memory_bus_width / 8 or near.memory_bandwidth)
     assert card.name in found.name and like in found.sources["gemm_flops"] and found.shared_link
+    assert "fair share" in found.sources["copy_slowdown"] and "fair share" in found.sources["collective_slowdown"]
+    told = {"memory_bandwidth": card.memory_clock_rate, "cache_bytes": card.L2_cache_size}
+    assert all((found.sources[figure] == near.sources[figure]) == (not value) for figure, value in told.items())
+    assert (" and clock" in found.sources["gemm_flops"]) == (card.clock_rate > 0)
+
+
+def test_the_profile_of_a_card_without_one_is_of_the_card_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = TO_COME, L4
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: len(cards))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda d: cards[d if isinstance(d, int) else torch.device(d).index or 0]
+    )
+    for device, name in (("cuda:1", cards[1].name), ("cuda:0", cards[0].name), ("cuda", cards[0].name)):
+        with pytest.warns(UserWarning, match=f"No hardware profile is of {name}"):
+            chosen = Options().on(torch.device(device))
+        assert chosen.profile().name == f"scaled for {name}"
+    assert load_profile("scaled").name == f"scaled for {cards[0].name}"
+    with pytest.raises(ChunkflowError, match=r"'scaled:2'.* has 2 cards"):
+        load_profile("scaled:2")
+    with pytest.raises(ChunkflowError, match="no hardware profile 'scaled:x'"):
+        load_profile("scaled:x")
+
+
+def test_the_rate_of_a_cache_is_less_the_start_of_a_kernel() -> None:
+    clock, start_s, rate = OwnClock(), 2e-6, 5e12
+
+    class Card(TorchDispatchMode):
+        """Whose kernels read and write what they add to."""
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.overloadpacket is torch.ops.aten.add:
+                clock.sleep(start_s + 2 * args[0].nbytes / rate)
+            return func(*args, **(kwargs or {}))
+
+    def in_a_row(call: Callable[[], object]) -> float:
+        begin = clock.now()
+        with Card():
+            for _ in range(10):
+                call()
+        return (clock.now() - begin) / 10
+
+    part = torch.ones(1 << 20)
+    found = cache_rate(part, in_a_row)
+    assert found == pytest.approx(rate, rel=1e-3)
+    cost = RegionCost(flops=0, dtype="float32", traffic=((part.nbytes, 2 * part.nbytes),), kernels=1)
+    cached = replace(
+        load_profile("h200"), cache_bandwidth=found, cache_bytes=4 * part.nbytes, kernel_s=start_s, launch_s=0.0
+    )
+    assert cost.seconds(cached) == pytest.approx(in_a_row(lambda: torch.add(part, 1, out=part)), rel=1e-3)
+    assert cache_rate(part, lambda call: 1.0) == 0, (
+        "no longer than for one element: the cache is not told from the memory"
+    )
 
 
 def test_a_collective_of_two_nodes_takes_the_slower_of_both_links() -> None:
@@ -71,6 +142,24 @@ def test_a_collective_of_two_nodes_takes_the_slower_of_both_links() -> None:
     assert two.crossing_seconds(1 << 30, 8) == one.crossing_seconds(1 << 30, 8) == (1 << 30) / one.collective_bandwidth
     assert two.crossing_seconds(1 << 30, 16) == (1 << 30) * 8 / 15 / 50e9
     assert two.latency_s(16) > two.latency_s(8) == one.latency_s(16)
+
+
+# A field of a profile, a value of another type, and what is said.
+ODD = (
+    ("name", 5, "name must be text, not 5"),
+    ("cards", None, "cards must be a list of names of cards, not None"),
+    ("cards", "NVIDIA L4", "cards must be a list of names of cards, not 'NVIDIA L4'"),
+    ("cards", [5], r"cards must be a list of names of cards, not \[5\]"),
+    ("attention", 5, "attention must be text, not 5"),
+    ("attention", ["fa2"], r"attention must be text, not \['fa2'\]"),
+    ("attention_flops", {"fa2": "fast"}, r"attention_flops\['fa2'\] must be a number, not 'fast'"),
+    ("sources", ["a data sheet"], "sources must map fields to where their figures come from, not "),
+    ("sources", {"eta_gemm": 5}, "sources must map fields to where their figures come from, not "),
+    ("link_emulation", 5, "link_emulation must map fields to figures, not 5"),
+    ("link_emulation", {"bandwith": 1e9}, "link_emulation is not valid: .*'bandwith'"),
+    ("link_emulation", {"bandwidth": 1e9, "shared": 5}, "link_emulation.shared must be text, not 5"),
+    ("link_emulation", {"bandwidth": 1e9, "order": []}, r"link_emulation.order must be fair or fifo, not \[\]"),
+)
 
 
 def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Path) -> None:
@@ -99,6 +188,10 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
             "h200 has no attention by fa4: it has cudnn, fa3, fa2",
         ),
         (json.dumps({**json.loads(text), "schema": 1}), "schema 1.*run chunkflow calibrate again"),
+        *(
+            (json.dumps({**json.loads(text), field: value}), f"own.json: Hardware field {said}")
+            for field, value, said in ODD
+        ),
     ):
         own.write_text(odd)
         with pytest.raises(ChunkflowError, match=sentence):
@@ -107,9 +200,12 @@ def test_a_profile_is_found_by_name_or_file_and_a_bad_one_is_named(tmp_path: Pat
         load_profile(5)  # type: ignore[arg-type]
     with pytest.raises(
         ChunkflowError,
-        match=r"no hardware profile 'h300'; the nearest is 'h200'. Use one of .*a JSON file, or 'measured'",
+        match=r"profile 'rtx4090'; the nearest are rtx-4090-pcie, rtx-4090-d-pcie, rtx-4090-laptop. Use one of them, a JSON "
+        r"file, or 'measured'; chunkflow plan --help lists all",
     ):
-        load_profile("h300")
+        load_profile("rtx4090")
+    with pytest.raises(ChunkflowError, match="the nearest are a100-80gb-pcie, a100-40gb-pcie, a100-80gb-nvlink"):
+        load_profile("A100")
 
 
 def test_calibrate_measures_this_machine_and_measured_finds_it(

@@ -174,6 +174,23 @@ def test_weights_that_change_in_the_middle_of_a_cycle() -> None:
     assert cycles(model)[0].cycle.calls
 
 
+def test_weights_that_change_before_a_call_of_another_size() -> None:
+    """Its program is new, and so none that ran has to end, which would also let the cycle start cold."""
+    model, twin = taken()
+    order = list(range(5))
+
+    def step(rows: int) -> None:
+        x = torch.randn(rows, 32)
+        assert torch.equal(model(x, order), twin(x, order))
+
+    settled(model, lambda _: step(4))
+    for i in order:
+        for m in (model, twin):
+            m.blocks[i].up.weight.mul_(1.5)
+            m.blocks[i].down.weight.mul_(0.5)
+        step(6 + 2 * i)
+
+
 @pytest.mark.parametrize("when", [0, 5])
 def test_weights_of_one_region_that_change_places(when: int) -> None:
     """While the cycle is planned, and while it runs: the call reads the same weights, each for another purpose."""

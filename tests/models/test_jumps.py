@@ -69,6 +69,21 @@ def test_jumps_that_repeat_become_a_cycle() -> None:
     assert cycles(model)[0].jumps == before
 
 
+def test_a_jump_looks_ahead_of_where_it_comes_from() -> None:
+    """Calls are skipped before the first and before the second of two calls of one block: wherever the cycle begins, the one
+    that follows is not the first in it for one of both."""
+    model, twin = taken()
+    x = torch.randn(4, 32)
+    for _ in range(8):
+        assert torch.equal(model(x, [0, 1, 0, 2, 3]), twin(x, [0, 1, 0, 2, 3]))
+        learn(model)
+    (route,) = (route for route in cycles(model) if len(route.keys) == 5)
+    assert route.jumps == 0
+    for order, jumps in (([0, 0, 2, 3], 1), ([0, 1, 0], 1), ([0, 1, 0, 2, 3], 2)):
+        assert torch.equal(model(x, order), twin(x, order))
+        assert route.jumps == jumps, order
+
+
 def test_two_sizes_in_turns_are_one_cycle() -> None:
     """Guidance with two text lengths: both calls of a block read the same weights."""
     model, twin = taken()

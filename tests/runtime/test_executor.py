@@ -107,6 +107,25 @@ def test_a_step_that_raises_midway_leaves_the_next_one_right(no_grad: None) -> N
     assert runner.measurements[-1].moved_bytes == runner.plan.moved_bytes
 
 
+def test_a_second_interrupt_leaves_the_next_step_right(monkeypatch: pytest.MonkeyPatch, no_grad: None) -> None:
+    """It comes before the executor has given up the arena, whose chunks are those of the middle of a step."""
+    _, twin, run, runner = streaming(debug="poison", policy="layerwise", slowdown=None)  # copies for the next step
+    executor = runner.executor
+    whole = executor._instructions[:]
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    for i in range(1, len(whole), 16):
+        run(torch.randn(4, 8))
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(executor, "_instructions", [*whole[:i], interrupt, *whole[i + 1 :]])
+            patch.setattr(executor.binding.arena, "alone", interrupt)
+            run(torch.randn(4, 8))
+        x = torch.randn(4, 8)
+        assert torch.equal(run(x), twin(x))
+
+
 def test_two_threads_take_turns(no_grad: None) -> None:
     _, twin, run, runner = streaming()
     slow_copies(runner, 0.001)

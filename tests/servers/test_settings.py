@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import socket
 import subprocess
 import sys
+import urllib.request
 
 import pytest
+from helpers import Stack
 
+from chunkflow_compile import offload
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.servers.settings import Settings, known_release, settings_from
 
@@ -21,6 +25,24 @@ def test_memory_and_options_are_read() -> None:
     assert settings_from({"CHUNKFLOW_MEMORY": "12GiB"}) == Settings("12GiB", {})
     given = {"CHUNKFLOW_MEMORY": " 500 MB ", "CHUNKFLOW_OPTIONS": '{"lowering": "eager", "chunk_bytes": 4096}'}
     assert settings_from(given) == Settings("500 MB", {"lowering": "eager", "chunk_bytes": 4096})
+    assert settings_from({"CHUNKFLOW_MEMORY": "1GiB", "CHUNKFLOW_METRICS_PORT": "9400"}) == Settings("1GiB", {}, 9400)
+    with pytest.raises(ChunkflowError, match="CHUNKFLOW_METRICS_PORT='x' is no port"):
+        settings_from({"CHUNKFLOW_MEMORY": "1GiB", "CHUNKFLOW_METRICS_PORT": "x"})
+
+
+def test_a_plug_in_serves_the_metrics_of_all_its_models() -> None:
+    from chunkflow_compile.servers.scrape import Scrape
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    scrape, models = Scrape(port), [offload(Stack(), min_bytes=1024) for _ in range(2)]
+    for model in models:
+        scrape.add(model)
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        said = answer.read().decode()
+    assert said.count("\nchunkflow_host_bytes{") == 2
+    Scrape(None).add(models[0])
 
 
 @pytest.mark.parametrize(

@@ -307,8 +307,12 @@ def save_adapter(folder: Path, model: Any, seed: int) -> str:
     return str(folder / "adapter.safetensors")
 
 
-@pytest.mark.parametrize("mode", ["merge", "dynamic"])
-def test_an_adapter_that_the_server_loads(mode: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("mode", "cached"), [("merge", False), ("dynamic", False), ("merge", True)])
+def test_an_adapter_that_the_server_loads(
+    mode: str, cached: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``cached``: as at the start of a server, which then keeps merged weights of a model in host memory in files."""
+    monkeypatch.setenv("SGLANG_DIFFUSION_CACHE_ROOT", str(tmp_path))
     served = Served(tmp_path, "wan")
     twin_pipe = sglang_parts.pipeline(served.twin, served.args, staged=False)
     served.request()
@@ -316,7 +320,8 @@ def test_an_adapter_that_the_server_loads(mode: str, tmp_path: Path) -> None:
     first, second = (save_adapter(tmp_path / str(i), served.model, i) for i in range(2))
     for path, strength in ((first, 1.0), (second, 0.5)):
         for pipe in (served.pipe, twin_pipe):
-            pipe.set_lora(path, path, strength=strength, merge_mode=mode)
+            at_start = cached and path == first and pipe is served.pipe
+            pipe.set_lora(path, path, strength=strength, merge_mode=mode, cache_merged=at_start)
         served.request(steps=6)
         assert served.moved()[1] > 0
         assert served.worst == 0

@@ -18,7 +18,6 @@ WHY = {
     "torchaudio": "audio; its CPU builds are not on PyPI",
     "torchcodec": "decodes videos with libraries of FFmpeg, which a machine may lack",
     "torchvision": "transforms of images; the build on PyPI needs the CUDA build of torch",
-    "librosa": "audio",
     "cv2": "images, 60 MB",
 }
 

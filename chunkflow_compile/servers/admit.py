@@ -1,0 +1,354 @@
+"""``admit``: before a request runs, how long it takes and whether it fits; no weight moves, and nothing is compiled.
+
+The transformer is traced without weights at three sizes around that of a request.  At sizes between, the times of its
+regions follow from these: products grow with the tokens, attention with their square.  The placement of the weights is that
+of a plan for the same budget, played with these times.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import inspect
+import json
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields, replace
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+from chunkflow_compile.hardware.headroom import budget_for
+from chunkflow_compile.model.placement import placement_of
+from chunkflow_compile.models.eager_cost import eager_cost
+from chunkflow_compile.models.families import FAMILIES, Family
+from chunkflow_compile.models.presets import PRESETS
+from chunkflow_compile.models.sizes import Shape
+from chunkflow_compile.models.weightless import trace_without_weights
+from chunkflow_compile.options import Options, parse_options
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.pipeline import Settings, make_cut
+from chunkflow_compile.passes.placement.place import least_memory, place
+from chunkflow_compile.passes.placement.schedule import schedule, transfers_of
+from chunkflow_compile.passes.placement.timeline import Simulator
+from chunkflow_compile.passes.plan import Plan
+from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.pipeline.budget import Budget, budget_of
+from chunkflow_compile.report.record import seconds, size
+from chunkflow_compile.weights.leaves import leaves, tensors_of
+
+# Attribute of an applied pipeline: its Admitter.
+_ADMITTER = "_chunkflow_admitter"
+# Families whose latents are packed: an element of four.
+_PACKED = ("flux", "qwen-image")
+# Multiples of the edges of a request at which its transformer is traced: a quarter of its tokens to four times as many; where
+# half of an edge is no size, from its own on.  Farther off, what limits a region may be another thing.
+_EDGES, _FROM_HERE = (0.5, 1, 2), (1, 2, 3)
+# Parts of the budget: the rest that activations leave is rounded down to one of them, so that few plans are made.
+_PARTS = 16
+# Arguments of pipelines that sizes depend on, other than the edges: of the batch, and of a second branch of guidance.
+_BATCH = ("num_images_per_prompt", "num_videos_per_prompt")
+_SECOND_BRANCH = ("true_cfg_scale", "guidance_scale")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Admission:
+    """Whether a request fits, and how long it takes.
+
+    ``step_s``: predicted seconds of a denoising step, both branches of guidance; ``total_s``: of all steps, and of the newest
+    call of every other component as far as it was measured.  ``device_bytes``: most bytes on the device, of which
+    ``activation_bytes`` are the transformer's activations (an estimate of eager ops; 0 on a CPU, which counts none).
+    ``host_bytes``: of the pipeline's weights in host memory.  ``budget``: bytes that were given to ``apply``.  ``reason``:
+    why it does not fit, empty if it does.
+    """
+
+    fits: bool
+    step_s: float
+    total_s: float
+    device_bytes: int
+    activation_bytes: int
+    host_bytes: int
+    budget: int
+    reason: str = ""
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1) + "\n"
+
+    def __str__(self) -> str:
+        rows = [
+            ("fits", "yes" if self.fits else f"no: {self.reason}"),
+            ("a step", seconds(self.step_s)),
+            ("all steps", f"{self.total_s:.1f} s"),
+            ("most on the device", f"{size(self.device_bytes)} of {size(self.budget)}"),
+            ("of these activations", size(self.activation_bytes)),
+            ("in host memory", size(self.host_bytes)),
+        ]
+        return tabulate(rows, tablefmt="plain", disable_numparse=True)
+
+
+def admit(pipe: Any, **sizes: Any) -> Admission:
+    """How long a request takes on an applied pipeline, and whether it fits the budget, before it runs.
+
+    ``sizes``: arguments of the pipeline's call that sizes depend on, such as ``height``, ``width``, ``num_frames``,
+    ``num_inference_steps``, ``guidance_scale``; those left out have the defaults of the call.  The first call traces the
+    transformer without weights, which takes seconds to a minute; later ones take milliseconds.  It may be called while a
+    request runs, and waits for none.
+
+    Raises ChunkflowError for a pipeline that is not applied or whose transformer it does not know, for an unknown argument,
+    and for a size that the model cannot take.
+    """
+    budget = budget_of(pipe)
+    if budget is None or isinstance(pipe, nn.Module):
+        raise ChunkflowError(f"This {type(pipe).__name__} is not applied: call chunkflow_compile.apply(pipe) first.")
+    known: Admitter | None = pipe.__dict__.get(_ADMITTER)
+    if known is None or known.budget != budget.total:
+        known = pipe.__dict__[_ADMITTER] = Admitter.of(pipe)
+    known.others_s, known.host_bytes = _others(pipe, budget), _host_bytes(budget)
+    return known.admit(**sizes)
+
+
+@dataclass(eq=False, kw_only=True)
+class Admitter:
+    """What :func:`admit` needs of a pipeline, without the pipeline: it can be pickled, and asked in another process.
+
+    ``defaults``: of the arguments of the call.  ``family``, ``config``, ``dtype``, ``ulysses``: of the transformer.
+    ``nbytes``: of its weights by name, which may be quantised.  ``spatial``, ``temporal``: pixels and frames of an element
+    of the latent.  ``unit``: pixels that edges are multiples of; ``edge``: the default one.  ``chosen``: the options of
+    apply.  ``budget``, ``usable``: bytes on the device, and those of them that plans may count on.  ``counted``: whether
+    activations are.  ``found``: by text and batch.
+    """
+
+    pipeline: str
+    defaults: Mapping[str, Any]
+    family: str
+    config: Mapping[str, Any]
+    dtype: torch.dtype
+    ulysses: int
+    nbytes: Mapping[str, int]
+    spatial: int
+    temporal: int
+    unit: int
+    edge: int
+    chosen: Options
+    budget: int
+    usable: int
+    counted: bool
+    others_s: float = 0.0
+    host_bytes: int = 0
+    found: dict[tuple[int, int], list[_Forecast]] = field(default_factory=dict)
+    lock: Any = field(default_factory=threading.Lock)
+
+    @staticmethod
+    def of(pipe: Any) -> Admitter:
+        """That of an applied pipeline.  Raises ChunkflowError as :func:`admit`."""
+        budget, model = budget_of(pipe), getattr(pipe, "transformer", None)
+        assert budget is not None, "it is applied"
+        if not isinstance(model, nn.Module):
+            raise ChunkflowError(f"{type(pipe).__name__} has no transformer: admit plans for pipelines that have one.")
+        family, config = _family(model), dict(model.config)  # type: ignore[arg-type]
+        packed = family.name in _PACKED
+        spatial = int(getattr(pipe, "vae_scale_factor_spatial", None) or pipe.vae_scale_factor)
+        patch = config.get("patch_size", 1)
+        own = [k for k in budget.arguments if k in {f.name for f in fields(Options)}]
+        parallel = getattr(getattr(model, "_parallel_config", None), "context_parallel_config", None)
+        return Admitter(
+            pipeline=type(pipe).__name__,
+            defaults={
+                n: p.default for n, p in inspect.signature(type(pipe).__call__).parameters.items() if n != "self"
+            },
+            family=family.name,
+            config={name: value for name, value in config.items() if not name.startswith("_")},
+            dtype=_dtype(model),
+            ulysses=int(getattr(parallel, "ulysses_degree", None) or 1),
+            nbytes={name.replace(".base_layer.", "."): _nbytes(tensor) for name, tensor in tensors_of(model)},
+            spatial=2 * spatial if packed else spatial,
+            temporal=int(getattr(pipe, "vae_scale_factor_temporal", 1)),
+            unit=2 * spatial if packed else spatial * int(patch[1] if isinstance(patch, (tuple, list)) else patch),
+            edge=int(getattr(pipe, "default_sample_size", 0)) * spatial,
+            chosen=parse_options({k: budget.arguments[k] for k in own}).on(budget.device),
+            budget=budget.total,
+            usable=budget.usable,
+            counted=budget.device.type != "cpu",
+            others_s=_others(pipe, budget),
+            host_bytes=_host_bytes(budget),
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "lock": None, "found": {}}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update({**state, "lock": threading.Lock()})
+
+    def admit(self, **sizes: Any) -> Admission:
+        """See :func:`admit`."""
+        for name in sizes:
+            if name not in self.defaults:
+                close = difflib.get_close_matches(name, self.defaults, n=1, cutoff=0.0)[0]
+                raise ChunkflowError(f"{self.pipeline} has no argument {name!r}; did you mean {close!r}?")
+        given = {**self.defaults, **sizes}
+        shape = self._shape(given)
+        with self.lock:
+            known = self.found.setdefault((shape.text, shape.batch), [])
+            forecast = next((f for f in known if f.tokens[0] <= _tokens(shape) <= f.tokens[-1]), None)
+            if forecast is None:
+                known.append(forecast := self._traced(shape))
+        activations = max(0, round(_through(forecast.tokens, forecast.activations, _tokens(shape))))
+        room, part = self.usable - activations, max(1, self.usable // _PARTS)
+        least, goal, reason = forecast.least, room // part * part, ""
+        if room < least:
+            reason = (
+                f"the activations of its transformer take {activations} bytes, which leaves {max(0, room)} of the budget for "
+                f"weights, and they need {least}: give apply at least memory={budget_for(least + activations)}, or ask for "
+                "smaller sizes."
+            )
+        plan = forecast.plan(max(goal, least))
+        step_s = _branches(given) * forecast.seconds(plan, _tokens(shape))
+        return Admission(
+            fits=not reason,
+            step_s=step_s,
+            total_s=int(given.get("num_inference_steps") or 1) * step_s + self.others_s,
+            device_bytes=plan.device_bytes + activations,
+            activation_bytes=activations,
+            host_bytes=self.host_bytes,
+            budget=self.budget,
+            reason=reason,
+        )
+
+    def _shape(self, given: Mapping[str, Any]) -> Shape:
+        """The latent of a request."""
+        edges = {}
+        for name in ("height", "width"):
+            value = given.get(name) or self.edge
+            if not isinstance(value, int) or value < self.unit or value % self.unit:
+                raise ChunkflowError(f"{name}={value!r} is not a multiple of {self.unit}, as {self.pipeline} needs.")
+            edges[name] = value // self.spatial
+        frames = given.get("num_frames") or 1
+        if not isinstance(frames, int) or frames < 1 or (frames - 1) % self.temporal:
+            raise ChunkflowError(f"num_frames={frames!r} is not {self.temporal} k + 1, as {self.pipeline} needs.")
+        batch = next((int(given[name]) for name in _BATCH if given.get(name)), 1)
+        padded = self.family != "qwen-image"  # whose prompts are as long as they are
+        text = given.get("max_sequence_length") if padded else PRESETS["qwen-image"].sizes.text
+        return Shape(batch=batch, frames=(frames - 1) // self.temporal + 1, text=int(text or 512), **edges)
+
+    def _traced(self, shape: Shape) -> _Forecast:
+        """The transformer at three numbers of tokens."""
+        problems, activations, tokens = list[Problem](), list[int](), list[int]()
+        halves = not any(edge % (2 * self.unit // self.spatial) for edge in (shape.height, shape.width))
+        for times in _EDGES if halves else _FROM_HERE:
+            at = replace(shape, height=int(shape.height * times), width=int(shape.width * times))
+            build = partial(_built, FAMILIES[self.family], self.config, at, self.dtype)
+            traced = trace_without_weights(build, self.ulysses, self.chosen.min_bytes, self.dtype)
+            traced = replace(traced, fused=self.chosen.lowering != "eager")
+            problem = make_cut(traced, self.chosen.group_bytes).problem
+            weights = (replace(w, nbytes=min(w.nbytes, self.nbytes.get(w.name, w.nbytes))) for w in problem.weights)
+            problems.append(replace(problem, weights=tuple(weights)))
+            tokens.append(_tokens(at))
+            activations.append(eager_cost(partial(_called, build), self.dtype).activations if self.counted else 0)
+        return _Forecast(self.chosen.settings(), tuple(tokens), tuple(problems), tuple(activations))
+
+
+def _family(model: nn.Module) -> Family:
+    config: Any = model.config
+    for family in [*FAMILIES.values()][::-1]:  # wan-i2v before wan
+        if family.class_name == type(model).__name__ and (family.name != "wan-i2v" or config.get("image_dim")):
+            return family
+    known = ", ".join(sorted({f.class_name for f in FAMILIES.values()}))
+    raise ChunkflowError(f"admit does not know the inputs of {type(model).__name__}; it knows those of {known}.")
+
+
+def _branches(given: Mapping[str, Any]) -> int:
+    """Calls of the transformer in a step: two with classifier-free guidance."""
+    name = next((name for name in _SECOND_BRANCH if name in given), None)
+    return 2 if name is not None and (given[name] or 0) > 1 else 1
+
+
+def _others(pipe: Any, budget: Budget) -> float:
+    """Seconds of the other components' calls, as far as they were measured."""
+    kind = type(pipe.transformer)
+    figures = zip(budget.phases, budget.figures().phases, strict=True)
+    return sum(f.measured_s or 0.0 for phase, f in figures if type(phase.root) is not kind)
+
+
+def _host_bytes(budget: Budget) -> int:
+    """Bytes of the weights in host memory."""
+    placed = [p for phase in budget.phases if (p := placement_of(phase.root)) is not None]
+    return sum(p.store.held_bytes for p in placed)
+
+
+@dataclass(eq=False)
+class _Forecast:
+    """A transformer at three numbers of tokens.  ``activations``: bytes at each of them.  ``plans``: by goal."""
+
+    settings: Settings
+    tokens: tuple[int, ...]
+    problems: tuple[Problem, ...]
+    activations: tuple[int, ...]
+    plans: dict[int, Plan] = field(default_factory=dict)
+
+    @cached_property
+    def least(self) -> int:
+        """The least bytes of weights on the device."""
+        return least_memory(self.problems[0], self.settings.hardware, self.settings.chunk_bytes)
+
+    @cached_property
+    def _simulators(self) -> list[Simulator]:
+        return [Simulator(p, self.settings.hardware, self.settings.chunk_bytes) for p in self.problems]
+
+    def plan(self, goal: int) -> Plan:
+        """The fastest plan within so many bytes of weights on the device."""
+        if goal not in self.plans:
+            chosen = self.settings
+            self.plans[goal] = place(
+                self.problems[0], chosen.hardware, chunk_bytes=chosen.chunk_bytes, memory=goal, yields=chosen.yields
+            )
+        return self.plans[goal]
+
+    def seconds(self, plan: Plan, count: int) -> float:
+        """Of a call with so many tokens, under a plan that was made for another number of them."""
+        simulator = copy.copy(self._simulators[0])
+        for name in ("compute_s", "collective_s", "link_s"):
+            columns = zip(*(getattr(s, name) for s in self._simulators), strict=True)
+            setattr(simulator, name, [max(0.0, _through(self.tokens, column, count)) for column in columns])
+        items = schedule(self.problems[0], transfers_of(self.problems[0], plan))
+        return simulator.play(items, spans=False).step_s
+
+
+def _tokens(shape: Shape) -> int:
+    """Elements of the latent of a sample, which its tokens are proportional to."""
+    return shape.frames * shape.height * shape.width
+
+
+def _through(at: tuple[int, ...], values: Any, x: int) -> float:
+    """The value at ``x`` of the parabola through three points."""
+    total = 0.0
+    for i, value in enumerate(values):
+        weight = 1.0
+        for j, other in enumerate(at):
+            weight *= (x - other) / (at[i] - other) if j != i else 1.0
+        total += value * weight
+    return total
+
+
+def _dtype(model: nn.Module) -> torch.dtype:
+    found = getattr(model, "dtype", torch.float32)
+    return found if isinstance(found, torch.dtype) and found.is_floating_point else torch.float32
+
+
+def _built(
+    family: Family, config: Mapping[str, Any], shape: Shape, dtype: torch.dtype
+) -> tuple[nn.Module, dict[str, Any]]:
+    inputs = family.inputs(config, shape, None)
+    cast = {k: v.to(dtype) for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
+    return family.build(config), {**inputs, **cast}
+
+
+def _called(build: Any) -> tuple[nn.Module, Any]:
+    model, inputs = build()
+    return model, lambda m: m(**inputs)
+
+
+def _nbytes(tensor: torch.Tensor) -> int:
+    return sum(leaf.nbytes for _, leaf in leaves(tensor))

@@ -1,0 +1,79 @@
+"""``admit`` says before a request what ``explain`` says after it, and moves and compiles nothing."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+from helpers import graphs
+from small_pipelines import SMALL_PIPELINES, small_pipeline
+
+from chunkflow_compile import ChunkflowError, admit, apply, cycles, explain, programs, remove
+from chunkflow_compile.servers.admit import Admitter
+
+SIZES = ("height", "width", "num_frames", "num_inference_steps", "guidance_scale", "max_sequence_length")
+
+
+def moved(pipe: Any) -> int:
+    found = (m for p in programs(pipe.transformer) for m in p.measurements)
+    return sum(m.moved_bytes + m.primed_bytes for m in found)
+
+
+def sizes_of(call: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in call.items() if name in SIZES}
+
+
+@pytest.mark.parametrize(
+    "name, branches", [("wan", 2), pytest.param("flux", 1, marks=pytest.mark.long)], ids=["wan", "flux"]
+)
+def test_it_says_what_explain_says_after_the_run(name: str, branches: int) -> None:
+    pipe = apply(small_pipeline(name), memory="2MiB", min_bytes=2048, lowering="eager")
+    call = {**SMALL_PIPELINES[name].call}
+    for scale in (1, 2):
+        request = {**call, "height": scale * call["height"], "width": scale * call["width"]}
+        before = graphs(), len(programs(pipe.transformer)), moved(pipe)
+        answer = admit(pipe, **sizes_of(request))
+        assert (graphs() - before[0], len(programs(pipe.transformer)), moved(pipe)) == (3 * (scale == 1), *before[1:])
+        for _ in range(2):
+            pipe(**request)
+            programs(pipe.transformer)[0].cycles.wait_planned()
+        pipe(**request)
+        phase = next(p for p in explain(pipe).phases if p.name == "transformer")
+        assert phase.predicted_s is not None
+        assert answer.fits and answer.step_s == pytest.approx(branches * phase.predicted_s, rel=0.1)
+        planned = cycles(pipe.transformer)[0].cycle.plan.device_bytes
+        assert answer.device_bytes == pytest.approx(planned, rel=0.1) and answer.activation_bytes == 0
+        assert answer.total_s >= request["num_inference_steps"] * answer.step_s
+    assert answer.host_bytes > 10**6 and answer.budget == 2 << 20
+    same = [admit(pipe, **sizes_of(request)).to_json() for _ in range(2)]
+    assert same[0] == same[1]
+    elsewhere = pickle.loads(pickle.dumps(Admitter.of(pipe)))
+    assert elsewhere.admit(**sizes_of(request)).step_s == answer.step_s, "asked in another process"
+    remove(pipe)
+
+
+def test_what_does_not_fit_says_what_would() -> None:
+    pipe = apply(small_pipeline("wan"), memory="200KiB", min_bytes=2048, lowering="eager")
+    with pytest.MonkeyPatch.context() as patch:
+        made = Admitter._traced
+        patch.setattr(Admitter, "_traced", lambda self, shape: _with_activations(made(self, shape)))
+        answer = admit(pipe, height=32, width=32, num_frames=5)
+    assert not answer.fits and "which leaves 0 of the budget for weights" in answer.reason
+    assert "give apply at least memory=" in answer.reason and "no: " in str(answer)
+    for wrong, says in (
+        ({"hight": 32}, "has no argument 'hight'; did you mean 'height'"),
+        ({"height": 33, "width": 32}, "height=33 is not a multiple of 16"),
+        ({"height": 32, "width": 32, "num_frames": 6}, "num_frames=6 is not 4 k"),
+    ):
+        with pytest.raises(ChunkflowError, match=says):
+            admit(pipe, **wrong)
+    remove(pipe)
+    with pytest.raises(ChunkflowError, match="is not applied"):
+        admit(pipe, height=32, width=32)
+
+
+def _with_activations(found: Any) -> Any:
+    """As on a GPU, which counts them."""
+    found.activations = (1 << 20, 2 << 20, 3 << 20)
+    return found
