@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle step-cache opaque paper published clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle step-cache adapters opaque paper published clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -142,6 +142,10 @@ cycle: $(VENV)/ready
 # What a hit of a step cache costs: two minutes on two cores.
 step-cache: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/step_cache.py --out docs/benchmarks/step_cache.md
+
+# Another LoRA adapter, beside diffusers' hotswap: ten minutes on two cores.
+adapters: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/adapters.py --out docs/benchmarks/adapters.md
 
 # Policies side by side on an emulated link: eight minutes on two cores.
 contention: $(VENV)/ready

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from chunkflow_compile.frontend.source_tree import show_backend
 
 if TYPE_CHECKING:
+    from chunkflow_compile.frontend.adapters import enable_adapters as enable_adapters
     from chunkflow_compile.frontend.compile import compile as compile
     from chunkflow_compile.model.artifacts import load as load
     from chunkflow_compile.model.artifacts import save as save
@@ -39,6 +40,7 @@ _HOMES = {
     "apply": "chunkflow_compile.pipeline.apply",
     "compile": "chunkflow_compile.frontend.compile",
     "cycles": "chunkflow_compile.model.offload",
+    "enable_adapters": "chunkflow_compile.frontend.adapters",
     "explain": "chunkflow_compile.pipeline.explain",
     "load": "chunkflow_compile.model.artifacts",
     "metrics": "chunkflow_compile.pipeline.metrics",

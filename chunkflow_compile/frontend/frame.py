@@ -28,7 +28,7 @@ from chunkflow_compile.passes.graph.traced import Traced
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import leaves, leaves_of
-from chunkflow_compile.weights.modules import ModelIndex, held_by, hooks_of
+from chunkflow_compile.weights.modules import ModelIndex, filled_by, held_by, hooks_of
 from chunkflow_compile.weights.progress import forget_at_end
 
 _log = logging.getLogger(__name__)
@@ -194,10 +194,13 @@ def bytes_outside(root: nn.Module | None, read: Iterable[torch.Tensor], min_byte
     ``part``: whether other frames will move the large ones.
     """
     known = {id(t) for t in read}
+    filled = filled_by(root) if root is not None else {}
     stay = {
         id(t): t.nbytes
         for t in (() if root is None else leaves_of(root))
-        if id(t) not in known and not isinstance(t, HostWeight) and not (part and t.nbytes >= min_bytes)
+        if id(t) not in known
+        and not isinstance(t, HostWeight)
+        and not (part and (t.nbytes >= min_bytes or id(t) in filled))
     }
     return sum(stay.values())
 

@@ -144,7 +144,7 @@ def _parameter_at(index: int, inside: str, parameter: torch.Tensor, model: Model
     if keep is None and buffer is None:
         if id(parameter) not in model.names:
             keep = NO_MODULE
-        elif nbytes < min_bytes:
+        elif nbytes < min_bytes and id(parameter) not in model.filled:
             keep = f"small: {nbytes} bytes"
     drive = buffer is not None and buffer.drive is not None
     return Parameter(index=index, inside=inside, names=names, keep=keep, drive=drive)

@@ -70,12 +70,15 @@ def offload(
         index = ModelIndex.of(root)
         dtype_of = keep_dtype if dtype is None else cast_to(_checked_dtype(dtype), root)
         _refuse_to_cast_shards(root, dtype_of)
-        weights = [(index.names[id(weight)], weight) for weight in large_weights([root], index, min_bytes)]
+        large = large_weights([root], index, min_bytes)
+        weights = [(index.names[id(weight)], weight) for weight in large if id(weight) not in index.filled]
+        filled = [(index.names[id(weight)], weight) for weight in large if id(weight) in index.filled]
         bound, on_drive = None, frozenset[str]()
         if host_memory is not None:
             sizes = [(names[0], p.numel() * dtype_of(names[0], p).itemsize) for names, p in weights]
             bound = parse_bytes(host_memory, "host_memory")
-            on_drive = for_the_drive(sizes, bound)
+            beside = sum(p.numel() * dtype_of(names[0], p).itemsize for names, p in filled)
+            on_drive = for_the_drive(sizes, max(0, bound - beside))
     except BaseException as error:  # the other ranks of the group need not wait for this one
         with contextlib.suppress(ChunkflowError, RuntimeError):
             stay_away(share, _one_device(device, parameters), error)
@@ -87,6 +90,8 @@ def offload(
         with compile_lock:
             placement.guards.watch_calls()
             placement.move(weights, dtype_of, node, on_drive)
+            if filled:  # each rank writes its own
+                placement.move(filled, dtype_of)
     try:
         placement.carry(named_leaves(root), dtype_of)
         align(root)
@@ -140,9 +145,10 @@ def refuse_accelerate(root: nn.Module) -> None:
 
 
 def large_weights(modules: Iterable[nn.Module], index: ModelIndex, min_bytes: int) -> list[torch.Tensor]:
-    """The weights of ``modules`` that can be streamed, of at least ``min_bytes``."""
+    """The weights of ``modules`` that can be streamed, of at least ``min_bytes`` or filled before each call."""
     held = [(inside, leaf) for m in modules for _, tensor in tensors_of(m) for inside, leaf in leaves(tensor)]
-    large = {id(p): p for inside, p in held if bytes_of(p) >= min_bytes and why_not(p, index, inside) is None}
+    held = [(inside, p) for inside, p in held if bytes_of(p) >= min_bytes or id(p) in index.filled]
+    large = {id(p): p for inside, p in held if why_not(p, index, inside) is None}
     return list(large.values())
 
 

@@ -27,6 +27,7 @@ from chunkflow_compile.weights.host_store import HostStore, no_room_for
 from chunkflow_compile.weights.host_weight import HostWeight
 from chunkflow_compile.weights.leaves import align, leaves_of, shards_of
 from chunkflow_compile.weights.loader import DtypeOf, WeightLoader, keep_dtype
+from chunkflow_compile.weights.modules import filled_by
 from chunkflow_compile.weights.node import Node
 from chunkflow_compile.weights.progress import CompileProgress, moving
 
@@ -143,6 +144,7 @@ class Placement:
                         self.store.agree(node)
                 align(self.root)
                 self.guards.add()
+                self._let_fill()
             except BaseException as error:
                 if loader is not None:
                     loader.close(error)
@@ -158,6 +160,14 @@ class Placement:
                 give_free_memory_back()
                 how = "came after the model was placed, and such weights do not go to the drive"
                 self.store.entered(todo[-1][0][0], how)
+
+    def _let_fill(self) -> None:
+        """Let each buffer that a module fills know how."""
+        for module in {id(m): m for m in filled_by(self.root).values()}.values():
+            fill = weakref.WeakMethod(module.fill)
+            for name in module.chunkflow_filled:
+                if (buffer := buffer_of(module._buffers[name])) is not None:
+                    buffer.fill = partial(_fill, fill)
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them.
@@ -231,6 +241,12 @@ def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
     placement = ref()
     with contextlib.nullcontext() if placement is None else placement.quiet():
         yield
+
+
+def _fill(ref: Callable[[], Callable[[], None] | None]) -> None:
+    """Let a module fill its buffer, if it still exists."""
+    if (fill := ref()) is not None:
+        fill()
 
 
 def _free(ref: weakref.ref[Placement]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from chunkflow_compile.frontend.adapters import DENOISERS, disable_adapters, enable_adapters, is_enabled
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.compile import check_dynamic, compile_by_kind
 from chunkflow_compile.hardware.read_time import ReadTime
@@ -57,6 +58,7 @@ def apply(
     host_memory: int | str | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
+    adapters: int | Mapping[str, Any] | None = None,
     **options: Any,
 ) -> Any:
     """Place and compile the components of a diffusers pipeline, within one budget; print a table; return the pipeline.
@@ -73,6 +75,8 @@ def apply(
     ``dtype``: to cast to; or, as ``torch_dtype`` of ``from_pretrained``, by component, {"default": ...} for the others.
     ``share``, ``host_memory``: see :func:`offload`; ``host_memory`` is for all components together.
     ``mode``, ``dynamic``, ``options``: see :func:`compile`; a VAE's decoder is compiled for each size unless ``dynamic``.
+    ``adapters``: lets the denoisers change LoRA adapters without being compiled or planned again: the largest rank, or the
+    arguments of :func:`enable_adapters` by name.
     Components that another pipeline was given already are shared with it, with its budget.
     A component with GGUF weights runs eagerly, because torch.compile fails on them, and a warning names it.
     Raises ChunkflowError before any weight moves, and names the component, if one is under the hooks of accelerate or of
@@ -81,7 +85,8 @@ def apply(
     """
     if mine := sorted({"arena", "slowdown", "plan", "policy"} & options.keys()):
         raise ChunkflowError(f"apply plans each component for its part of the budget: leave out {mine[0]}.")
-    given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic, **options}
+    given = {"dtype": dtype, "share": share, "host_memory": host_memory, "mode": mode, "dynamic": dynamic}
+    given |= {"adapters": None if adapters is None else _sizes(adapters), **options}
     given = {name: value for name, value in given.items() if value is not None}
     while (budget := _apply(pipe, device, memory, given)) is None:
         pass  # another thread applies a pipeline of the same components, and this one has waited for it
@@ -168,9 +173,11 @@ def _add(
     host_memory: int | str | None = None,
     mode: str | None = None,
     dynamic: bool | None = None,
+    adapters: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> None:
     """Place and compile components.  If that fails, they are ordinary again."""
+    enabled = [] if adapters is None else [m for name, m in models.items() if name in DENOISERS]
     check_dynamic(dynamic)
     chosen = parse_options(options, mode)
     if chosen.lowering == "tensorrt":
@@ -178,15 +185,17 @@ def _add(
     cast = {n: dtype.get(n, dtype.get("default")) if isinstance(dtype, Mapping) else dtype for n in models}
     for name, model in models.items():
         check_cast(name, model, cast[name])
-    check_floor(models, cast, budget, chosen.min_bytes)
     given = {**options, "inductor": chosen.inductor} if chosen.inductor else dict(options)
     room = None if host_memory is None else parse_bytes(host_memory, "host_memory")
     if room is not None:
         stay = (placement_of(phase.root) for phase in budget.phases)
         room = max(0, room - sum(placement.store.held_bytes for placement in stay if placement is not None))
-    total = max(1, sum(map(_weight_bytes, models.values())))
     placed: list[nn.Module] = []
     try:
+        for model in enabled:
+            enable_adapters(model, **(adapters or {}))
+        check_floor(models, cast, budget, chosen.min_bytes)
+        total = max(1, sum(map(_weight_bytes, models.values())))
         with moving(f"placing {', '.join(models)}", total, _expected(models, budget.device, share, room)) as moved:
             for name, model in models.items():
                 part = None if room is None else room * _weight_bytes(model) // total
@@ -194,12 +203,24 @@ def _add(
                     model, budget.device, min_bytes=chosen.min_bytes, dtype=cast[name], share=share, host_memory=part
                 )
                 placed.append(model)
-                _compile_phase(Phase(name, model, arenas[name]), budget, given, chosen, dynamic)
+                phase = Phase(name, model, arenas[name])
+                phase.enabled = model in enabled
+                _compile_phase(phase, budget, given, chosen, dynamic)
                 moved(_weight_bytes(model))
     except BaseException:
         for model in placed:
             undo(model, budget)
+        for model in filter(is_enabled, enabled):
+            disable_adapters(model)
         raise
+
+
+def _sizes(adapters: Any) -> Mapping[str, Any]:
+    """The arguments of ``enable_adapters`` that ``adapters`` stands for."""
+    given = adapters if isinstance(adapters, Mapping) else {"rank": adapters}
+    if unknown := sorted(map(str, given.keys() - {"rank", "targets", "slots"})):
+        raise ChunkflowError(f"adapters has {unknown[0]!r}: give a rank, or a dict of rank, targets and slots.")
+    return given
 
 
 def _arenas(models: Mapping[str, nn.Module], budget: Budget) -> dict[str, Arena]:

@@ -173,5 +173,6 @@ def _weights(model: nn.Module, dtype: torch.dtype | None, min_bytes: int) -> Ite
         for inside, leaf in leaves(tensor):
             if id(leaf) not in seen:
                 seen.add(id(leaf))
-                stays = "" if leaf.numel() * leaf.element_size() < min_bytes else why_not(leaf, index, inside)
+                small = leaf.numel() * leaf.element_size() < min_bytes and id(leaf) not in index.filled
+                stays = "" if small else why_not(leaf, index, inside)
                 yield outer + inside, leaf.numel() * dtype_of(index.names[id(leaf)][0], leaf).itemsize, stays

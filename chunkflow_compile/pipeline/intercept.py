@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from chunkflow_compile.frontend.adapters import disable_adapters, is_enabled
 from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.model.offload import bring_back
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -83,6 +84,8 @@ def undo(model: nn.Module, budget: Budget) -> None:
     """Make a component an ordinary one again.  Raises ChunkflowError if it finds no room; it is as before then."""
     bring_back(model)
     if (phase := budget.phase_of(model)) is not None:
+        if phase.enabled and is_enabled(model):
+            disable_adapters(model)
         budget.remove(phase)
     unclaim(model, budget)
     uncompile(model)

@@ -44,6 +44,7 @@ class Phase:
         self.most: int | None = None
         self.calls = 0
         self.retries = 0
+        self.enabled = False  # whether ``apply`` has enabled its adapters
         self.warned = 0  # most bytes on the device, of which a warning said that they were more than the budget
         self.methods: dict[str, Any] = {}  # that begin it, with what the instance had; none if calls of the module do
         self._seconds: deque[float] = deque(maxlen=_KEPT_SECONDS)

@@ -105,8 +105,7 @@ class Runner:
             key = id(inputs[self._ends[0]]), id(inputs[self._ends[1]]), sizes
             session = self._sessions.get(key)
             if session is not None:
-                if not noticed:  # once, because what is in use would be noticed again
-                    session.notice()
+                session.notice(again=noticed)
                 with session.arena.lock():
                     if session.fits(weights):
                         return session.run(inputs)

@@ -61,6 +61,7 @@ class Session:
         self._in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
         # bytes of its weights that never leave the device
         self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.buffers)
+        self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.buffers.values(), *self._in_place.values())))  # equal for the same weights
@@ -120,9 +121,14 @@ class Session:
         self.measured.extend(other.measurements)
         self.alone.adopt(other.alone)
 
-    def notice(self) -> None:
-        """Notice what was written unseen since the last call.  No lock of the arena is held."""
-        for store in self._stores:
+    def notice(self, again: bool = False) -> None:
+        """Let modules fill their buffers, and notice what was written unseen since the last call.  The arena is not locked.
+
+        ``again``: whether this call has noticed before, and what is in use would be noticed again.
+        """
+        for fill in self._fills:
+            fill()
+        for store in () if again else self._stores:
             if store.lent:
                 store.reclaim()
 
@@ -213,7 +219,7 @@ class Session:
                 finally:  # also after an interrupt: the memory must be released
                     self.closed, self._site = True, None
                     self.buffers, self._in_place, self._weights = {}, {}, []
-                    self._as_they_are, self._bare, self._stores = [], [], []
+                    self._as_they_are, self._bare, self._stores, self._fills = [], [], [], []
                     self._gone.detach()
                     self.arena.leave(self)
 

@@ -63,7 +63,8 @@ class HostBuffer:
 
     ``host``: its values, on the CPU.  ``backing``: where they lie, None for memory of this process alone.  ``written``:
     counts the writes through weights; those to the memory itself are in its tensor's ``_version``.  ``names``: all its names
-    in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.
+    in the model.  ``origin``: the device that it came from.  ``grad``: the gradient that it had.  ``fill``: writes what the
+    weight is to have at the next call, for one that a module fills; None for any other.
     """
 
     def __init__(self, host: torch.Tensor, backing: Backing | None = None) -> None:
@@ -73,6 +74,7 @@ class HostBuffer:
         self.names: tuple[str, ...] = ("a weight",)
         self.origin = host.device
         self.grad: torch.Tensor | None = None
+        self.fill: Callable[[], None] | None = None
         self._store: Store | None = None
         self._weight: Callable[[], torch.Tensor | None] = _no_weight
         self._resident: tuple[int, weakref.ref[torch.Tensor]] | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -107,10 +107,19 @@ def align(root: nn.Module) -> None:
 
 
 def tensors_of(root: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """The parameters and buffers of a model by name, and those beside a parameter; a tied one once for each name."""
+    """The parameters and buffers of a model by name, and those beside a parameter; a tied one once for each name.
+
+    Not those of the modules that a module has in ``chunkflow_aside``, which no program reads.
+    """
+    aside: list[nn.Module] = [
+        part for m in root.modules() if hasattr(type(m), "chunkflow_aside") for part in cast("Any", m).chunkflow_aside
+    ]
+    left_out = {id(t) for part in aside for t in chain(part.parameters(), part.buffers())}
     for name, tensor in chain(
         root.named_parameters(remove_duplicate=False), root.named_buffers(remove_duplicate=False)
     ):
+        if id(tensor) in left_out:
+            continue
         yield name, tensor
         yield from quant_state_tensors(tensor, name)
 

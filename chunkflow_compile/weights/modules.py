@@ -32,7 +32,7 @@ class ModelIndex:
     ``names``: id of a parameter, of a buffer, or of a tensor inside one -> its names.  ``shared``: ids of those that have
     memory in common with another.  ``blocks``: key of ``nn_module_stack`` (the module's id) -> name of a
     block.  A block is an element of an outermost ``ModuleList``, see :func:`elements`.  ``alone``: whether no module is known
-    around ``root``, but ``gc.freeze()`` may have hidden one.
+    around ``root``, but ``gc.freeze()`` may have hidden one.  ``filled``: ids of what :func:`filled_by` finds.
     """
 
     root: nn.Module | None
@@ -40,6 +40,7 @@ class ModelIndex:
     blocks: Mapping[str, str]
     shared: frozenset[int] = frozenset()
     alone: bool = False
+    filled: frozenset[int] = frozenset()
 
     @staticmethod
     def of(root: nn.Module, alone: bool = False) -> ModelIndex:
@@ -47,7 +48,8 @@ class ModelIndex:
         found = [(path, leaf) for name, tensor in tensors_of(root) for path, leaf in leaves(tensor, name)]
         for name, tensor in found:
             names[id(tensor)] = (*names.get(id(tensor), ()), name)
-        return ModelIndex(root, names, dict(_blocks(root, "")), overlapping(t for _, t in found), alone)
+        shared, filled = overlapping(t for _, t in found), frozenset(filled_by(root))
+        return ModelIndex(root, names, dict(_blocks(root, "")), shared, alone, filled)
 
     @staticmethod
     def around(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module] = ()) -> ModelIndex:
@@ -62,6 +64,15 @@ class ModelIndex:
     def covers(self, parameters: Sequence[torch.Tensor]) -> bool:
         """Whether all of ``parameters`` belong to the model."""
         return all(id(p) in self.names for p in parameters)
+
+
+def filled_by(root: nn.Module) -> dict[int, Any]:
+    """The buffers that a module of the model fills before programs read them, by id -> the module.
+
+    Its class names them in ``chunkflow_filled``, and ``fill()`` fills them.  They stream whatever their size, and each rank
+    has its own.
+    """
+    return {id(m._buffers[name]): m for m in root.modules() for name in getattr(type(m), "chunkflow_filled", ())}
 
 
 def hook_registry(module: nn.Module) -> Any:

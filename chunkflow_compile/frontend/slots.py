@@ -1,0 +1,271 @@
+"""LoRA adapters in slots: weights of a fixed size that layers have from the first, whatever adapter fills them.
+
+PEFT's and diffusers' calls change PEFT's own dictionaries, which stay in host memory.  What they say now is copied into the
+slots before a program runs, so another adapter is other values of the same program.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.weights.host_weight import HostWeight
+
+_log = logging.getLogger(__name__)
+
+# Attribute of a class that was made here: the class that it was made of.
+MADE_OF = "_chunkflow_plain"
+
+
+class Sizes:
+    """Of the slots of a model: the largest ``rank`` of an adapter, and how many ``count`` may be active at once."""
+
+    def __init__(self, rank: int, count: int) -> None:
+        self.rank = rank
+        self.count = count
+        self._said: set[str] = set()
+
+    def say(self, text: str) -> None:
+        """Log what is compiled again, once for all layers."""
+        if text not in self._said:
+            self._said.add(text)
+            _log.warning("%s", text)
+
+
+class Slotted(nn.Module):
+    """What a LoRA layer of PEFT does with slots; the first base of the class that :func:`made_of` makes of the layer's own.
+
+    ``slots``: A, [rank, in], and B, [out, rank], of each slot, one after the other in one flat tensor: one weight of a plan.
+    ``scale``: of each slot, the bits of a float32, which no cast of the model changes.
+    ``own``: whether it runs PEFT's own forward, because an active adapter is of a kind that slots cannot hold.
+    """
+
+    chunkflow_filled = ("slots",)
+    """Names of the buffers that :meth:`fill` fills: weights of the host store, whatever their size."""
+
+    sizes: Sizes
+    slots: Any
+    scale: torch.Tensor
+    base_layer: nn.Module
+    own: bool
+    slot_rank: int
+    _held: tuple[tuple[Any, ...], ...]
+
+    @property
+    def chunkflow_aside(self) -> Sequence[nn.Module]:
+        """The modules whose weights no program reads, and which stay where they are."""
+        peft: Any = self
+        return () if self.own else [getattr(peft, name) for name in peft.adapter_layer_names]
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As PEFT's, of what is in the slots: the same ops in the same order and precision."""
+        if self.own or kwargs:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc,no-any-return]
+        if not torch.compiler.is_compiling():
+            self.fill()
+        result: torch.Tensor = self.base_layer(x, *args)
+        dtype, scale = result.dtype, self.scale.view(torch.float32)
+        x = x.to(self.slots.dtype)
+        for slot in range(len(scale)):
+            a, b = self._views(self.slots, slot)
+            found = F.linear(F.linear(x, a), b)
+            wide = (
+                found if found.dtype == torch.float64 else found.float()
+            )  # PEFT's scale is a number, and is not rounded
+            result = result + (wide * scale[slot]).to(found.dtype)
+        return result.to(dtype)
+
+    def _views(self, slots: Any, slot: int) -> tuple[Any, Any]:
+        ins, outs, rank = self.in_features, self.out_features, self.slot_rank
+        begin = slot * rank * (ins + outs)  # type: ignore[operator]
+        middle = begin + rank * ins  # type: ignore[operator]
+        a = slots[begin:middle].view(rank, ins)
+        return a, slots[middle : middle + rank * outs].view(outs, rank)  # type: ignore[operator]
+
+    # What is active now, and what the slots hold.
+
+    def _active(self) -> Iterator[tuple[str, Any, Any, float]]:
+        """The active adapters: name, A, B and scale."""
+        peft: Any = self
+        if peft._disable_adapters or peft.merged_adapters:
+            return
+        a, b = peft._modules["lora_A"]._modules, peft._modules["lora_B"]._modules
+        for name in peft.active_adapters:
+            if name in a and name in b and name in peft.scaling:  # another thread may be removing it
+                yield name, a[name]._parameters["weight"], b[name]._parameters["weight"], float(peft.scaling[name])
+
+    def fill(self) -> None:
+        """Let the slots hold what is active now.  No lock of an arena is held.
+
+        Raises ChunkflowError for an adapter without values, or one that does not fit.
+        """
+        peft: Any = self
+        if self.own:
+            return
+        if peft._disable_adapters and peft.merged_adapters:  # as PEFT's forward does
+            peft.unmerge()
+        found = [*self._active()]
+        held = tuple((*_state(a), *_state(b), scale) for _, a, b, scale in found)
+        if held == self._held:
+            return
+        for name, a, b, _ in found:
+            self._check(name, a, b)
+        weight, count = self.slots, len(self.scale)
+        if len(found) > count:
+            raise ChunkflowError(
+                f"{len(found)} adapters are active and there are {count} slots: call set_adapter() again."
+            )
+        placed = isinstance(weight, HostWeight)
+        with (
+            weight.buffer.write() if placed else contextlib.nullcontext(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+        ):
+            host = weight.host if placed else weight
+            before = [known[:-1] for known in self._held]
+            for slot in range(count):
+                now = held[slot][:-1] if slot < len(held) else None
+                if now != (before[slot] if slot < len(before) else None):
+                    self._write(host, slot, *(found[slot][1:3] if now else (None, None)))
+            scales = [scale for *_, scale in found] + [0.0] * (count - len(found))
+            self.scale.copy_(torch.tensor(scales, dtype=torch.float32).view(torch.int32))
+            # the weights are kept, because one that was freed may leave its id and its memory to another
+            self._held, self._alive = held, [(a, b) for _, a, b, _ in found]
+
+    def _check(self, name: str, a: Any, b: Any) -> None:
+        if a.is_meta or b.is_meta:
+            raise ChunkflowError(
+                f"The adapter {name!r} has no values: it is loaded in part. Delete it and load it again."
+            )
+        rank = a.shape[0]
+        if rank > self.slot_rank or a.shape != (rank, self.in_features) or b.shape != (self.out_features, rank):
+            raise ChunkflowError(
+                f"The adapter {name!r} has weights of shapes {list(a.shape)} and {list(b.shape)}, which do not fit a layer "
+                f"of {self.in_features} inputs and {self.out_features} outputs with slots of rank {self.slot_rank}: load it "
+                "by load_lora_adapter or load_lora_weights, which make room for its rank."
+            )
+
+    def _write(self, host: torch.Tensor, slot: int, a: Any, b: Any) -> None:
+        """Copy an adapter into a slot, with zeros up to its rank; all zeros for None, also where an adapter had NaN."""
+        into_a, into_b = self._views(host, slot)
+        rank = 0 if a is None else a.shape[0]
+        if a is not None:
+            into_a[:rank].copy_(_values(a))
+            into_b[:, :rank].copy_(_values(b))
+        into_a[rank:].zero_()
+        into_b[:, rank:].zero_()
+
+    # What decides the program: it is settled when adapters are loaded and chosen, before Dynamo's guards are asked.
+
+    def settle(self) -> None:
+        """Make room for the adapters of this layer, and choose the forward for those that are active."""
+        peft: Any = self
+        active = [name for name in peft.active_adapters if name in peft.lora_A]
+        kinds = {name: _kind(peft, name) for name in active}
+        own = any(kinds.values())
+        if own:
+            name, kind = next((n, k) for n, k in kinds.items() if k)
+            self.sizes.say(
+                f"the adapter {name!r} is of a kind that slots do not hold ({kind}): its layers run PEFT's own forward and "
+                "are compiled for it. A plain LoRA would not be."
+            )
+        if own != self.own:
+            self.own = own
+            for name in peft.lora_A:
+                peft._move_adapter_to_device_of_base_layer(name)
+        rank = max((layer.weight.shape[0] for layer in peft.lora_A.values()), default=0)
+        if not own and (rank > self.slot_rank or len(active) > len(self.scale)):
+            wanted = max(rank, self.slot_rank), max(len(active), len(self.scale))
+            self.sizes.say(
+                f"{wanted[1]} adapters at once of rank {wanted[0]} need larger slots, with which the model is compiled "
+                f"again: call enable_adapters(rank={wanted[0]}, slots={wanted[1]}) to have them from the first."
+            )
+            self.grow(*wanted, self.slots.dtype)
+
+    def grow(self, rank: int, count: int, dtype: torch.dtype) -> None:
+        """Give the layer empty slots."""
+        peft: Any = self
+        device = peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0]
+        with torch.inference_mode(False):
+            elements = count * rank * (peft.in_features + peft.out_features)
+            self.register_buffer("slots", torch.zeros(elements, dtype=dtype, device=device), persistent=False)
+            self.register_buffer("scale", torch.zeros(count, dtype=torch.int32, device=device), persistent=False)
+        self.slot_rank, self._held, self._alive = rank, (), []
+
+    def stale(self) -> None:
+        """Fill the slots again at the next call: a hotswap writes adapters in a way that shows in no version."""
+        self._held = ((),) * len(self.scale)
+
+    def set_adapter(self, *args: Any, **kwargs: Any) -> None:
+        super().set_adapter(*args, **kwargs)  # type: ignore[misc]
+        self.settle()
+
+    def unmerge(self) -> None:
+        if self.merged_adapters:  # PEFT would warn, of each layer that has no adapter
+            super().unmerge()  # type: ignore[misc]
+
+    def get_delta_weight(self, adapter: str) -> torch.Tensor:
+        """On the device of the base weight, for merging."""
+        peft: Any = self
+        found: torch.Tensor = super().get_delta_weight(adapter)  # type: ignore[misc]
+        return found.to(peft._get_base_layer_device_and_dtype(peft.get_base_layer())[0])
+
+    def _move_adapter_to_device_of_base_layer(self, adapter_name: str, device: torch.device | None = None) -> None:
+        """Adapters stay in host memory, where the slots are filled from."""
+        if device is None and not self.own:
+            device = torch.device("cpu")
+        super()._move_adapter_to_device_of_base_layer(adapter_name, device)  # type: ignore[misc]
+
+
+def _values(weight: Any) -> torch.Tensor:
+    """The values of an adapter's weight, which is offloaded if PEFT's own forward has read it."""
+    return weight.host if isinstance(weight, HostWeight) else weight
+
+
+def _state(weight: Any) -> tuple[int, int, int]:
+    """Changes when a weight is another one, has other memory, or is written; writes to inference tensors are not counted."""
+    values = _values(weight)
+    return id(weight), values.data_ptr(), -1 if values.is_inference() else values._version
+
+
+def _kind(layer: Any, name: str) -> str | None:
+    """What an adapter is beside a plain LoRA, None if it is one."""
+    if (variant := layer.lora_variant.get(name)) is not None:
+        return type(variant).__name__.removesuffix("LinearVariant")
+    return "lora_bias" if layer.lora_bias.get(name) else None
+
+
+@cache
+def made_of(cls: type) -> type:
+    """The class of a layer of PEFT with slots, of the same name."""
+    return type(cls.__name__, (Slotted, cls), like(cls, made_of))
+
+
+def like(cls: type, make: Callable[[type], type]) -> dict[str, Any]:
+    """What a class that ``make`` makes of another one has of it.  Copies and pickles of its objects make the class again."""
+    return {
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__reduce_ex__": lambda self, protocol: (_empty, (make, cls), self.__dict__),
+        MADE_OF: cls,
+    }
+
+
+def plain(cls: type) -> type:
+    """The class that a class was made of; any other as it is."""
+    found: type = vars(cls).get(MADE_OF, cls)
+    return found
+
+
+def _empty(make: Callable[[type], type], cls: type) -> Any:
+    made: Any = make(cls)
+    return made.__new__(made)

@@ -1,0 +1,232 @@
+"""Another LoRA adapter: ChunkFlow's slots beside diffusers' hotswap, and on an emulated link.  Ten minutes on two cores.
+
+python docs/benchmarks/adapters.py --out docs/benchmarks/adapters.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from datetime import date
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch._dynamo.utils import counters
+
+import chunkflow_compile
+from chunkflow_compile import programs
+from chunkflow_compile.frontend.slots import Slotted
+from chunkflow_compile.hardware.emulated import on_emulated_link
+from chunkflow_compile.hardware.machine import device_name
+from chunkflow_compile.hardware.profiles import CPU, load_profile
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
+from chunkflow_compile.report.record import seconds, size
+
+SIZE = Size(layers=6, frames=1, heads=16, head_dim=64, text=64, height=32, width=32)
+WIDTH = SIZE.heads * SIZE.head_dim
+TARGETS = ("to_q", "to_k", "to_v", "to_out.0", "net.0.proj", "net.2")
+RANK = 64
+RANKS = (16, 4, 64, 32, 8, 16)
+# Of the slots on the emulated link.
+LINK_RANK = 16
+# All weights would keep the link busy for this share of the resident step; and the budget, of all weights of the blocks: with
+# six blocks, less than that has no room for the next one beside this one.
+LOAD = 0.7
+BUDGET = 0.5
+CHUNK = 1 << 20
+# Calls before anything is measured, calls after each swap, and swaps.
+LEARNING = 8
+CALLS = 4
+SWAPS = 8
+
+ABOUT = f"""\
+# Another LoRA adapter
+
+{SIZE.layers} Wan blocks of width {WIDTH}, adapters on every linear layer of the blocks, Inductor, one thread. No GPU.
+
+**Beside diffusers' hotswap.** {len(RANKS)} adapters of ranks {RANKS}, one after the other, arms in turns.
+`slots`: `enable_adapters(rank={RANK})`, compiled by kind, each adapter by `load_lora_adapter` and `set_adapters`.
+`hotswap`: `enable_lora_hotswap(target_rank={RANK})`, `compile_repeated_blocks`, each adapter by
+`load_lora_adapter(hotswap=True)`. `first`: seconds of the first call after a swap; `step`: of the calls after it.
+
+**On an emulated link**, in a budget of {BUDGET:g} of the weights, slots of rank {LINK_RANK}: all weights would keep the link
+busy for {LOAD} of a resident step. `first`: the first call after a swap against a warm call and the time of the link for all
+bytes of the slots, medians of {SWAPS} swaps. `step`: warm calls with an adapter against those of a model without slots, in
+turns, and the median of their ratios.
+"""
+
+
+def adapter(model: nn.Module, seed: int, rank: int) -> dict[str, torch.Tensor]:
+    """Random weights of an adapter, as its file has them.  ``model``: without layers of PEFT."""
+    rng, state = torch.Generator().manual_seed(seed), dict[str, torch.Tensor]()
+    for name, layer in model.named_modules():
+        if name.startswith("blocks.") and name.endswith(TARGETS) and isinstance(layer, nn.Linear):
+            state[f"transformer.{name}.lora_A.weight"] = 0.01 * torch.randn(rank, layer.in_features, generator=rng)
+            state[f"transformer.{name}.lora_B.weight"] = 0.01 * torch.randn(layer.out_features, rank, generator=rng)
+    return state
+
+
+@dataclass
+class Arm:
+    """A compiled model.  ``swap``: brings in an adapter.  ``graphs``: compiled by its calls."""
+
+    model: Any
+    swap: Callable[[Any, int], None]
+    graphs: int = 0
+    first: list[float] = field(default_factory=list)
+    steps: list[float] = field(default_factory=list)
+
+    def call(self, seed: int) -> float:
+        before, begin = counters["stats"]["unique_graphs"], time.perf_counter()
+        self.model(**small_inputs("wan", SIZE, seed))
+        found = time.perf_counter() - begin
+        self.graphs += counters["stats"]["unique_graphs"] - before
+        return found
+
+    @property
+    def moved(self) -> int:
+        """Bytes that the newest call has copied."""
+        return sum(p.measurements[-1].moved_bytes for p in programs(self.model))
+
+    def learn(self) -> None:
+        for seed in range(LEARNING):
+            self.call(seed)
+            for program in programs(self.model)[:1]:
+                program.cycles.wait_planned()
+
+    def measure(self, number: int) -> None:
+        """Calls on another adapter."""
+        self.swap(self.model, number)
+        self.first.append(self.call(number))
+        self.steps += [self.call(number) for _ in range(CALLS)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+    text = f"{ABOUT}\n{date.today()}, {device_name(torch.device('cpu'))}, torch {torch.__version__}.\n"
+    for table in (_beside_hotswap(), _on_a_link()):
+        text += f"\n```\n{table}\n```\n"
+    print(text)
+    arguments.out.write_text(text)
+
+
+def _beside_hotswap() -> str:
+    plain = small_model("wan", SIZE)
+    states = [adapter(plain, seed, rank) for seed, rank in enumerate(RANKS)]
+
+    def load(model: Any, number: int) -> None:
+        model.load_lora_adapter(_copied(states[number]), adapter_name=f"a{number}")
+        model.set_adapters(f"a{number}")
+
+    def hotswap(model: Any, number: int) -> None:
+        model.load_lora_adapter(_copied(states[number]), adapter_name="a", hotswap=True)
+
+    slots, swapped = small_model("wan", SIZE), plain
+    chunkflow_compile.enable_adapters(slots, rank=RANK)
+    chunkflow_compile.compile(slots, policy="resident")
+    swapped.enable_lora_hotswap(target_rank=RANK)  # type: ignore[operator]
+    swapped.load_lora_adapter(_copied(states[0]), adapter_name="a")  # type: ignore[operator]
+    swapped.compile_repeated_blocks(fullgraph=True)  # type: ignore[operator]
+    arms = {"slots": Arm(slots, load), "hotswap": Arm(swapped, hotswap)}
+    begun = {}
+    for name, arm in arms.items():
+        arm.learn()
+        begun[name] = arm.graphs
+    for number in range(len(RANKS)):
+        for arm in arms.values():
+            arm.measure(number)
+    rows = [
+        (
+            name,
+            str(begun[name]),
+            str(arm.graphs - begun[name]),
+            *_times(arm),
+            f"{max(arm.first) / median(arm.steps):.2f}",
+        )
+        for name, arm in arms.items()
+    ]
+    return str(tabulate(rows, ("arm", "compiled at first", "after swaps", "first", "step", "worst first of a step")))
+
+
+def _on_a_link() -> str:
+    torch._dynamo.reset()
+    plain = small_model("wan", SIZE)
+    states = [adapter(plain, seed, LINK_RANK) for seed in range(2)]
+    resident = Arm(plain, _nothing)
+    chunkflow_compile.compile(plain, policy="resident")
+    resident.learn()
+    longest = median(resident.call(seed) for seed in range(CALLS))
+    weights = sum(p.nbytes for p in plain.blocks.parameters())  # type: ignore[union-attr]
+    link = LinkEmulation(bandwidth=weights / (LOAD * longest))
+    with TemporaryDirectory() as folder:
+        profile = Path(folder) / "hardware.json"
+        profile.write_text(_as_fast(on_emulated_link(load_profile(CPU), link, 1), resident, longest).to_json())
+        options = {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights), "replan_after": 4}
+        torch._dynamo.reset()
+        arms = [Arm(small_model("wan", SIZE), swap) for swap in (_nothing, _choose)]
+        chunkflow_compile.enable_adapters(arms[1].model, rank=LINK_RANK)
+        for arm in arms:
+            chunkflow_compile.compile(arm.model, **options)
+        for number, state in enumerate(states):
+            arms[1].model.load_lora_adapter(_copied(state), adapter_name=f"a{number}")
+        for arm in arms:
+            arm.learn()
+        for number in range(SWAPS):
+            for arm in arms:
+                arm.measure(number)
+        copied = sum(m.slots.nbytes for m in arms[1].model.modules() if isinstance(m, Slotted))
+    without, with_slots = arms
+    warm, first, plain_s = median(with_slots.steps), median(with_slots.first), median(without.steps)
+    ratio = median(mine / theirs for mine, theirs in zip(with_slots.steps, without.steps, strict=True))
+    bound = warm + copied / link.bandwidth
+    rows = [
+        ("first", seconds(first), seconds(bound), f"{first / bound:.3f}", f"slots of {size(copied)}"),
+        (
+            "step",
+            seconds(warm),
+            seconds(plain_s),
+            f"{ratio:.3f}",
+            f"{size(with_slots.moved)} moved, {size(without.moved)} without",
+        ),
+    ]
+    return str(tabulate(rows, ("", "measured", "against", "ratio", "bytes"), disable_numparse=True))
+
+
+def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def _nothing(model: Any, number: int) -> None:
+    """No adapter."""
+
+
+def _choose(model: Any, number: int) -> None:
+    model.set_adapters(f"a{number % 2}")
+
+
+def _times(arm: Arm) -> tuple[str, str]:
+    return seconds(median(arm.first)), seconds(median(arm.steps))
+
+
+def _as_fast(machine: Hardware, resident: Arm, longest: float) -> Hardware:
+    """The profile with the speed of compute that was measured."""
+    plans = [p.plan.predicted for p in programs(resident.model)]
+    ratio = longest / sum(p.resident_step_s for p in plans if p is not None)
+    peaks = {dtype: peak / ratio for dtype, peak in machine.gemm_flops.items()}
+    return replace(machine, gemm_flops=peaks, memory_bandwidth=machine.memory_bandwidth / ratio)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,467 @@
+"""LoRA adapters in slots: another adapter is not another program, whatever way of diffusers brings it."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import random
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import graphs
+from torch import nn
+
+from chunkflow_compile import ChunkflowError, compile, enable_adapters, offload, programs, restore
+from chunkflow_compile.frontend.slots import Slotted
+from chunkflow_compile.model.placement import placement_of
+from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.leaves import leaves_of
+
+peft = pytest.importorskip("peft")
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+SIZE = Size(layers=2, singles=2)
+EAGER = {**OPTIONS, "lowering": "eager"}
+ATTENTION = ("to_q", "to_k", "to_v")
+State = dict[str, torch.Tensor]
+
+
+def linear_layers(model: nn.Module, targets: Sequence[str]) -> dict[str, nn.Linear]:
+    return {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and n.endswith(tuple(targets))}
+
+
+class Library:
+    """Random adapters of a model, as their files have them."""
+
+    def __init__(self, model: nn.Module, prefix: str = "transformer") -> None:
+        layers = {f"{prefix}.{n}": m for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+        self._shapes = {name: (m.in_features, m.out_features) for name, m in layers.items()}
+
+    def adapter(self, seed: int, rank: int, targets: Sequence[str] = ATTENTION, extra: int = 0) -> State:
+        """``extra``: by how much the rank of the last layer is larger."""
+        rng, state = torch.Generator().manual_seed(seed), State()
+        chosen = [name for name in self._shapes if name.endswith(tuple(targets))]
+        for name in chosen:
+            ins, outs = self._shapes[name]
+            r = rank + extra * (name == chosen[-1])
+            state[f"{name}.lora_A.weight"] = 0.2 * torch.randn(r, ins, generator=rng)
+            state[f"{name}.lora_B.weight"] = 0.2 * torch.randn(outs, r, generator=rng)
+        return state
+
+
+class Pair:
+    """A model with slots, compiled, and a twin that PEFT runs."""
+
+    def __init__(self, name: str = "wan", whole: bool = False, options: Any = EAGER, **slots: Any) -> None:
+        self.name = name
+        self.model, self.twin = small_model(name, SIZE), small_model(name, SIZE)
+        self.library = Library(self.twin)
+        enable_adapters(self.model, **{"rank": 16, **slots})
+        if whole:
+            self.model.compile(backend="chunkflow", fullgraph=True, options=options)
+        else:
+            compile(self.model, device="cpu", **options)
+        for step in range(2):
+            self.check(step)
+        self.compiled = graphs()
+
+    def both(self, change: Callable[[Any], object]) -> None:
+        """The loaders of PEFT may exchange tensors with those that they are given, so each change makes its own."""
+        change(self.model)
+        change(self.twin)
+
+    def load(self, state: State, adapter_name: str, **given: Any) -> None:
+        self.both(
+            lambda m: m.load_lora_adapter({k: v.clone() for k, v in state.items()}, adapter_name=adapter_name, **given)
+        )
+
+    def choose(self, names: Any, weights: Any = None) -> None:
+        self.both(lambda m: m.set_adapters(names, weights))
+
+    def check(self, seed: int = 0, tolerance: float = 1e-5, **given: Any) -> torch.Tensor:
+        inputs = {**small_inputs(self.name, SIZE, seed), **given}
+        want = self.twin(**copy.copy(inputs))[0]
+        got = self.model(**inputs)[0]
+        assert torch.allclose(got, want, rtol=0, atol=tolerance), float((got - want).abs().max())
+        return got
+
+    def same_programs(self) -> None:
+        assert graphs() == self.compiled, "nothing was compiled"
+
+
+@pytest.mark.parametrize("name", ["wan", "flux"])
+@pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
+@pytest.mark.parametrize(("adapters", "calls"), [(4, 10), pytest.param(20, 60, marks=pytest.mark.long)])
+def test_adapters_in_random_order(name: str, whole: bool, adapters: int, calls: int) -> None:
+    """Of ranks 4 to 64, each loaded once; the weights that are no slots stay where the plan has them."""
+    pair, rng = Pair(name, whole, rank=64), random.Random(0)
+    running = {id(p) for p in programs(pair.model)}
+    for number in range(adapters):
+        pair.load(pair.library.adapter(number, (4, 8, 16, 32, 64)[number % 5]), f"a{number}")
+    seen = list[torch.Tensor]()
+    for step in range(calls):
+        pair.choose(f"a{rng.randrange(adapters)}", rng.choice([0.5, 1.0]))
+        seen.append(pair.check(step % 3))
+    pair.same_programs()
+    assert {id(p) for p in programs(pair.model)} == running, "no program started anew"
+    assert len({float(s.sum()) for s in seen}) > 3, "adapters differ"
+    last = programs(pair.model)[-1].measurements[-1]
+    assert last.moved_bytes + last.primed_bytes > 0
+
+
+def test_an_adapter_of_the_full_rank_is_what_peft_computes() -> None:
+    """Bit for bit, without zeros at the end of a row; also in bfloat16, where a scale is not a number of that dtype."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model, twin = small_model("wan", SIZE).to(dtype), small_model("wan", SIZE).to(dtype)
+        state = Library(twin).adapter(0, 16)
+        enable_adapters(model, rank=16)
+        for m in (model, twin):
+            m.load_lora_adapter(dict(state), adapter_name="a")
+            m.set_adapters("a", 0.3)
+        inputs = {
+            k: v.to(dtype) if torch.is_tensor(v) and v.is_floating_point() else v
+            for k, v in small_inputs("wan", SIZE, 0).items()
+        }
+        want = twin(**inputs)[0]
+        assert torch.equal(model(**inputs)[0], want), "outside compiled code"
+        compile(model, device="cpu", **EAGER)
+        for _ in range(3):
+            assert torch.equal(model(**inputs)[0], want)
+
+
+def test_every_way_of_diffusers() -> None:
+    pair = Pair()
+    for number, (rank, extra) in enumerate(((4, 0), (8, 4))):  # the second has a rank pattern
+        pair.load(pair.library.adapter(number, rank, extra=extra), f"a{number}")
+    plain = pair.check()
+    for change in (
+        lambda m: m.set_adapters(["a0"], [0.25]),
+        lambda m: m.disable_lora(),
+        lambda m: m.enable_lora(),
+        lambda m: m.fuse_lora(lora_scale=0.5),
+        lambda m: m.unfuse_lora(),
+        lambda m: m.fuse_lora(safe_fusing=True, adapter_names=["a1"]),
+        lambda m: m.unfuse_lora(),
+        lambda m: m.delete_adapters("a1"),
+    ):
+        pair.both(change)
+        pair.check()
+    pair.load(pair.library.adapter(5, 12), "a0", hotswap=True)
+    hot = pair.check()
+    pair.load(pair.library.adapter(6, 8), "a0", hotswap=True)
+    assert not torch.equal(pair.check(), hot)
+    config = peft.LoraConfig(r=4, lora_alpha=16, use_rslora=True, target_modules=["to_q"], init_lora_weights=False)
+
+    def rs_lora(m: Any) -> None:
+        torch.manual_seed(1)
+        m.add_adapter(config, "rs")
+
+    pair.both(rs_lora)
+    pair.check()
+    pair.both(lambda m: m.unload_lora())
+    without = pair.check()
+    assert not torch.equal(plain, without)
+    pair.load(pair.library.adapter(7, 16), "again")
+    assert not torch.equal(pair.check(), without)
+    pair.same_programs()
+
+
+def test_writes_to_an_adapter() -> None:
+    """In place, and other values under the same name."""
+    pair = Pair()
+    pair.load(pair.library.adapter(0, 8), "a")
+    pair.check()
+    for change in (lambda p: p.mul_(1.5), lambda p: setattr(p, "data", p.data * 0.5)):
+        for m in (pair.model, pair.twin):
+            for name, parameter in m.named_parameters():
+                if "lora_" in name:
+                    change(parameter)
+        pair.check()
+    pair.same_programs()
+
+
+def test_a_scale_of_a_call() -> None:
+    """joint_attention_kwargs scales the layers around the blocks, and takes it back."""
+    pair = Pair("flux")
+    pair.load(pair.library.adapter(0, 8), "a")
+    pair.check(joint_attention_kwargs={"scale": 1.0})  # the blocks get a dict for the first time
+    pair.compiled = graphs()
+    found = [pair.check(joint_attention_kwargs={"scale": s}) for s in (1.0, 0.3, 0.0, 1.0)]
+    assert torch.equal(found[0], found[3]) and not torch.equal(found[0], found[1])
+    pair.same_programs()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_two_at_once(whole: bool) -> None:
+    pair = Pair("wan", whole, slots=2)
+    pair.load(pair.library.adapter(0, 4), "a")
+    pair.load(pair.library.adapter(1, 16, ("to_k", "ffn.net.2")), "b")
+    for weights in ([1.0, 0.5], [0.25, 1.0]):
+        pair.choose(["a", "b"], weights)
+        pair.check()
+    pair.choose(["b", "a"], [1.0, 0.5])
+    pair.check()
+    pair.choose("b")
+    pair.check()
+    pair.same_programs()
+
+
+def test_what_needs_a_compilation_is_compiled_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    pair = Pair(targets=["to_q", "to_k", "to_v"])
+    pair.load(pair.library.adapter(0, 40), "large")
+    pair.check()
+    assert graphs() > pair.compiled and "enable_adapters(rank=40, slots=1)" in caplog.text
+    pair.load(pair.library.adapter(1, 8, ("ffn.net.2",)), "elsewhere")
+    pair.check()
+    assert "2 layers that enable_adapters had not named" in caplog.text
+    pair.choose(["large", "elsewhere"])  # on other layers
+    pair.check()
+    pair.load(pair.library.adapter(2, 8, ("to_q",)), "second")
+    pair.choose(["large", "second"])
+    pair.check()
+    assert "rank=40, slots=2" in caplog.text
+    pair.compiled = graphs()
+    for number, (rank, targets) in enumerate(((33, ATTENTION), (16, ("ffn.net.2",)), (8, ("to_q",)))):
+        pair.load(pair.library.adapter(number, rank, targets), f"more{number}")
+        pair.choose(f"more{number}")
+        pair.check()
+    pair.same_programs()
+
+
+def test_a_kind_that_slots_do_not_hold(caplog: pytest.LogCaptureFixture) -> None:
+    """DoRA and a LoRA with a bias run PEFT's forward; a plain one has its programs again after them."""
+    pair = Pair()
+    for kind in ({"use_dora": True}, {"lora_bias": True}):
+        config = peft.LoraConfig(r=4, target_modules=["to_q", "to_k"], init_lora_weights=False, **kind)
+
+        def add(m: Any, config: Any = config, kind: Any = kind) -> None:
+            torch.manual_seed(1)
+            m.add_adapter(config, next(iter(kind)))
+
+        pair.both(add)
+        pair.check()
+    assert "(Dora)" in caplog.text and "(lora_bias)" in caplog.text
+    pair.load(pair.library.adapter(0, 8), "plain")
+    pair.choose("plain")
+    pair.check()
+    pair.compiled = graphs()
+    pair.both(lambda m: m.unload_lora())
+    pair.check()
+    pair.same_programs()
+
+
+def on_a_rank(rank: int) -> None:
+    torch.set_grad_enabled(False)
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    library = Library(twin)
+    enable_adapters(model, rank=16)
+    for m in (model, twin):
+        enable_ulysses(m, 2)
+    offload(model, min_bytes=OPTIONS["min_bytes"], share=True)
+    slots = [m.slots for m in model.modules() if isinstance(m, Slotted)]
+    assert slots and not any(buffer_of(t).shared for t in slots)
+    compile(model, **EAGER)
+    for step, r in enumerate((None, 4, 16, 8)):
+        for m in (model, twin):
+            if r is not None:
+                m.load_lora_adapter(dict(library.adapter(step, r)), adapter_name=f"a{step}")
+                m.set_adapters(f"a{step}")
+        inputs = small_inputs("wan", SIZE, step)
+        assert torch.allclose(model(**inputs)[0], twin(**inputs)[0], rtol=0, atol=1e-5)
+        if step == 0:
+            compiled = graphs()
+    assert graphs() == compiled and sum(m.collectives for p in programs(model) for m in p.measurements)
+
+
+def test_two_ranks(on_ranks: Callable[..., None]) -> None:
+    on_ranks(on_a_rank)
+
+
+def test_an_int8_base() -> None:
+    """The class that PEFT chooses for weights of torchao has slots too, in the dtype that it computes in."""
+    quantisation = pytest.importorskip("torchao.quantization")
+    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
+    library = Library(twin)
+    for m in (model, twin):
+        quantisation.quantize_(m.blocks, quantisation.Int8WeightOnlyConfig())
+    enable_adapters(model, rank=16)
+    compile(model, device="cpu", **{**EAGER, "min_bytes": 1024})
+    for step, rank in enumerate((None, 4, 16)):
+        for m in (model, twin):
+            if rank is not None:
+                m.load_lora_adapter(dict(library.adapter(step, rank)), adapter_name=f"a{step}")
+                m.set_adapters(f"a{step}")
+        for _ in range(2):
+            inputs = small_inputs("wan", SIZE, step)
+            assert torch.allclose(model(**inputs)[0], twin(**inputs)[0], rtol=0, atol=1e-5)
+        if step == 0:
+            compiled = graphs()
+    assert graphs() == compiled
+    assert model.blocks[0].attn1.to_q.slots.dtype == torch.float32
+
+
+def test_slots_are_within_the_budget() -> None:
+    """They stream whatever their size, what is on the device keeps to the memory, and a swap copies slots alone."""
+    options = {**{k: v for k, v in EAGER.items() if k != "slowdown"}, "memory": 400_000}
+    pair = Pair("wan", True, options=options, rank=2)
+    slots = [m.slots for m in pair.model.modules() if isinstance(m, Slotted)]
+    assert all(t.nbytes < OPTIONS["min_bytes"] and buffer_of(t) is not None for t in slots)
+    for number in range(3):
+        pair.load(pair.library.adapter(number, 2), f"a{number}")
+        pair.choose(f"a{number}")
+        pair.check(number)
+        pair.check(number)
+        (program,) = programs(pair.model)
+        swapped, after = program.measurements[-2:]
+        assert swapped.primed_bytes <= sum(t.nbytes for t in slots) and not after.primed_bytes
+        assert swapped.moved_bytes == after.moved_bytes == program.plan.moved_bytes > 0
+        assert program.plan.device_bytes <= 400_000 and program.arena.held <= 400_000
+    before = [t.buffer.version for t in slots]
+    pair.choose("a2", 0.5)
+    pair.check(2)
+    assert [t.buffer.version for t in slots] == before, "another scale writes no slot"
+    kept = [t for t in leaves_of(pair.model) if buffer_of(t) is None]
+    assert not any(t.dim() == 2 and t.shape[0] == 2 for t in kept), (
+        "the adapters themselves are no weights of the model"
+    )
+    pair.same_programs()
+
+
+@pytest.mark.parametrize("swaps", [20, pytest.param(200, marks=pytest.mark.long)])
+def test_memory_does_not_grow(swaps: int) -> None:
+    """Adapters that come and go leave no tensor behind, in host memory or on the device."""
+    pair = Pair()
+    store = placement_of(pair.model).store
+    pair.load(pair.library.adapter(0, 8), "a0")
+    for step in range(4):  # the cycle of the blocks is learnt, and has run
+        pair.check(step)
+        programs(pair.model)[0].cycles.wait_planned()
+    counts = list[tuple[int, int, int]]()
+    for number in range(1, swaps + 1):
+        pair.load(pair.library.adapter(number, 8), f"a{number}")
+        pair.choose(f"a{number}")
+        pair.both(lambda m, old=f"a{number - 1}": m.delete_adapters(old))
+        if number % 5 == 0:
+            pair.check()
+            gc.collect()
+            tensors = sum(type(o) in (torch.Tensor, nn.Parameter) for o in gc.get_objects())
+            counts.append((tensors, store.held_bytes, programs(pair.model)[0].arena.held))
+    assert counts[1] == counts[-1]
+    pair.same_programs()
+
+
+def test_what_does_not_fit_is_said_and_the_model_goes_on() -> None:
+    pair = Pair()
+    pair.load(pair.library.adapter(0, 8), "a")
+    pair.check()
+    wrong = {k: v[..., :7] if "lora_A" in k else v for k, v in pair.library.adapter(1, 8).items()}
+    for m in (pair.model, pair.twin):
+        with pytest.raises(RuntimeError, match="size mismatch"):
+            m.load_lora_adapter(dict(wrong), adapter_name="wrong")
+        m.set_adapters("a")
+    pair.check()
+    other = Library(small_model("flux", SIZE)).adapter(2, 8, ("to_add_out",))
+    for m in (pair.model, pair.twin):
+        with pytest.raises(ValueError, match="Target modules"):
+            m.load_lora_adapter(dict(other), adapter_name="other")
+        m.set_adapters("a")
+    pair.check()
+    layer = pair.model.blocks[0].attn1.to_q
+    layer.lora_A["a"].weight, kept = nn.Parameter(layer.lora_A["a"].weight.to("meta")), layer.lora_A["a"].weight
+    with pytest.raises(ChunkflowError, match="'a' has no values: it is loaded in part"):
+        pair.check()
+    layer.lora_A["a"].weight = kept
+    layer.lora_B["a"].weight = nn.Parameter(torch.zeros(3, 8))
+    with pytest.raises(ChunkflowError, match="which do not fit a layer of 64 inputs"):
+        pair.check()
+    pair.both(lambda m: m.delete_adapters("a"))
+    pair.check()
+    pair.same_programs()
+
+
+def test_an_adapter_with_nan_is_gone_when_it_is_deleted() -> None:
+    pair = Pair()
+    broken = {k: torch.full_like(v, float("nan")) for k, v in pair.library.adapter(0, 8).items()}
+    pair.load(broken, "broken")
+    assert pair.model(**small_inputs("wan", SIZE, 0))[0].isnan().any()
+    pair.both(lambda m: m.delete_adapters("broken"))
+    pair.check()
+
+
+def test_adapters_change_while_another_thread_calls() -> None:
+    """Layers may be on the way from one to the other; no call fails."""
+    pair = Pair()
+    for number in range(3):
+        pair.load(pair.library.adapter(number, 8), f"a{number}")
+    stop, failed = threading.Event(), list[BaseException]()
+
+    def serve() -> None:
+        try:
+            with torch.no_grad():
+                while not stop.is_set():
+                    assert pair.model(**small_inputs("wan", SIZE, 0))[0].isfinite().all()
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    for step in range(20):
+        pair.choose(f"a{step % 3}")
+        if step == 10:
+            pair.both(lambda m: m.delete_adapters("a1"))
+            pair.load(pair.library.adapter(9, 4), "a1")
+    stop.set()
+    thread.join()
+    assert not failed
+    pair.check()
+    pair.same_programs()
+
+
+def test_copies_and_pickles() -> None:
+    pair = Pair()
+    pair.load(pair.library.adapter(0, 8), "a")
+    want = pair.check()
+    restore(pair.model)
+    inputs = small_inputs("wan", SIZE, 0)
+    fresh = small_model("wan", SIZE)
+    enable_adapters(fresh, rank=16)
+    fresh.load_lora_adapter(dict(pair.library.adapter(0, 8)), adapter_name="a")
+    for other in (copy.deepcopy(fresh), pickle.loads(pickle.dumps(fresh))):
+        assert torch.allclose(other(**inputs)[0], want, rtol=0, atol=1e-5)
+        other.delete_adapters("a")
+        assert not torch.allclose(other(**inputs)[0], want, rtol=0, atol=1e-5)
+        assert torch.allclose(fresh(**inputs)[0], want, rtol=0, atol=1e-5), "each has its own"
+
+
+def test_what_is_refused() -> None:
+    model = small_model("wan", SIZE)
+    for given, said in (
+        ({"rank": 0}, "rank=0 must"),
+        ({"slots": 1.5}, "slots=1.5 must"),
+        ({"targets": ["nowhere"]}, "no layers for targets"),
+    ):
+        with pytest.raises(ChunkflowError, match=said):
+            enable_adapters(model, **given)
+    with pytest.raises(ChunkflowError, match="has no repeated blocks"):
+        enable_adapters(nn.Sequential(nn.Linear(2, 2)))
+    with pytest.raises(ChunkflowError, match="takes a model or a pipeline"):
+        enable_adapters(3)
+    offload(model, min_bytes=1024)
+    with pytest.raises(ChunkflowError, match="is placed already"):
+        enable_adapters(model)
+    restore(model)
+    enable_adapters(model)
+    with pytest.raises(ChunkflowError, match="are enabled already"):
+        enable_adapters(model)
+    compiled = small_model("wan", SIZE)
+    compiled.compile()
+    with pytest.raises(ChunkflowError, match="compiled already"):
+        enable_adapters(compiled)
+    assert not any(isinstance(m, Slotted) for m in compiled.modules())
