@@ -39,3 +39,12 @@ DEFAULT_CHUNK_BYTES = 16 << 20
 # A cut lets copies start and slots free up at a finer grain.  It costs a host call (about 0.2 ms on a slow CPU core)
 # and the fusion across it.  At 30 GB/s, 64 MiB of weights take 2 ms: a cut every 64 MiB costs a tenth of their copy.
 DEFAULT_GROUP_BYTES = 64 << 20
+
+# Namespaces whose ops are torch's own, or of quantised weights: what they compute and whether they communicate is known.
+KNOWN_NAMESPACES = frozenset(
+    (
+        *("aten", "prim", "prims", "inductor", "inductor_prims", "higher_order", "quantized", "quantized_decomposed"),
+        *("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"),
+        *("bitsandbytes", "quanto", "torchao", "chunkflow"),
+    )
+)

@@ -142,7 +142,7 @@ class Admitter:
     counted: bool
     others_s: float = 0.0
     host_bytes: int = 0
-    found: dict[tuple[int, int], list[_Forecast]] = field(default_factory=dict)
+    found: dict[tuple[int, int], tuple[_Forecast, ...]] = field(default_factory=dict)
     lock: Any = field(default_factory=threading.Lock)
 
     @staticmethod
@@ -194,11 +194,12 @@ class Admitter:
                 raise ChunkflowError(f"{self.pipeline} has no argument {name!r}; did you mean {close!r}?")
         given = {**self.defaults, **sizes}
         shape = self._shape(given)
-        with self.lock:
-            known = self.found.setdefault((shape.text, shape.batch), [])
-            forecast = next((f for f in known if f.tokens[0] <= _tokens(shape) <= f.tokens[-1]), None)
-            if forecast is None:
-                known.append(forecast := self._traced(shape))
+        forecast = self._known(shape)
+        if forecast is None:
+            with self.lock:  # two threads trace nothing twice
+                forecast = self._known(shape) or self._traced(shape)
+                known = self.found.get((shape.text, shape.batch), ())
+                self.found[shape.text, shape.batch] = (forecast, *(f for f in known if f is not forecast))
         activations = max(0, round(_through(forecast.tokens, forecast.activations, _tokens(shape))))
         room, part = self.usable - activations, max(1, self.usable // _PARTS)
         least, goal, reason = forecast.least, room // part * part, ""
@@ -220,6 +221,11 @@ class Admitter:
             budget=self.budget,
             reason=reason,
         )
+
+    def _known(self, shape: Shape) -> _Forecast | None:
+        """What was traced around a request, None if nothing was."""
+        known = self.found.get((shape.text, shape.batch), ())
+        return next((f for f in known if f.tokens[0] <= _tokens(shape) <= f.tokens[-1]), None)
 
     def _shape(self, given: Mapping[str, Any]) -> Shape:
         """The latent of a request."""

@@ -16,17 +16,9 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import sdpa_flop_count
 
 from chunkflow_compile.passes.kernel_calls import is_kernel_call, kernel_name, kernel_of
+from chunkflow_compile.passes.names import KNOWN_NAMESPACES
 
 from .kernels import Values
-
-# Namespaces whose ops are torch's own, or of quantised weights: those that take FLOPs are known.
-_KNOWN = frozenset(
-    (
-        *("aten", "prim", "prims", "inductor", "inductor_prims", "higher_order", "quantized", "quantized_decomposed"),
-        *("_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "c10d", "_dtensor", "symm_mem"),
-        *("bitsandbytes", "quanto", "torchao"),
-    )
-)
 
 
 @dataclass(frozen=True)
@@ -92,7 +84,7 @@ def like_attention(call: Called) -> int:
 
 def _of_overload(op: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Called:
     name = op._schema.name
-    others = op.namespace not in _KNOWN and not op.is_view
+    others = op.namespace not in KNOWN_NAMESPACES and not op.is_view
     return Called(op.overloadpacket, name, name, f"torch.ops.{name.replace('::', '.')}", args, kwargs, of_others=others)
 
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.names import KNOWN_NAMESPACES
 
 Kind = Literal["all-to-all", "all-gather", "reduce-scatter", "all-reduce"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -23,7 +24,6 @@ Engine = Literal["sm", "copy"]
 _ENGINES: tuple[str, ...] = get_args(Engine)
 # Names of arguments that hold a process group or its name.
 _GROUPS = ("group_name", "group", "process_group", "pg")
-_BUILT_IN = ("aten", "prims", "prim", "chunkflow", "quantized")
 _LOOKS = re.compile(
     r"all_?to_?all|a2a|all_?gather|all_?reduce|reduce_?scatter|ulysses|nccl|(^|_)(send|recv|broadcast)(_|$)", re.I
 )
@@ -96,7 +96,7 @@ def looks_like_communication(target: object) -> bool:
     if not isinstance(target, torch._ops.OpOverload) or declared(target) is not None:
         return False
     namespace, name = target._schema.name.split("::")
-    if namespace in _BUILT_IN:
+    if namespace in KNOWN_NAMESPACES:
         return False
     return bool(_LOOKS.search(name)) or any(
         a.name in _GROUPS and str(a.type) not in ("int", "Optional[int]") for a in target._schema.arguments

@@ -187,6 +187,7 @@ def test_writes_to_an_adapter() -> None:
     pair.same_programs()
 
 
+@pytest.mark.long
 def test_a_scale_of_a_call() -> None:
     """joint_attention_kwargs scales the layers around the blocks, and takes it back."""
     pair = Pair("flux")
@@ -424,6 +425,7 @@ def test_adapters_change_while_another_thread_calls() -> None:
     pair.same_programs()
 
 
+@pytest.mark.long
 def test_copies_and_pickles() -> None:
     pair = Pair()
     pair.load(pair.library.adapter(0, 8), "a")

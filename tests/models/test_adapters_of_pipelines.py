@@ -82,6 +82,7 @@ def test_what_apply_refuses_leaves_the_pipeline_as_it_was() -> None:
     assert is_plain(pipe) and not any(isinstance(m, Slotted) for m in pipe.transformer.modules())
 
 
+@pytest.mark.long
 def test_slots_that_were_there_before_stay_after_remove() -> None:
     pipe = small_pipeline("flux")
     enable_adapters(pipe, rank=8)
@@ -142,6 +143,7 @@ def test_formats_of_others() -> None:
     assert graphs() == compiled and not torch.allclose(want, inputs["hidden_states"])
 
 
+@pytest.mark.long
 def test_a_text_encoder() -> None:
     """It has slots of its own; unloading takes its layers out, as diffusers does, and that compiles again."""
     pipe, twin = small_pipeline("flux"), small_pipeline("flux")

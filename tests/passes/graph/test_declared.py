@@ -46,6 +46,8 @@ def test_an_undeclared_one_is_taken_for_compute_and_named() -> None:
     assert "register_collective" in told[0]
     # of the other one neither the name nor an argument tells
     assert [text.partition(":")[0] for text in told[1:]] == ["no FLOP formula is declared for chunkflow_tests"]
+    note_ops_of_others(trace(UlyssesStack(), {"x": X}, 0), told.append)
+    assert len(told) == 2, "those of torch are known"
     with declaring():
         note_ops_of_others(trace(OpaqueStack(), {"x": X}, 0), told.append)
         assert len(told) == 2, "nothing more"
