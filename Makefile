@@ -79,6 +79,17 @@ $(VLLM_OMNI_VENV)/ready: pyproject.toml tests/servers/requirements-vllm-omni.txt
 	$(VLLM_OMNI_VENV)/bin/pip install --quiet --no-deps --requirement tests/servers/requirements-vllm-omni.txt
 	touch $@
 
+# The server on Ray Serve, in an environment of its own: ten minutes on two cores.
+test-ray: .venv-ray/ready
+	$(FROM_SOURCE) .venv-ray/bin/python -m pytest -rs tests/servers/test_serve_ray.py
+
+.venv-ray/ready: pyproject.toml
+	$(PYTHON) -m venv .venv-ray
+	.venv-ray/bin/pip install --quiet $(TORCH)
+	.venv-ray/bin/pip install --quiet '.[diffusers,dev,ray]'
+	.venv-ray/bin/pip uninstall --quiet --yes chunkflow-compile
+	touch $@
+
 # The next three need a GPU.  PY=python3 uses an environment that exists, in which only diffusers need be installed; without
 # it, they make one with a build of torch for the GPU: make test-gpu TORCH="torch==2.13.0".
 PY ?= $(BIN)/python
@@ -107,17 +118,6 @@ card: OUT ?= card
 card: $(EXISTS)
 	$(FROM_SOURCE) $(PY) docs/benchmarks/gpu_parts.py --out $(OUT) --parts "$(PARTS)" $(MORE)
 endif
-
-# The server on Ray Serve, in an environment of its own: ten minutes on two cores.
-test-ray: .venv-ray/ready
-	$(FROM_SOURCE) .venv-ray/bin/python -m pytest -rs tests/servers/test_serve_ray.py
-
-.venv-ray/ready: pyproject.toml
-	$(PYTHON) -m venv .venv-ray
-	.venv-ray/bin/pip install --quiet $(TORCH)
-	.venv-ray/bin/pip install --quiet '.[diffusers,dev,ray]'
-	.venv-ray/bin/pip uninstall --quiet --yes chunkflow-compile
-	touch $@
 
 # The race tests on other random programs for ten minutes, or MINUTES=...
 MINUTES ?= 10
