@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
-from torch import nn
 
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.eager_cost import EagerCost, eager_cost
+from chunkflow_compile.models.eager_cost import EagerCost, calling, eager_cost
 from chunkflow_compile.models.presets import OutputSizes
 from chunkflow_compile.models.published import Published, published
-from chunkflow_compile.models.weightless import Build, trace_without_weights
+from chunkflow_compile.models.weightless import trace_without_weights
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
@@ -70,13 +68,13 @@ def _components(
     """The phases of a generation, in order."""
     for encoder in found.encoders:
         with progress.phase(f"tracing {encoder.name}"):
-            cost = eager_cost(_called(encoder.model_and_inputs), torch.bfloat16)
+            cost = eager_cost(calling(encoder.model_and_inputs), torch.bfloat16)
             traced = trace_without_weights(encoder.model_and_inputs, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
             yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)).problem)
     transformer = found.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
         problem = make_cut(replace(transformer.trace(1, sizes), fused=fused)).problem
-        cost = eager_cost(_called(partial(transformer.build, sizes, torch.device("cpu"))), torch.bfloat16)
+        cost = eager_cost(calling(partial(transformer.build, sizes, torch.device("cpu"))), torch.bfloat16)
     for expert in range(found.experts):  # each takes its share of the steps
         mine = steps // found.experts + (expert < steps % found.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
@@ -89,13 +87,3 @@ def _components(
 def _component(name: str, cost: EagerCost, calls: int, problem: Problem | None = None) -> Component:
     found = {"weights": cost.weights, "small": cost.small, "activations": cost.activations}
     return Component(name=name, **found, calls=calls, problem=problem)
-
-
-def _called(build: Build) -> Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]:
-    """Makes the model, and a function that calls it with the inputs."""
-
-    def made() -> tuple[nn.Module, Callable[[nn.Module], Any]]:
-        model, inputs = build()
-        return model, lambda m: m(**inputs)
-
-    return made

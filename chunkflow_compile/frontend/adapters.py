@@ -23,7 +23,7 @@ _SIZES = "_chunkflow_sizes"
 # Methods of diffusers and transformers that load an adapter.
 _LOADS = ("load_lora_adapter", "load_adapter", "add_adapter")
 # Components of a pipeline that adapters are for, beside text encoders.
-DENOISERS = ("transformer", "transformer_2", "unet")
+ADAPTED = ("transformer", "transformer_2", "unet")
 
 
 def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | None = None, slots: int = 1) -> Any:
@@ -38,7 +38,7 @@ def enable_adapters(model: Any, rank: int = 64, targets: str | Sequence[str] | N
     layers, the model is compiled again once.
     Raises ChunkflowError for a model that is placed or compiled already, if PEFT is missing, or if there are no such layers.
     """
-    parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in DENOISERS]
+    parts = [model] if isinstance(model, nn.Module) else [getattr(model, name, None) for name in ADAPTED]
     found = [part for part in parts if isinstance(part, nn.Module)]
     if not found:
         raise ChunkflowError(
@@ -133,10 +133,15 @@ def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
             for layer in _tuned(model):
                 if _PROBE in getattr(layer, "lora_A", ()):
                     dtypes[id(layer)] = layer.lora_A[_PROBE].weight.dtype
-                    layer._active_adapter = []  # delete_adapter would choose another, and warn
-                    layer.delete_adapter(_PROBE)
+                    _delete(layer, _PROBE)
             _forget(model, [_PROBE])
     return dtypes
+
+
+def _delete(layer: Any, name: str) -> None:
+    """Take an adapter out of a layer, and let it choose no other."""
+    layer._active_adapter = []  # delete_adapter would choose one, and warn
+    layer.delete_adapter(name)
 
 
 def _forget(model: Any, names: Sequence[str]) -> None:
@@ -246,8 +251,7 @@ def _unload(model: Any) -> None:
                 setattr(parent, name, layer.base_layer)
     for layer in (found for found in tuned.values() if _has_slots(found)):
         for name in _adapters(layer):
-            layer._active_adapter = []  # delete_adapter would choose another, and warn
-            layer.delete_adapter(name)
+            _delete(layer, name)
         layer.merged_adapters.clear()
         layer.enable_adapters(True)
     _forget(model, [*getattr(model, "peft_config", {})])

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.names import DEFAULT_MIN_BYTES
 
-from .weightless import default_dtype
+from .weightless import Build, default_dtype
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +54,16 @@ def eager_cost(build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]
         flops=counter.get_total_flops(),
         traffic=live.traffic,
     )
+
+
+def calling(build: Build) -> Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]:
+    """Makes the model of ``build``, and a function that calls it with the inputs."""
+
+    def made() -> tuple[nn.Module, Callable[[nn.Module], Any]]:
+        model, inputs = build()
+        return model, lambda m: m(**inputs)
+
+    return made
 
 
 class _LiveBytes(TorchDispatchMode):

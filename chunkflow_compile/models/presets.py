@@ -118,11 +118,10 @@ class Preset:
 
         family, shape = FAMILIES[self.family], self.shape(sizes or self.sizes)
         model = family.build(self.config)
-        inputs = family.inputs(self.config, shape, None)
+        inputs = family.inputs_in(torch.bfloat16, self.config, shape)
         if quantize is not None:
             quantised(model, quantize)
-        tensors = {k: v for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-        return model, {**inputs, **{k: v.to(torch.bfloat16) for k, v in tensors.items()}}
+        return model, inputs
 
 
 _WAN_CONFIG: Config = {

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from chunkflow_compile.frontend.adapters import DENOISERS, disable_adapters, enable_adapters, is_enabled
+from chunkflow_compile.frontend.adapters import ADAPTED, disable_adapters, enable_adapters, is_enabled
 from chunkflow_compile.frontend.block_kinds import repeated_blocks
 from chunkflow_compile.frontend.compile import check_dynamic, compile_by_kind
 from chunkflow_compile.hardware.read_time import ReadTime
@@ -177,7 +177,7 @@ def _add(
     **options: Any,
 ) -> None:
     """Place and compile components.  If that fails, they are ordinary again."""
-    enabled = [] if adapters is None else [m for name, m in models.items() if name in DENOISERS]
+    enabled = [] if adapters is None else [m for name, m in models.items() if name in ADAPTED]
     check_dynamic(dynamic)
     chosen = parse_options(options, mode)
     if chosen.lowering == "tensorrt":

@@ -152,15 +152,11 @@ def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
     ``registry``: of prometheus_client, by default its own, which ``start_http_server`` serves.  A model has its component's
     name or its class as label, with a number if that is taken.  Raises ChunkflowError without prometheus_client.
     """
-    try:
-        import prometheus_client
-        from prometheus_client import core
-    except ImportError as error:
-        raise ChunkflowError("Metrics need prometheus-client: pip install 'chunkflow-compile[metrics]'.") from error
+    prometheus_client = library()
     for owner in pipes_or_models:
         models_of(owner)  # raises for what is neither
     chosen = prometheus_client.REGISTRY if registry is None else registry
-    collector = Metrics(pipes_or_models, chosen, core)
+    collector = Metrics(pipes_or_models, chosen, prometheus_client.core)
     try:
         chosen.register(collector)
     except ValueError as error:  # the same names
@@ -168,6 +164,15 @@ def metrics(*pipes_or_models: Any, registry: Any = None) -> Metrics:
             "This registry has the metrics of ChunkFlow already: pass all models in one call, or unregister() the first."
         ) from error
     return collector
+
+
+def library() -> Any:
+    """prometheus_client.  Raises ChunkflowError if it is not installed."""
+    try:
+        import prometheus_client.core
+    except ImportError as error:
+        raise ChunkflowError("Metrics need prometheus-client: pip install 'chunkflow-compile[metrics]'.") from error
+    return prometheus_client
 
 
 def models_of(owner: Any) -> Mapping[str, nn.Module]:

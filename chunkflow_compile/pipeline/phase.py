@@ -102,7 +102,7 @@ class Phase:
         ``small``: bytes of the weights of all phases that never leave the device.  ``first``: of those that share its arena,
         the one that this memory is counted with.
         """
-        predicted, measured = self._predicted(), self._measured()
+        predicted, measured = self._predicted(), self.seconds(wait=True)
         notes = dict.fromkeys(note for session in programs(self.root) for note in session.code.notes)
         if first is not self:
             notes[f"shares memory on the device with {first.name}, where it is counted"] = None
@@ -137,11 +137,16 @@ class Phase:
         times = [(count, s.plan.predicted.step_s) for s, count in found if s.plan.predicted is not None]
         return sum(count * step_s for count, step_s in times) if times else None
 
-    def _measured(self) -> float | None:
-        """Seconds of a call: of the programs of the newest one, or from beginning to return if it has none."""
+    def seconds(self, wait: bool = False) -> float | None:
+        """Seconds of a call: of the programs of the newest one, or from beginning to return if it has none.
+
+        ``wait``: for steps in flight; else of what is measured now.
+        """
         found = self._newest()
         if found and not any(session.closed for session, _ in found):
-            return sum(count * _median([m.step_s for m in session.measurements]) for session, count in found)
+            steps = [([*(s.measurements if wait else s.measured)], count) for s, count in found]
+            if all(measured for measured, _ in steps):
+                return sum(count * _median([m.step_s for m in measured]) for measured, count in steps)
         return _median([*self._seconds]) if self._seconds else None
 
 

@@ -17,7 +17,6 @@ from torch.fx import GraphModule
 from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings
-from chunkflow_compile.passes.placement.schedule import schedule, transfers_of
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.arrivals import Arrivals, arrivals_at
@@ -71,9 +70,8 @@ class BoundCycle:
         self.settings = settings
         self._advice = advice
         self._names = [{id(buffers[n]()): n for n in call.names.values() if n in buffers} for call in calls]
-        self._seen: list[tuple[int, ...] | None] = [
-            None for _ in calls
-        ]  # the versions of a call's weights that it ran on
+        # of each call, the versions of its weights that it ran on
+        self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
         self._passes = Passes(len(calls))
         self._begun = 0  # passes
         self._marks = marks
@@ -141,8 +139,7 @@ class BoundCycle:
             at, met = at + len(here.regions), met + len(here.collectives)
         problem = replace(self.cycle.problem, regions=tuple(regions), collectives=tuple(collectives))
         plan = self.cycle.plan
-        items = schedule(problem, transfers_of(problem, plan))
-        return Simulator(problem, self.settings.hardware, plan.chunk_bytes).play(items, spans=False).step_s
+        return Simulator(problem, self.settings.hardware, plan.chunk_bytes).step_under(plan)
 
     @cached_property
     def _call_seconds(self) -> list[float]:

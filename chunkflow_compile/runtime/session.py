@@ -141,9 +141,8 @@ class Session:
             return False
         try:
             found = list(map(state_of, self._offloaded(weights)))
-            if (
-                found != self._as_they_are
-            ):  # other numbers: it was written, so copies of it on the device are out of date
+            if found != self._as_they_are:
+                # other numbers: it was written, so copies of it on the device are out of date
                 if any(new[0] is not old[0] for new, old in zip(found, self._as_they_are, strict=True)):
                     return False  # another buffer: it was restored, replaced, or given other memory
                 self._as_they_are, self._versions = found, _versions(found)

@@ -11,12 +11,13 @@ import copy
 import difflib
 import inspect
 import json
+import math
 import os
 import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
 from typing import Any
@@ -27,7 +28,7 @@ from torch import nn
 
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.eager_cost import eager_cost
+from chunkflow_compile.models.eager_cost import calling, eager_cost
 from chunkflow_compile.models.families import FAMILIES, Family
 from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.sizes import Shape
@@ -36,7 +37,6 @@ from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.pipeline import Settings, make_cut
 from chunkflow_compile.passes.placement.place import least_memory, place
-from chunkflow_compile.passes.placement.schedule import schedule, transfers_of
 from chunkflow_compile.passes.placement.timeline import Simulator
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.problem import Problem
@@ -156,7 +156,7 @@ class Admitter:
         packed = family.name in _PACKED
         spatial = int(getattr(pipe, "vae_scale_factor_spatial", None) or pipe.vae_scale_factor)
         patch = config.get("patch_size", 1)
-        own = [k for k in budget.arguments if k in {f.name for f in fields(Options)}]
+        options = {f.name for f in fields(Options)} & budget.arguments.keys()
         parallel = getattr(getattr(model, "_parallel_config", None), "context_parallel_config", None)
         return Admitter(
             pipeline=type(pipe).__name__,
@@ -167,12 +167,15 @@ class Admitter:
             config={name: value for name, value in config.items() if not name.startswith("_")},
             dtype=_dtype(model),
             ulysses=int(getattr(parallel, "ulysses_degree", None) or 1),
-            nbytes={name.replace(".base_layer.", "."): _nbytes(tensor) for name, tensor in tensors_of(model)},
+            nbytes={
+                name.replace(".base_layer.", "."): sum(leaf.nbytes for _, leaf in leaves(tensor))
+                for name, tensor in tensors_of(model)
+            },
             spatial=2 * spatial if packed else spatial,
             temporal=int(getattr(pipe, "vae_scale_factor_temporal", 1)),
             unit=2 * spatial if packed else spatial * int(patch[1] if isinstance(patch, (tuple, list)) else patch),
             edge=int(getattr(pipe, "default_sample_size", 0)) * spatial,
-            chosen=parse_options({k: budget.arguments[k] for k in own}).on(budget.device),
+            chosen=parse_options({k: budget.arguments[k] for k in options}).on(budget.device),
             budget=budget.total,
             usable=budget.usable,
             counted=budget.device.type != "cpu",
@@ -200,7 +203,7 @@ class Admitter:
                 forecast = self._known(shape) or self._traced(shape)
                 known = self.found.get((shape.text, shape.batch), ())
                 self.found[shape.text, shape.batch] = (forecast, *(f for f in known if f is not forecast))
-        activations = max(0, round(_through(forecast.tokens, forecast.activations, _tokens(shape))))
+        activations = forecast.activations_at(_tokens(shape))
         room, part = self.usable - activations, max(1, self.usable // _PARTS)
         least, goal, reason = forecast.least, room // part * part, ""
         if room < least:
@@ -272,7 +275,7 @@ class Admitter:
             weights = (replace(w, nbytes=min(w.nbytes, self.nbytes.get(w.name, w.nbytes))) for w in problem.weights)
             problems.append(replace(problem, weights=tuple(weights)))
             tokens.append(_tokens(at))
-            activations.append(eager_cost(partial(_called, build), self.dtype).activations if self.counted else 0)
+            activations.append(eager_cost(calling(build), self.dtype).activations if self.counted else 0)
         return _Forecast(self.chosen.settings(), tuple(tokens), tuple(problems), tuple(activations))
 
 
@@ -303,8 +306,7 @@ def _branches(given: Mapping[str, Any]) -> int:
 def _others(pipe: Any, budget: Budget) -> float:
     """Seconds of the other components' calls, as far as they were measured."""
     kind = type(pipe.transformer)
-    figures = zip(budget.phases, budget.figures().phases, strict=True)
-    return sum(f.measured_s or 0.0 for phase, f in figures if type(phase.root) is not kind)
+    return sum(phase.seconds() or 0.0 for phase in budget.phases if type(phase.root) is not kind)
 
 
 def _host_bytes(budget: Budget) -> int:
@@ -343,12 +345,15 @@ class _Forecast:
 
     def seconds(self, plan: Plan, count: int) -> float:
         """Of a call with so many tokens, under a plan that was made for another number of them."""
-        simulator = copy.copy(self._simulators[0])
+        simulator, parts = copy.copy(self._simulators[0]), _parts(self.tokens, count)
         for name in ("compute_s", "collective_s", "link_s"):
             columns = zip(*(getattr(s, name) for s in self._simulators), strict=True)
-            setattr(simulator, name, [max(0.0, _through(self.tokens, column, count)) for column in columns])
-        items = schedule(self.problems[0], transfers_of(self.problems[0], plan))
-        return simulator.play(items, spans=False).step_s
+            setattr(simulator, name, [max(0.0, _sum_of(parts, column)) for column in columns])
+        return simulator.step_under(plan)
+
+    def activations_at(self, count: int) -> int:
+        """Bytes at so many tokens."""
+        return max(0, round(_sum_of(_parts(self.tokens, count), self.activations)))
 
 
 def _tokens(shape: Shape) -> int:
@@ -356,15 +361,13 @@ def _tokens(shape: Shape) -> int:
     return shape.frames * shape.height * shape.width
 
 
-def _through(at: tuple[int, ...], values: Any, x: int) -> float:
-    """The value at ``x`` of the parabola through three points."""
-    total = 0.0
-    for i, value in enumerate(values):
-        weight = 1.0
-        for j, other in enumerate(at):
-            weight *= (x - other) / (at[i] - other) if j != i else 1.0
-        total += value * weight
-    return total
+def _parts(at: Sequence[int], x: int) -> list[float]:
+    """What the values at three points have of that at ``x``, on the parabola through them (Lagrange)."""
+    return [math.prod((x - other) / (here - other) for other in at if other != here) for here in at]
+
+
+def _sum_of(parts: Sequence[float], values: Sequence[float]) -> float:
+    return sum(part * value for part, value in zip(parts, values, strict=True))
 
 
 def _dtype(model: nn.Module) -> torch.dtype:
@@ -375,15 +378,4 @@ def _dtype(model: nn.Module) -> torch.dtype:
 def _built(
     family: Family, config: Mapping[str, Any], shape: Shape, dtype: torch.dtype
 ) -> tuple[nn.Module, dict[str, Any]]:
-    inputs = family.inputs(config, shape, None)
-    cast = {k: v.to(dtype) for k, v in inputs.items() if isinstance(v, torch.Tensor) and v.is_floating_point()}
-    return family.build(config), {**inputs, **cast}
-
-
-def _called(build: Any) -> tuple[nn.Module, Any]:
-    model, inputs = build()
-    return model, lambda m: m(**inputs)
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    return sum(leaf.nbytes for _, leaf in leaves(tensor))
+    return family.build(config), family.inputs_in(dtype, config, shape)

@@ -11,7 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from chunkflow_compile.pipeline.metrics import Metrics, metrics
+from chunkflow_compile.pipeline.metrics import Metrics, library, metrics
 
 
 class Scrape:
@@ -30,14 +30,10 @@ class Scrape:
             return
         self._models.append(weakref.ref(model))
         models = [found for ref in self._models if (found := ref()) is not None]
-        if self._registry is None:
-            import prometheus_client
-
-            self._registry = prometheus_client.CollectorRegistry()
-            self._collector = metrics(*models, registry=self._registry)
-            prometheus_client.start_http_server(
-                self.port + (dist.get_rank() if dist.is_initialized() else 0), registry=self._registry
-            )
-        elif self._collector is not None:
+        if self._collector is None:
+            rank = dist.get_rank() if dist.is_initialized() else 0
+            self._registry = library().CollectorRegistry()
+            library().start_http_server(self.port + rank, registry=self._registry)
+        else:
             self._collector.unregister()
-            self._collector = metrics(*models, registry=self._registry)
+        self._collector = metrics(*models, registry=self._registry)

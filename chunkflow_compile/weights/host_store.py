@@ -32,7 +32,7 @@ class HostStore:
     """The offloaded weights of the model ``root``, whose programs run on ``device``; it ends with the model.
 
     ``quiet``: a context in which no program of the model runs, for writes.  ``pins``: whether to pin host memory; False
-    after pinning failed once.  ``fetched_bytes``: copied for ops outside programs.
+    after pinning failed once.
     ``counts``: of its programs.  ``lent``: tensors of state_dicts that have the memory of weights.
     ``bound``: most bytes that the weights were to take of host memory, None for any.  ``turn``: this rank's place among those
     that share the weights, and their number.  ``ring``: into which the first of these reads the drive for all.
@@ -42,7 +42,6 @@ class HostStore:
     device: torch.device
     quiet: Callable[[], AbstractContextManager[object]]
     pins: bool = True
-    fetched_bytes: int = 0
     bound: int | None = None
     turn: tuple[int, int] | None = None
     ring: SharedRing | None = None
@@ -61,6 +60,11 @@ class HostStore:
     def root(self) -> nn.Module | None:
         """The model, None if a weight has outlived it."""
         return self._root()
+
+    @property
+    def fetched_bytes(self) -> int:
+        """Bytes copied for ops outside programs."""
+        return self.counts.fetched_bytes
 
     @property
     def buffers(self) -> list[HostBuffer]:
@@ -170,7 +174,6 @@ class HostStore:
 
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
-        self.fetched_bytes += nbytes
         self.counts.fetched_bytes += nbytes
         if self.warned:
             return

@@ -27,11 +27,11 @@ from chunkflow_compile.passes.cost.timings import Timings
 from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.pace import pace
-from chunkflow_compile.passes.plan import Lane, Span, span_name
+from chunkflow_compile.passes.plan import Lane, Plan, Span, span_name
 from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.ring import ring_bytes, room
 
-from .schedule import Await, Collect, Compute, ScheduleItem, Wait
+from .schedule import Await, Collect, Compute, ScheduleItem, Wait, schedule, transfers_of
 
 # A schedule settles in two or three steps; if one still drifts after this many, its last step is reported.
 MOST_STEPS = 12
@@ -112,6 +112,10 @@ class Simulator:
     def play(self, items: Sequence[ScheduleItem], spans: bool = True) -> Timeline:
         """The step that a schedule settles into after a cold start; ``spans``: whether to record them."""
         return _Run(self, items, spans).play()
+
+    def step_under(self, plan: Plan) -> float:
+        """Seconds of a step under a plan of this problem, or of the same problem at other sizes."""
+        return self.play(schedule(self.problem, transfers_of(self.problem, plan)), spans=False).step_s
 
 
 @dataclass
