@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
+from torch._dynamo.utils import dynamo_timed
 from torch.fx import GraphModule
 
 from chunkflow_compile.frontend.frame import (
@@ -49,6 +50,7 @@ from chunkflow_compile.frontend.trace import (
 from chunkflow_compile.hardware.caches import check_compile_cache
 from chunkflow_compile.lowering.lower import lower_regions
 from chunkflow_compile.lowering.tensorrt import check_tensorrt
+from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.model.offload import large_weights, refuse_accelerate
 from chunkflow_compile.model.placement import Placement, placement_of, placements_around
 from chunkflow_compile.model.plan_cache import DiskPlans
@@ -56,7 +58,7 @@ from chunkflow_compile.options import Options, parse_options
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.graph.regions import Cut
 from chunkflow_compile.passes.graph.traced import Traced
-from chunkflow_compile.passes.names import StageName
+from chunkflow_compile.passes.names import STAGES, StageName
 from chunkflow_compile.passes.pipeline import Settings, Stage, stages
 from chunkflow_compile.passes.placement.place import least_memory
 from chunkflow_compile.passes.plan import Plan
@@ -100,59 +102,90 @@ def chunkflow(
     refuse_gradient_buckets(graph)
     note_graph_break(graph)
     index, placed = _index(*weights_and_modules(graph, example_inputs, chosen.min_bytes))
-    min_bytes = chosen.min_bytes if placed is None else placed
     found = weights_among(example_inputs, index)
     if not found:
         return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
-    refuse_gradients(example_inputs)
+    compiled, made = _compiled(graph, example_inputs, chosen, index, placed, lower_to_aten)
+    part = made.settings.part
+    if part:
+        guard_hooks()
+    warn_if_alone(index, made.programs[-1])
+    if index.root is not None and (placed is not None or _is_first_compilation()):
+        wanted = [found[p.key] for p in made.parameters if p.name in made.programs[-1].offloaded]
+        if part and wanted:  # its guards then fit the other blocks too
+            wanted += large_weights(blocks_around(index.root, wanted), index, made.min_bytes)
+        _move_weights(
+            index, made.device, made.min_bytes, [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
+        )
+    return compiled
+
+
+def compile_layer(
+    graph: GraphModule, inputs: Sequence[torch.Tensor], layer: nn.Module, options: Mapping[str, Any]
+) -> Any:
+    """Compile the ATen graph of one layer of a model, which runs op by op.
+
+    ``inputs``: of the graph, its weights first.  ``options``: those of the backend.  Returns a function of such inputs, as a
+    list, to the outputs.  Raises as :func:`chunkflow`.
+    """
+    chosen = replace(parse_options(options), lowering="eager")
+    index, placed = _index([t for t in inputs if isinstance(t, (nn.Parameter, HostWeight))], [layer])
+    return _compiled(graph, inputs, chosen, index, placed, lambda aten, given, compiler: compiler(aten, given))[0]
+
+
+def _compiled(
+    graph: GraphModule,
+    inputs: Sequence[Any],
+    chosen: Options,
+    index: ModelIndex,
+    placed: int | None,
+    lower: Callable[[GraphModule, Sequence[Any], _MakeRunner], Any],
+) -> tuple[Any, _MakeRunner]:
+    """The compiled graph, and what made its program.
+
+    ``index``, ``placed``: as :func:`_index` returns.  ``lower``: passes the ATen graph on.
+    """
+    min_bytes = chosen.min_bytes if placed is None else placed
+    found = weights_among(inputs, index)
+    refuse_gradients(inputs)
     if index.root is not None:
         refuse_accelerate(index.root)
     refuse_decisions_of_a_rank(index.root, graph)
     if index.root is not None:
         refuse_fully_sharded(index.root)
-    fix_sizes(example_inputs, found.values())
-    device = check_device(device_of(found, example_inputs, graph))
+    fix_sizes(inputs, found.values())
+    device = check_device(device_of(found, inputs, graph))
     chosen = chosen.on(device)
     _check_options(chosen, device)
-    parameters = describe_parameters(example_inputs, index, min_bytes)
+    if chosen.lowering != "eager":
+        warm_up(device)
+    parameters = describe_parameters(inputs, index, min_bytes)
     if chosen.policy != "resident":
         warn_if_no_module_holds((found[p.key] for p in parameters if p.keep == NO_MODULE), min_bytes)
     part = is_part(found.values(), index.root, min_bytes)
-    if part:
-        guard_hooks()
     placement = None if index.root is None else placement_of(index.root)
     progress = None if placement is None else placement.progress
-    report = str if progress is None else progress.say
-    outside = bytes_outside(index.root, found.values(), min_bytes, part)
     settings = replace(
         chosen.settings(),
         **({} if placement is None or not placement.goal else {**placement.goal, "plan": None}),
         part=part,
-        outside=outside,
+        outside=bytes_outside(index.root, found.values(), min_bytes, part),
         cache=DiskPlans.here(),
     )
-    settings = replace(settings, likes=_likes(placement, settings))
-    make_runner = _MakeRunner(
+    made = _MakeRunner(
         chosen=chosen,
-        settings=settings,
+        settings=replace(settings, likes=_likes(placement, settings)),
         parameters=parameters,
         index=index,
         device=device,
         min_bytes=min_bytes,
-        report=report,
+        report=str if progress is None else progress.say,
     )
-    compiled = lower_to_aten(graph, example_inputs, make_runner)
-    warn_if_alone(index, make_runner.programs[-1])
+    with dynamo_timed("chunkflow.aot"):
+        compiled = lower(graph, inputs, made)
     if progress is not None:
         progress.compiled()
-    if index.root is not None and (placed is not None or _is_first_compilation()):
-        wanted = [found[p.key] for p in parameters if p.name in make_runner.programs[-1].offloaded]
-        if part and wanted:  # its guards then fit the other blocks too
-            wanted += large_weights(blocks_around(index.root, wanted), index, min_bytes)
-        _move_weights(
-            index, device, min_bytes, [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
-        )
-    return compiled
+    return compiled, made
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,6 +205,10 @@ class _MakeRunner:
     programs: list[Program] = field(default_factory=list)
 
     def __call__(self, aten: GraphModule, _: Sequence[Any]) -> Runner:
+        with dynamo_timed("chunkflow.program"):
+            return self._runner(aten)
+
+    def _runner(self, aten: GraphModule) -> Runner:
         self.report("planning")
         chosen, tables = self.chosen, move_tables(aten, self.device)
         traced = describe_graph(aten, self.parameters, self.index.blocks, self.chosen.lowering != "eager")
@@ -184,11 +221,13 @@ class _MakeRunner:
         program = stage.program
         assert program is not None and stage.cut is not None
         self.programs.append(program)
+        with dynamo_timed("chunkflow.lowering"):
+            regions = lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append)
         code = Code(
             program=program,
             cut=stage.cut,
             settings=self.settings,
-            regions=lower_regions(program, chosen.lowering, chosen.inductor, self.report, notes.append),
+            regions=regions,
             notes=(*_logged(notes), *said),
             make=make,
             replan_after=chosen.replan_after,
@@ -269,12 +308,22 @@ def run_passes(
     ``pieces``, ``last``: as in :func:`stages`.  ``other``: fields of ``settings`` to replace.
     """
     settings = replace(settings, **other)
-    run = logged(stages(traced, settings, pieces=pieces, last=last), settings.hardware)
+    run = logged(_timed(stages(traced, settings, pieces=pieces, last=last)), settings.hardware)
     if dump is None:
         stage, folder = [*run][-1], None
     else:
         stage, folder = write_stages(run, dump, settings.hardware)
     return stage, folder
+
+
+def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
+    """The stages, each counted by torch's timer of compilations."""
+    for name in STAGES:
+        with dynamo_timed(f"chunkflow.{name}"):
+            stage = next(run, None)
+        if stage is None:
+            return
+        yield stage
 
 
 def _index(weights: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[ModelIndex, int | None]:

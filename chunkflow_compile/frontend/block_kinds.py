@@ -134,7 +134,7 @@ def _structure(module: nn.Module) -> object:
 
 def _counters(modules: Sequence[nn.Module]) -> tuple[str, ...]:
     """The attributes with another value in each of the modules, or in most, that their code reads."""
-    read = {name for m in modules[0].modules() for name in _names_read(type(m))}
+    read = {name for m in modules[0].modules() for name in names_read(type(m))}
     plain = [dict(_attributes(m)) for m in modules]
     return tuple(
         name
@@ -154,7 +154,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield from ((f"{path}.{n}", v) for n, v in vars(value).items() if isinstance(v, _PLAIN_TYPES))
 
 
-def _names_read(cls: type) -> Iterator[str]:
+def names_read(cls: type) -> Iterator[str]:
     """The names of attributes and variables that the methods of a class use; none of torch's own."""
     for base in cls.__mro__:
         if base.__module__.partition(".")[0] in ("torch", "builtins"):

@@ -28,6 +28,8 @@ from chunkflow_compile.frontend.block_kinds import (
 )
 from chunkflow_compile.frontend.frame import guard_hooks
 from chunkflow_compile.frontend.guard_filter import needed
+from chunkflow_compile.frontend.layers import LayerForward, layers_of
+from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.model.offload import offload
 from chunkflow_compile.model.placement import Placement, placement_of
 from chunkflow_compile.options import parse_options
@@ -109,6 +111,8 @@ def compile_by_kind(model: nn.Module, placement: Placement, options: Mapping[str
     ``options``: those of the backend.  ``dynamic``: as in torch.compile.
     """
     blocks = repeated_blocks(model)
+    if options.get("lowering") != "eager":
+        warm_up(placement.store.device)
     if not blocks:
         _log.warning("%s has no repeated blocks: it is compiled whole", type(model).__name__)
         _compile_module(model, options, dynamic)
@@ -119,14 +123,22 @@ def compile_by_kind(model: nn.Module, placement: Placement, options: Mapping[str
     kinds = kinds_of(compiled)
     for kind in kinds:
         _warn_of_counters(kind)
-    kinds += kinds_of(parts)
+    layers, rest = dict[str, nn.Module](), dict[str, nn.Module]()
+    for name, part in parts.items():
+        found = layers_of(part, placement.min_bytes, name)
+        layers.update(found or {})
+        rest.update({name: part} if found is None else {})
+    kinds += kinds_of(rest)
     said = ", ".join(f"{kind.name} ({len(kind.members)})" for kind in kinds)
-    _log.info("%s is compiled by kind: %s", type(model).__name__, said)
+    beside = f"; {', '.join(layers)} run op by op" if layers else ""
+    _log.info("%s is compiled by kind: %s%s", type(model).__name__, said, beside)
+    for layer in layers.values():
+        layer.forward = LayerForward(layer, options)
     for kind in kinds:
         code = _code_of_kind()
         for module in kind.members.values():
             _compile_module(module, options, dynamic, _with_hooks, code)
-    _show_first_call(model, placement, len(kinds))
+    _show_first_call(model, placement, len(kinds) + len(layers))
 
 
 class Compiled:
@@ -161,7 +173,7 @@ def uncompile(model: nn.Module) -> None:
 
 def _eager(forward: Any) -> Any:
     """What is compiled; any other forward as it is."""
-    return forward.eager if isinstance(forward, Compiled) else forward
+    return forward.eager if isinstance(forward, (Compiled, LayerForward)) else forward
 
 
 def _show_first_call(model: nn.Module, placement: Placement, kinds: int) -> None:

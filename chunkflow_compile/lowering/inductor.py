@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._inductor import cpu_vec_isa
 from torch.fx import GraphModule
+
+from .warm_up import vector_instructions
 
 LoweredRegion = Callable[..., Sequence[Any]]
 
@@ -39,5 +40,5 @@ def _keyed_by_instructions(inputs: Sequence[Any]) -> Iterator[None]:
         yield
         return
     settings: Any = torch.compiler.config
-    with settings.patch(cache_key_tag=f"{settings.cache_key_tag}{cpu_vec_isa.pick_vec_isa()}"):
+    with settings.patch(cache_key_tag=f"{settings.cache_key_tag}{vector_instructions()}"):
         yield

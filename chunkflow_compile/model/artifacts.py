@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
-from torch._inductor import cpu_vec_isa
 from torch._inductor.standalone_compile import CompiledArtifact
 
+from chunkflow_compile.lowering.warm_up import vector_instructions
 from chunkflow_compile.model.offload import programs
 from chunkflow_compile.model.plan_cache import DiskPlans
 from chunkflow_compile.passes.errors import ChunkflowError, first_line
@@ -148,7 +148,7 @@ def _machine_key() -> dict[str, Any]:
     instructions = "any"
     if gpu is None:
         with compile_lock:  # Inductor's search for them is not made for two threads
-            instructions = str(cpu_vec_isa.pick_vec_isa())
+            instructions = str(vector_instructions())
     return {
         "format": _FORMAT,
         "torch": torch.__version__,

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.eval_frame import OptimizedModule
+from torch._dynamo.utils import dynamo_timed
 
 from chunkflow_compile.hardware.read_time import ReadTime
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -122,7 +123,7 @@ class Placement:
         ``node``: the ranks to share their memory with, which is closed.  ``on_drive``: names of those that go to the drive.
         Waits for the steps of other threads, whose programs may read them where they are now.
         """
-        with self.quiet():
+        with self.quiet(), dynamo_timed("chunkflow.place"):
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]

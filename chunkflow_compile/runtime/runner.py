@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dynamo.utils import dynamo_timed
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -134,7 +135,8 @@ class Runner:
             stale.close()
         wanted = current.code.program.offloaded
         try:
-            fresh = self._place(parameters, wanted, partial(self._start, current, parameters))
+            with dynamo_timed("chunkflow.bind"):
+                fresh = self._place(parameters, wanted, partial(self._start, current, parameters))
         except BaseException as error:
             if stale is None or current.code is stale.code:
                 raise

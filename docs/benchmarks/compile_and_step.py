@@ -1,9 +1,8 @@
-"""Compile time, whole and by kind, and step time with all weights resident, against plain torch.compile.
+"""Other sizes by kind, and step time with all weights resident, against plain torch.compile.
 
-    python docs/benchmarks/compile_and_step.py [--blocks 40] [--repeats 3] [--out docs/benchmarks/compile_and_step.md]
+    python docs/benchmarks/compile_and_step.py [--blocks 40] [--out docs/benchmarks/compile_and_step.md]
 
-Compile time: a Wan-style model of narrow blocks, from the call to the first output, each arm in a fresh process with
-empty caches, in random order; then once more in a second process with the caches that the first one left.
+The time of the first step is in first_step.py.
 Ten resolutions in turns, then other batches, by kind, within half of the bytes of the weights: the time of their calls, and
 what was compiled; in a process of its own with empty caches.
 Step time: all arms in one process, steps interleaved in random order, medians and spread.
@@ -18,14 +17,13 @@ import os
 import platform
 import random
 import re
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
@@ -55,8 +53,6 @@ RESOLUTIONS = [
     for size in ((8, 12), (16, 8), (16, 16), (12, 20), (24, 16), (20, 12), (8, 24), (12, 12), (16, 20), (28, 8))
 ]
 BATCHES = [(3, 16, 16), (1, 16, 16)]
-# Blocks of other counts, compiled by kind, for the time that one more block takes.
-COUNTS = (20, 60)
 
 
 def whole_by_torch(model: nn.Module) -> Any:
@@ -100,42 +96,6 @@ ARMS: dict[str, Callable[[nn.Module], Any]] = {
 STEP_ARMS = {**ARMS, "torch.compile, the modules of by kind": same_by_torch}
 
 
-def compile_once(arm: str, blocks: int) -> tuple[float, float, float]:
-    """Wall seconds from the call to the first output, CPU seconds of the process and its children, and the GiB of host memory
-    that the process needed at most, above what it had before."""
-    size = Size(layers=blocks)
-    model, inputs = small_model("wan", size), small_inputs("wan", size, 0)
-    with torch.no_grad():
-        expected = model(**inputs)[0]
-        held, before, start = peak_gib(), cpu_seconds(), time.perf_counter()
-        output = ARMS[arm](model)(**inputs)[0]
-        taken = time.perf_counter() - start, cpu_seconds() - before, peak_gib() - held
-        torch.testing.assert_close(output, expected, atol=1e-4, rtol=1e-3)
-        if any(block._compiled_call_impl is not None for block in model.blocks):
-            check_blocks(model, small_model("wan", size), inputs)
-    return taken
-
-
-def check_blocks(model: Any, twin: Any, inputs: dict[str, Any]) -> None:
-    """Compare each compiled block of a model with that of its plain twin, on the same inputs."""
-
-    def check(number: int, _: nn.Module, given: tuple[Any, ...], named: dict[str, Any], output: torch.Tensor) -> None:
-        torch.testing.assert_close(model.blocks[number](*given, **named), output, atol=1e-4, rtol=1e-3)
-
-    for number, block in enumerate(twin.blocks):
-        block.register_forward_hook(partial(check, number), with_kwargs=True)
-    twin(**inputs)
-
-
-def cpu_seconds() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
-
-
-def peak_gib() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
 def in_a_process(once: str, blocks: int, cache: str) -> Any:
     """The result of compile_once for an arm, or of measure_sizes, in a process of its own, whose caches are in a folder."""
     command = [sys.executable, __file__, "--once", once, "--blocks", str(blocks)]
@@ -143,21 +103,6 @@ def in_a_process(once: str, blocks: int, cache: str) -> Any:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
     return json.loads(output.splitlines()[-1])
-
-
-def measure_compile(runs: Mapping[tuple[str, int], int]) -> dict[tuple[str, int], list[list[float]]]:
-    """Of each arm and number of blocks: the results of compile_once with empty caches, then with full ones.
-
-    ``runs``: how many times each is run.
-    """
-    order = [run for run, times in runs.items() for _ in range(times)]
-    random.Random(0).shuffle(order)
-    seconds: dict[tuple[str, int], list[list[float]]] = {run: [] for run in runs}
-    for arm, blocks in tqdm(order, desc="compile"):
-        with tempfile.TemporaryDirectory() as cache:
-            cold, warm = (in_a_process(arm, blocks, cache) for _ in range(2))
-        seconds[arm, blocks].append([*cold, *warm])
-    return seconds
 
 
 def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
@@ -259,33 +204,6 @@ def size_table(rows: list[list[Any]]) -> str:
     return tabulate(cells, headers=headers, tablefmt="github", disable_numparse=True)
 
 
-def compile_table(found: dict[tuple[str, int], list[list[float]]], blocks: int) -> str:
-    medians = {
-        arm: [statistics.median(c) for c in zip(*v, strict=True)] for (arm, n), v in found.items() if n == blocks
-    }
-    rows = [
-        (
-            arm,
-            *(f"{medians[arm][i]:.1f} s" for i in (0, 1, 3, 4)),
-            f"{medians[arm][2]:.2f} GiB",
-            f"{medians[BASE][0] / medians[arm][0]:.1f}x",
-            len(found[arm, blocks]),
-        )
-        for arm in ARMS
-    ]
-    headers = (
-        "arm",
-        "wall",
-        "CPU",
-        "second process, wall",
-        "second process, CPU",
-        "host memory",
-        "faster than torch.compile",
-        "runs",
-    )
-    return tabulate(rows, headers=headers, tablefmt="github", disable_numparse=True)
-
-
 def step_table(seconds: dict[str, list[float]]) -> str:
     base = statistics.median(seconds["chunkflow, whole"])
     rows = [
@@ -305,49 +223,28 @@ def step_table(seconds: dict[str, list[float]]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", type=int, default=40)
-    parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--only", choices=("compile", "sizes", "steps"), help="one section of the page")
+    parser.add_argument("--only", choices=("sizes", "steps"), help="one section of the page")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--once", choices=(*sorted(ARMS), SIZES_ONCE), help=argparse.SUPPRESS)
+    parser.add_argument("--once", choices=(SIZES_ONCE,), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.once:
-        once = arguments.once
-        print(
-            json.dumps(measure_sizes(arguments.blocks) if once == SIZES_ONCE else compile_once(once, arguments.blocks))
-        )
+        print(json.dumps(measure_sizes(arguments.blocks)))
         return
     made = {
-        "compile": partial(compile_section, arguments.blocks, arguments.repeats),
         "sizes": partial(sizes_section, arguments.blocks),
         "steps": partial(steps_section, arguments.steps),
     }
-    text = "# Compile time, and resident step time, against plain torch.compile\n\n"
+    text = "# Other sizes, and resident step time, against plain torch.compile\n\n"
     text += f"{date.today()}, torch {torch.__version__}, {os.cpu_count()} CPU cores ({platform.machine()}), no GPU. "
     text += (
-        "Wan-style models from diffusers,\nrandom weights, float32. Each run of the first two sections is a process of "
+        "Wan-style models from diffusers,\nrandom weights, float32. The first section is a process of its own, each "
     )
-    text += "its own, each other section is one process with\nall arms. Written by `make bench`.\n\n"
+    text += "other one is one process with all arms.\nWritten by `make bench`.\n\n"
     text += "\n\n".join(section() for name, section in made.items() if arguments.only in (None, name)) + "\n"
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
-
-
-def compile_section(blocks: int, repeats: int) -> str:
-    runs = {(arm, blocks): repeats for arm in ARMS} | {(BY_KIND, n): repeats for n in COUNTS}
-    found = measure_compile(runs | {(BASE, COUNTS[-1]): 1})  # once: it takes minutes
-    few, many = (statistics.median(run[0] for run in found[BY_KIND, n]) for n in COUNTS)
-    plain = found[BASE, COUNTS[-1]][0][0]
-    return (
-        f"## From the call to the first output, {blocks} narrow blocks\n\n"
-        "Empty caches, then a second process with the caches of the first. CPU seconds include those of children. "
-        "Host memory: what the first\nprocess needed at most above what it had before.\n\n"
-        f"{compile_table(found, blocks)}\n\n"
-        f"By kind, {COUNTS[0]} blocks take {few:.1f} s and {COUNTS[1]} blocks {many:.1f} s: "
-        f"{(many - few) / (COUNTS[1] - COUNTS[0]):.3f} s for each more. "
-        f"torch.compile took {plain:.1f} s for {COUNTS[1]} blocks,\n{plain / many:.1f} times as long."
-    )
 
 
 def sizes_section(blocks: int) -> str:

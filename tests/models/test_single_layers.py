@@ -1,0 +1,176 @@
+"""Layers of torch outside the blocks: they run op by op on the weights in the arena, and whatever changes is noticed."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack, check_steps, graphs, twins
+from torch import nn
+
+import chunkflow_compile
+from chunkflow_compile import ChunkflowError, cycles, programs, restore
+from chunkflow_compile.frontend.compile import uncompile
+from chunkflow_compile.frontend.layers import LayerForward, layers_of
+
+EAGER: dict[str, Any] = {**OPTIONS, "lowering": "eager", "min_bytes": 64}
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+
+class Embedder(nn.Module):
+    """Two layers, and a function between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8, eps=1e-3), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(self.norm(x))))
+
+
+class Reads(nn.Module):
+    """A layer whose weight is read by other code than its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.inner.weight)
+
+
+class Embedded(Stack):
+    """Blocks of one kind, and what is before and after them."""
+
+    def __init__(self) -> None:
+        super().__init__(3)
+        self.before, self.embedder, self.reads, self.after = nn.Linear(8, 8), Embedder(), Reads(), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(super().forward(self.reads(self.embedder(self.before(input=x)))))
+
+
+def pair() -> tuple[Any, Any]:
+    model, twin = twins(Embedded)
+    return chunkflow_compile.compile(model, **EAGER), twin
+
+
+def layers(model: nn.Module) -> dict[str, nn.Module]:
+    return {n: m for n, m in model.named_modules() if isinstance(m.__dict__.get("forward"), LayerForward)}
+
+
+def test_layers_stream_and_are_not_compiled() -> None:
+    model, twin = pair()
+    expected = {"embed", "head", "before", "embedder.up", "embedder.down", "after"}
+    assert layers(model).keys() == expected, "the norm's weights are small"
+    for _ in range(4):
+        check_steps(model, twin, 1)
+        programs(model)[0].arena.cycles.wait_planned()
+    assert graphs() == 2, "one block, and the part that reads a weight itself"
+    (cycle,) = cycles(model)
+    assert len(cycle.cycle.calls) == 3 + 1 + len(expected)
+    newest = cycle.measurements[-1]
+    assert newest.primed_bytes == 0 and newest.moved_bytes == cycle.cycle.plan.moved_bytes > 0
+    streamed = {w.name for w in cycle.cycle.plan.streamed}
+    assert {"before.weight", "embedder.up.weight"} <= streamed
+
+
+def test_other_sizes_and_dtypes() -> None:
+    model, twin = pair()
+    for shape in ((4, 8), (2, 8), (3, 4, 8), (4, 8)):
+        check_steps(model, twin, 2, shape)
+    x = torch.randn(8, 4).t()
+    assert torch.equal(model(x), twin(x)), "other strides"
+    with torch.autocast("cpu", torch.bfloat16):
+        x = torch.randn(4, 8)
+        assert torch.equal(model.before(x), twin.before(x))
+        assert model.before(x).dtype == torch.bfloat16
+    check_steps(model, twin, 1)
+
+
+def test_what_changes_in_a_layer_is_noticed() -> None:
+    model, twin = twins(lambda: nn.ModuleList([Stack(2), nn.Sequential(nn.GroupNorm(2, 64), nn.Conv1d(64, 64, 3))]))
+    inner = model[1]
+    chunkflow_compile.compile(model, **EAGER)
+    x = torch.randn(2, 64, 16)
+
+    def same() -> bool:
+        return all(torch.equal(inner(x), twin[1](x)) for _ in range(2))
+
+    assert {"1.0", "1.1"} < layers(model).keys() and same()
+    for one in (inner, twin[1]):
+        one[0].eps, one[1].stride = 0.5, (2,)
+    assert same() and inner(x).shape[-1] == 7
+    for one in (inner, twin[1]):
+        one[1].weight.add_(1)
+    assert same()
+    hooks = [one[1].register_forward_hook(lambda module, args, output: 2 * output) for one in (inner, twin[1])]
+    assert same()
+    for hook in hooks:
+        hook.remove()
+    for one in (inner, twin[1]):
+        one[1].weight = nn.Parameter(torch.ones(8, 64, 1))
+        one[1].bias = None
+    assert same(), "a weight of another shape"
+
+
+def test_copies_and_files_have_the_layers_own_forward() -> None:
+    model, twin = pair()
+    check_steps(model, twin, 2)
+    copied = copy.deepcopy(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for other in (copied, torch.load(file, weights_only=False)):
+        assert not layers(other)
+        check_steps(other, twin, 1)
+    check_steps(model, twin, 1)
+
+
+def test_restore_and_uncompile() -> None:
+    model, twin = pair()
+    check_steps(model, twin, 2)
+    restore(model)
+    assert type(model.before.weight) is nn.Parameter
+    check_steps(model, twin, 2)
+    restore(model)
+    uncompile(model)
+    assert not layers(model) and "forward" not in model.before.__dict__
+    check_steps(model, twin, 1)
+
+
+def test_a_layer_under_another_compilation() -> None:
+    model, twin = pair()
+    check_steps(model, twin, 1)
+    outer = torch.compile(lambda x: 2 * model.before(x), backend="aot_eager", fullgraph=True)
+    x = torch.randn(4, 8)
+    assert torch.equal(outer(x), 2 * twin.before(x))
+
+
+def test_gradients_and_other_devices_are_refused() -> None:
+    model, _ = pair()
+    with torch.enable_grad(), pytest.raises(ChunkflowError, match=r"call the model under torch.no_grad\(\)"):
+        model(torch.randn(4, 8))
+    with pytest.raises(ChunkflowError, match="input 2 is on meta"):
+        model.before(torch.randn(4, 8, device="meta"))
+
+
+def test_what_is_no_such_layer() -> None:
+    class Own(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    hooked = nn.Linear(8, 8)
+    hooked._diffusers_hook = object()  # type: ignore[assignment]
+    wrapped = nn.Linear(8, 8)
+    wrapped.forward = lambda x: x  # type: ignore[method-assign]
+    parts = (Own(8, 8), hooked, wrapped, nn.MultiheadAttention(8, 2), nn.LSTM(8, 8), Reads(), nn.BatchNorm1d(64))
+    for part in parts:
+        assert layers_of(part, 64) is None, type(part)
+    assert layers_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 64, "part")
+    assert layers_of(nn.ReLU(), 64) == {}
