@@ -8,7 +8,7 @@ SOURCES := chunkflow_compile passes tests examples docs
 # Tests start many processes, which would each compile the package's source again.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle step-cache adapters opaque paper published clean
+.PHONY: demo test test-all test-gpu test-stand-in test-servers test-sglang test-vllm-omni test-ray lint types unit soak docs bench bench-gpu card contention cycle first-step step-cache adapters opaque paper published clean
 
 demo: $(VENV)/ready
 	$(BIN)/chunkflow demo
@@ -134,6 +134,10 @@ bench: $(VENV)/ready
 	$(BIN)/python docs/benchmarks/verify.py --out docs/benchmarks/verify.md
 	$(BIN)/python docs/benchmarks/host_cost.py --out docs/benchmarks/host_cost.md
 	$(BIN)/python docs/benchmarks/host_by_part.py --out docs/benchmarks/host_by_part.md
+
+# Where the first step goes, beside diffusers' repeated blocks: an hour on two cores that nothing else uses.
+first-step: $(VENV)/ready
+	$(BIN)/python docs/benchmarks/first_step.py --out docs/benchmarks/first_step.md
 
 # Blocks compiled one by one against the whole model: six minutes on two cores.
 cycle: $(VENV)/ready

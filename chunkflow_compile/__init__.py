@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from chunkflow_compile.model.replan import replan as replan
     from chunkflow_compile.passes.errors import ChunkflowError as ChunkflowError
     from chunkflow_compile.passes.graph.declared import register_collective as register_collective
+    from chunkflow_compile.pipeline.adapters import use_adapters as use_adapters
     from chunkflow_compile.pipeline.apply import apply as apply
     from chunkflow_compile.pipeline.apply import remove as remove
     from chunkflow_compile.pipeline.explain import explain as explain
@@ -52,6 +53,7 @@ _HOMES = {
     "restore": "chunkflow_compile.model.offload",
     "save": "chunkflow_compile.model.artifacts",
     "spans": "chunkflow_compile.pipeline.spans",
+    "use_adapters": "chunkflow_compile.pipeline.adapters",
 }
 __all__ = sorted([*_HOMES, "__version__"])
 

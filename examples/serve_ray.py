@@ -21,6 +21,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from typing import Any
 
 import ray
@@ -36,6 +37,7 @@ from ray.util.metrics import Gauge
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 import chunkflow_compile
+from chunkflow_compile import use_adapters
 from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.servers.admit import Admitter
 
@@ -87,13 +89,9 @@ def generate(pipe: Any, request: Request) -> list[str]:
     call = request.model_dump(exclude={"steps", "seed", "adapter"}, exclude_none=True)
     if unknown := call.keys() - inspect.signature(pipe.__call__).parameters.keys():
         raise ValueError(f"{type(pipe).__name__} takes no {', '.join(unknown)}: leave it out.")
-    if request.adapter is not None:
-        pipe.enable_lora()
-        pipe.set_adapters(request.adapter)
-    elif getattr(pipe, "get_list_adapters", dict)():
-        pipe.disable_lora()
     noise = torch.Generator().manual_seed(request.seed)
-    found = pipe(**call, num_inference_steps=request.steps, generator=noise, output_type="pil")[0]
+    with use_adapters(pipe, request.adapter) if hasattr(pipe, "set_adapters") else nullcontext():
+        found = pipe(**call, num_inference_steps=request.steps, generator=noise, output_type="pil")[0]
     frames = found[0] if isinstance(found[0], list) else found
     files = [io.BytesIO() for _ in frames]
     for frame, file in zip(frames, files, strict=True):

@@ -38,7 +38,7 @@ def layers_of(part: nn.Module, min_bytes: int, name: str = "") -> dict[str, nn.M
     """The layers that have all large weights of a part of a model: name -> layer.  None if other code reads one of them."""
     if not any(leaf.nbytes >= min_bytes for leaf in leaves_of(part)):
         return {}
-    if hook_registry(part) is not None or "forward" in part.__dict__:
+    if hook_registry(part) is not None or "forward" in part.__dict__ or hasattr(type(part), "chunkflow_aside"):
         return None
     if _is_layer(part):
         return {name: part}

@@ -14,6 +14,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import Measured
 
 from .calls import CallFigures, calls_table
+from .first_step import first_step_line
 from .lanes import HELD, Lanes, lanes_of
 from .record import PROSE_WIDTH, as_json, fine, region_title, seconds, size
 
@@ -76,7 +77,8 @@ class WorstStall:
 class Explanation:
     """A plan beside its measurement.  ``str()`` gives the report.
 
-    ``calls``, ``jumps``: of a cycle, if the plan is of one.  ``notes``: on what was compiled.
+    ``calls``, ``jumps``: of a cycle, if the plan is of one.  ``notes``: on what was compiled.  ``first_step``: where the
+    time of compiling went in this process, phases and seconds, if it is known.
     """
 
     plan: str
@@ -92,6 +94,7 @@ class Explanation:
     calls: tuple[CallFigures, ...] = ()
     jumps: int = 0
     notes: tuple[str, ...] = ()
+    first_step: tuple[tuple[str, float], ...] = ()
 
     @property
     def waited_s(self) -> float:
@@ -132,6 +135,8 @@ class Explanation:
         else:
             most = sorted(self.windows, key=lambda w: -abs(w.off_s))[:SHOWN]
             parts.append(f"windows that differ most from what was predicted:\n\n{_windows(most)}")
+        if self.first_step:
+            parts.append(fill(first_step_line(self.first_step), PROSE_WIDTH))
         return "\n\n".join(parts)
 
 

@@ -3,9 +3,9 @@
     python docs/benchmarks/first_step.py [--repeats 5] [--models wan-24,flux-19+38] [--out docs/benchmarks/first_step.md]
 
 Each run is a process of its own: first with empty caches, then with the caches that it left; and with what it saved
-(chunkflow_compile.save, or torch's mega-cache) and caches that are empty again.  The arms of a model run in turns, in random
-order.  ChunkFlow streams: its budget is half of the bytes of the weights.  Phases are what torch's own timer of compilations
-(torch._dynamo.utils.dynamo_timed) has counted, in which ChunkFlow's passes count too.
+(chunkflow_compile.save, or torch's mega-cache) and caches that are empty again, once.  The arms of a model run in turns, in
+random order.  ChunkFlow streams: its budget is half of the bytes of the weights.  Phases are what torch's own timer of
+compilations (torch._dynamo.utils.dynamo_timed) has counted, in which ChunkFlow's passes count too.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from tabulate import tabulate
 from torch import nn
 
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.report.first_step import first_step_phases
 
 # Weights of narrow blocks count as large.
 MIN_BYTES = 4096
@@ -49,20 +50,8 @@ MODELS: Mapping[str, tuple[str, Size]] = {
     "wan-60": ("wan", Size(layers=60)),
     "flux-19+38": ("flux", Size(layers=19, singles=38)),
 }
-# Phase -> names of the timer that it is the sum of, less those that begin with "-".
-PHASES: Mapping[str, tuple[str, ...]] = {
-    "placing the weights": ("chunkflow.place",),
-    "Dynamo": ("_compile.compile_inner", "-OutputGraph.call_user_compiler"),
-    "AOTAutograd, for regions": ("chunkflow.aot", "-chunkflow.program"),
-    "discovery and cut": ("chunkflow.regions",),
-    "planning": ("chunkflow.planned",),
-    "rewriting and proof": ("chunkflow.rewritten", "chunkflow.verified"),
-    "layers run op by op": ("chunkflow.layer",),
-    "lowering": ("chunkflow.lowering",),
-    "binding": ("chunkflow.bind",),
-    "AOTAutograd and Inductor": ("create_aot_dispatcher_function", "AOTAutogradCache.inductor_load"),
-}
-_OF_OTHERS = "AOTAutograd and Inductor"
+# What torch's timer calls the work of its own compiler after Dynamo; in ours, it is inside lowering.
+OF_TORCH = ("create_aot_dispatcher_function", "AOTAutogradCache.inductor_load")
 
 
 def compiled(arm: str, model: nn.Module) -> Any:
@@ -165,7 +154,8 @@ def measure(names: list[str], repeats: int, once_each: bool) -> dict[str, dict[s
     found: dict[str, dict[str, dict[str, list[dict[str, Any]]]]] = {}
     for number, (name, arm) in enumerate(order, 1):
         with tempfile.TemporaryDirectory() as cache, tempfile.TemporaryDirectory() as other:
-            for state in (COLD, SECOND, LOADED):
+            seen = LOADED in found.get(name, {}).get(arm, {})
+            for state in (COLD, SECOND) if arm in ONCE or seen else (COLD, SECOND, LOADED):
                 place = other if state == LOADED else cache
                 result = in_a_process(arm, name, state, place, f"{cache}/saved")
                 found.setdefault(name, {}).setdefault(arm, {}).setdefault(state, []).append(result)
@@ -179,14 +169,10 @@ def measure(names: list[str], repeats: int, once_each: bool) -> dict[str, dict[s
 
 def phase_seconds(result: dict[str, Any]) -> dict[str, float]:
     """What each phase took; "the rest" is what no phase has counted."""
-    timer, ours = result["timer"], "chunkflow.program" in result["timer"]
-    found = {}
-    for phase, names in PHASES.items():
-        if ours and phase == _OF_OTHERS:  # they are counted in lowering
-            continue
-        seconds = sum(-timer.get(n[1:], 0.0) if n.startswith("-") else timer.get(n, 0.0) for n in names)
-        if seconds:
-            found[phase] = seconds
+    timer = result["timer"]
+    found = dict(first_step_phases({name: [seconds] for name, seconds in timer.items()}))
+    if "chunkflow.program" not in timer:
+        found["AOTAutograd and Inductor"] = sum(timer.get(name, 0.0) for name in OF_TORCH)
     return {**found, "the rest": result["total"] - sum(found.values())}
 
 
@@ -200,12 +186,13 @@ def totals_table(found: dict[str, dict[str, dict[str, list[dict[str, Any]]]]]) -
         for arm in (a for a in ARMS if a in arms):
             base = arms.get(PLAIN if arm == WHOLE else REPEATED)
             row = [name, arm]
-            for state in (COLD, SECOND, LOADED):
+            for state in (s for s in (COLD, SECOND, LOADED) if s in arms[arm]):
                 seconds = medians(arms[arm][state], lambda r: r["total"])
                 row.append(f"{seconds:.1f} s")
                 if arm in (WHOLE, BY_KIND) and base is not None:
                     row[-1] += f" ({seconds / medians(base[state], lambda r: r['total']):.2f})"
             cold = arms[arm][COLD]
+            row += [""] * (LOADED not in arms[arm])
             row += [f"{medians(cold, lambda r: r['peak']) / 2**20:.0f} MiB", cold[0]["compilations"], len(cold)]
             rows.append(row)
     headers = ("model", "arm", COLD, SECOND, LOADED, "host memory", "graphs", "runs")

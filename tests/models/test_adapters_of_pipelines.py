@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from pipelines import EAGER, FLUX, held, is_plain
 from small_pipelines import small_pipeline
 from test_adapters import Library, State
 
-from chunkflow_compile import ChunkflowError, apply, compile, enable_adapters, remove
+from chunkflow_compile import ChunkflowError, apply, compile, enable_adapters, remove, use_adapters
 from chunkflow_compile.frontend.slots import Slotted
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.pipeline.budget import budget_of
@@ -65,6 +66,51 @@ def test_an_applied_pipeline() -> None:
     assert torch.equal(generate(pipe, 2), generate(twin, 2))
     pipe.unload_lora_weights()
     assert is_plain(pipe) and not any(isinstance(m, Slotted) for m in pipe.transformer.modules())
+
+
+def test_threads_with_adapters_of_their_own() -> None:
+    pipe, twin = small_pipeline("flux"), small_pipeline("flux")
+    library = Library(twin.transformer)
+    apply(pipe, memory="2MiB", adapters={"rank": 16, "slots": 2}, **EAGER)
+    for number in range(2):
+        for p in (pipe, twin):
+            load(p, library.adapter(number, 8), f"a{number}")
+    for p in (pipe, twin):
+        p.set_adapters("a1", 0.25)
+    expected = generate(twin, 3)
+    assert torch.allclose(generate(pipe, 3), expected, rtol=0, atol=1e-5)
+    compiled = graphs()
+    wanted: list[tuple[Any, Any]] = [
+        ("a0", None),
+        ("a1", 0.5),
+        (["a0", "a1"], [0.5, 2.0]),
+        (None, None),
+        ([], None),
+    ] * 2
+    found: dict[int, torch.Tensor] = {}
+
+    def request(number: int) -> None:
+        with torch.no_grad(), use_adapters(pipe, *wanted[number]):
+            found[number] = generate(pipe, number)
+
+    threads = [Thread(target=request, args=(number,)) for number in range(len(wanted))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    with pytest.raises(ValueError, match="nobody"), use_adapters(pipe, ["a0", "nobody"]):
+        pass
+    assert torch.allclose(generate(pipe, 3), expected, rtol=0, atol=1e-5), "those from before"
+    assert graphs() == compiled
+    for number, (names, weights) in enumerate(wanted):
+        if names:
+            twin.enable_lora()
+            twin.set_adapters(names, weights)
+        else:
+            twin.disable_lora()
+        assert torch.allclose(found[number], generate(twin, number), rtol=0, atol=1e-5)
+    with pytest.raises(ChunkflowError, match="a pipeline that loads adapters"), use_adapters(pipe.transformer, "a0"):
+        pass
 
 
 def test_what_apply_refuses_leaves_the_pipeline_as_it_was() -> None:

@@ -1,0 +1,60 @@
+"""``use_adapters``: adapters for the calls of one thread, as a request that names its own has them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import nn
+
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.pipeline.budget import budget_of
+
+
+@contextlib.contextmanager
+def use_adapters(
+    pipe: Any, names: str | Sequence[str] | None, weights: float | Sequence[float] | None = None
+) -> Iterator[None]:
+    """Let a pipeline generate with these adapters, and give it back those that it had: a context.
+
+    Threads take turns, on all pipelines of one ``apply``: those of others wait until the context ends, so each generates with
+    its own.
+
+    ``names``: of adapters that are loaded, as for ``set_adapters``; None for the model alone.  ``weights``: of each, 1 by
+    default.
+    Raises ChunkflowError for a pipeline that takes no adapters, and diffusers' ValueError for an adapter that is not loaded;
+    the pipeline has the adapters that it had then, too.
+    """
+    if isinstance(pipe, nn.Module) or not hasattr(pipe, "set_adapters"):
+        raise ChunkflowError(f"use_adapters takes a pipeline that loads adapters, not {type(pipe).__name__}.")
+    budget = budget_of(pipe)
+    with contextlib.nullcontext() if budget is None else budget.turn():
+        before = [_choice(layer) for layer in _tuned(pipe)]
+        try:
+            if names:
+                pipe.enable_lora()
+                pipe.set_adapters(names, weights)
+            elif before:
+                pipe.disable_lora()
+            yield
+        finally:
+            for layer, active, scaling, disabled in before:
+                layer.set_adapter([name for name in active if name in layer.lora_A])
+                layer.scaling.update({name: scale for name, scale in scaling.items() if name in layer.scaling})
+                layer.enable_adapters(not disabled)
+
+
+def _tuned(pipe: Any) -> Iterator[Any]:
+    """The layers of a pipeline that have LoRA adapters, or room for them."""
+    try:
+        from peft.tuners.lora import LoraLayer
+    except ImportError:  # then nothing has adapters
+        return
+    for model in pipe.components.values():
+        if isinstance(model, nn.Module):
+            yield from (m for m in model.modules() if isinstance(m, LoraLayer))
+
+
+def _choice(layer: Any) -> tuple[Any, list[str], dict[str, float], bool]:
+    return layer, [*layer.active_adapters], dict(layer.scaling), bool(layer.disable_adapters)
