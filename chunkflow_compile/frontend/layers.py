@@ -32,10 +32,20 @@ from chunkflow_compile.weights.modules import hook_registry, is_called
 # Their forwards compute from their inputs and weights alone, and write nothing.
 _KINDS = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _PLAIN = (bool, int, float, str, tuple)
+# With more layers than this, a part has enough to fuse to be worth a compilation: embeddings of diffusers have one to seven.
+_MOST = 8
 
 
 def layers_of(part: nn.Module, min_bytes: int, name: str = "") -> dict[str, nn.Module] | None:
-    """The layers that have all large weights of a part of a model: name -> layer.  None if other code reads one of them."""
+    """The layers that have all large weights of a part of a model: name -> layer.
+
+    None if other code reads one of them, or if there are more than :data:`_MOST`.
+    """
+    found = _layers(part, min_bytes, name)
+    return None if found is None or len(found) > _MOST else found
+
+
+def _layers(part: nn.Module, min_bytes: int, name: str) -> dict[str, nn.Module] | None:
     if not any(leaf.nbytes >= min_bytes for leaf in leaves_of(part)):
         return {}
     if hook_registry(part) is not None or "forward" in part.__dict__ or hasattr(type(part), "chunkflow_aside"):
@@ -50,7 +60,7 @@ def layers_of(part: nn.Module, min_bytes: int, name: str = "") -> dict[str, nn.M
         return None
     found = dict[str, nn.Module]()
     for child, module in part.named_children():
-        inside = layers_of(module, min_bytes, f"{name}.{child}".lstrip("."))
+        inside = _layers(module, min_bytes, f"{name}.{child}".lstrip("."))
         if inside is None:
             return None
         found |= inside
@@ -94,28 +104,34 @@ class LayerForward:
         layer: Any = self._layer()
         weights = {name: p for name, p in layer._parameters.items() if p is not None}
         key = _key(layer, [*weights.values(), *inputs], kwargs)
-        runner = self._runners.get(key)
-        if runner is None:
+        runners = self._runners
+        if key not in runners:
             with compile_lock:
-                runner = self._runners.get(key) or self._compiled(layer, weights, inputs, kwargs, key)
+                if key not in self._runners:
+                    self._compile(layer, weights, inputs, kwargs, key)
+                runners = self._runners
+        runner = runners[key]
+        if runner is None:
+            return self.eager(*args, **kwargs)
         (output,) = runner([*weights.values(), *inputs])
         return output
 
-    def _compiled(
+    def _compile(
         self,
         layer: nn.Module,
         weights: Mapping[str, torch.Tensor],
         inputs: Sequence[Any],
         names: Collection[str],
         key: Any,
-    ) -> Any:
+    ) -> None:
+        """Keep a runner for a key; None for a forward that writes, as an Embedding with ``max_norm`` does."""
         with dynamo_timed("chunkflow.layer"):
             graph = _traced(layer, weights, inputs, names)
-        runner = compile_layer(graph, [*weights.values(), *inputs], layer, self._options)
-        if len(self._runners) >= KEPT_SIZES:
-            del self._runners[next(iter(self._runners))]
-        self._runners[key] = runner
-        return runner
+        runner = None
+        if not any(getattr(getattr(n.target, "_schema", None), "is_mutable", False) for n in graph.graph.nodes):
+            runner = compile_layer(graph, [*weights.values(), *inputs], layer, self._options)
+        kept = {**self._runners, key: runner}  # another thread may be reading it
+        self._runners = dict([*kept.items()][-KEPT_SIZES:])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """The eager forward of the copy of the layer."""

@@ -160,6 +160,18 @@ def test_gradients_and_other_devices_are_refused() -> None:
         model.before(torch.randn(4, 8, device="meta"))
 
 
+def test_a_layer_that_writes_its_weight() -> None:
+    model, twin = twins(lambda: nn.ModuleList([Stack(2), nn.Embedding(16, 32)]))
+    chunkflow_compile.compile(model, **EAGER)
+    index = torch.tensor([1, 3])
+    assert torch.equal(model[1](index), twin[1](index))
+    for one in (model, twin):
+        one[1].max_norm = 0.5
+    for _ in range(2):
+        assert torch.equal(model[1](index), twin[1](index))
+    assert torch.equal(model[1].weight.cpu(), twin[1].weight), "only the rows that were read"
+
+
 def test_what_is_no_such_layer() -> None:
     class Own(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -174,3 +186,4 @@ def test_what_is_no_such_layer() -> None:
         assert layers_of(part, 64) is None, type(part)
     assert layers_of(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), 64, "part")
     assert layers_of(nn.ReLU(), 64) == {}
+    assert layers_of(nn.Sequential(*(nn.Linear(8, 8) for _ in range(9))), 64) is None, "many to fuse"

@@ -12,8 +12,9 @@ from torch._dynamo.utils import counters
 from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 from torch._inductor.utils import fresh_cache
 
-from chunkflow_compile import offload, programs, restore
+from chunkflow_compile import compile, offload, programs, restore
 from chunkflow_compile.lowering.lower import lower_regions
+from chunkflow_compile.model.placement import placements_around
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 
 from . import control
@@ -114,3 +115,37 @@ def test_beyond_two_to_the_31_elements_indices_are_longer(monkeypatch: pytest.Mo
             assert lengths == ["i32"] * (len(rows) - 1) + ["i64"]
             assert graphs() == len(rows)
             restore(model)
+
+
+def test_the_first_step_by_kind(record_property: pytest.RecordProperty) -> None:
+    """One compilation of each kind, none of layers; nothing runs in lowering; a second process finds its regions."""
+    size = Size(layers=4, heads=4, head_dim=32, frames=2, height=16, width=16, text=16)
+    found = []
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            torch._inductor.utils.clear_caches()  # what a process holds of the caches on disk
+            counters.clear()
+            model = small_model("wan", size).eval()
+            compile(model, device="cuda", min_bytes=4096, hardware="h200", memory="1MiB")
+            with control.counted() as made:
+                model(**on_card(small_inputs("wan", size, 0)))
+                torch.cuda.synchronize()
+            cached = counters["aot_autograd"]
+            found.append(
+                {
+                    "compilations": graphs(),
+                    "found in caches": cached["autograd_cache_hit"],
+                    "not found": cached["autograd_cache_miss"],
+                    "launches": made.get("launches of Triton", 0),
+                    "modules": made.get("modules of Triton", 0),
+                }
+            )
+            assert sum(p.store.counts.moved_bytes for p in placements_around(model.parameters())) > 0
+            restore(model)
+    for name in found[0]:
+        record_property(name, [f[name] for f in found])
+    first, second = found
+    assert first["compilations"] == second["compilations"] == 2, "a block, and the tables of its rotary embedding"
+    assert first["not found"] == second["found in caches"] == 2 and not second["not found"]
+    assert first["launches"] == second["launches"] > 0

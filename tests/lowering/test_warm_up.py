@@ -1,0 +1,103 @@
+"""What Inductor does once for the CPU beside tracing, and caches that disappear meanwhile."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import OPTIONS
+from helpers import Stack, twins
+from torch._inductor import config, cpu_vec_isa
+
+from chunkflow_compile import programs
+from chunkflow_compile.lowering import lower, warm_up
+
+pytestmark = pytest.mark.usefixtures("no_grad")
+
+CPU = torch.device("cpu")
+ASK = """
+import sys, torch
+if sys.argv[1] == "ours":
+    from chunkflow_compile.lowering.warm_up import vector_instructions, warm_up
+    warm_up(torch.device("cpu"))
+    print(vector_instructions())
+from torch._inductor import cpu_vec_isa
+print(cpu_vec_isa.pick_vec_isa())
+"""
+
+
+@pytest.fixture
+def fresh() -> Any:
+    warm_up._started.cache_clear()
+    yield
+    warm_up._started.cache_clear()
+
+
+def test_the_same_instructions_as_inductor_finds() -> None:
+    ask = [
+        subprocess.run([sys.executable, "-c", ASK, who], capture_output=True, text=True) for who in ("ours", "torch")
+    ]
+    ours, theirs = (done.stdout.split("\n")[:-1] for done in ask)
+    assert ours == 2 * theirs and theirs, ask
+
+
+def test_it_starts_once_and_not_where_the_user_has_chosen(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[str] = []
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda self: (begun.append(self.name), start(self)))
+    with config.patch({"cpp.simdlen": 256}):
+        warm_up.warm_up(CPU)
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "avx2")
+    warm_up.warm_up(CPU)
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    warm_up.warm_up(torch.device("meta"))
+    assert not begun
+    for _ in range(2):
+        warm_up.warm_up(CPU)
+        warm_up.vector_instructions()
+    assert begun == ["chunkflow-warm-up"]
+
+
+def test_a_search_that_fails_holds_nobody_up(fresh: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = cpu_vec_isa.pick_vec_isa()
+
+    def fails() -> Any:
+        raise OSError("no compiler")
+
+    monkeypatch.setattr(warm_up, "_of_this_cpu", fails)
+    warm_up.warm_up(CPU)
+    assert warm_up.vector_instructions() is known
+
+
+def test_the_folder_of_the_caches_disappears(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between two regions: it is made again, and what was in it is compiled anew."""
+    folder, lowered = tmp_path / "cache", list[Any]()
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+    torch._inductor.utils.clear_caches()
+    through = lower.through_inductor
+
+    def lowers(*arguments: Any) -> Any:
+        if len(lowered) == 1:
+            shutil.rmtree(folder)
+        lowered.append(arguments)
+        return through(*arguments)
+
+    monkeypatch.setattr(lower, "through_inductor", lowers)
+    model, twin = twins(lambda: Stack(3))
+    model.compile(backend="chunkflow", fullgraph=True, options={**OPTIONS, "group_bytes": 1})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            x = torch.randn(4, 8)
+            torch.testing.assert_close(model(x), twin(x))
+    assert len(lowered) > 1 and folder.is_dir()
+    assert all(p.plan.moved_bytes > 0 for p in programs(model))
+    assert len([r for r in caplog.records if r.name.startswith("chunkflow")]) <= 1
