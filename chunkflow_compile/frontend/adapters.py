@@ -242,7 +242,7 @@ def _then_settled(load: Callable[..., Any]) -> Callable[..., Any]:
     return loads
 
 
-def _unload(model: Any) -> None:
+def unload(model: Any) -> None:
     """As diffusers' ``unload_lora``, but layers with slots stay.  What is fused stays in the base weights."""
     tuned: dict[int, Any] = {id(layer): layer for layer in _tuned(model)}
     for parent in [*model.modules()]:
@@ -262,5 +262,5 @@ def _unload(model: Any) -> None:
 def _enabled(cls: Any) -> Any:
     """The class of an enabled model, whose ways to load and unload adapters know slots."""
     loads = {name: _then_settled(getattr(cls, name)) for name in _LOADS if hasattr(cls, name)}
-    unloads = {"unload_lora": _unload} if hasattr(cls, "unload_lora") else {}
+    unloads = {"unload_lora": unload} if hasattr(cls, "unload_lora") else {}
     return type(cls.__name__, (cls,), {**like(cls, _enabled), **loads, **unloads})

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from chunkflow_compile.frontend.adapters import disable_adapters, is_enabled
+from chunkflow_compile.frontend.adapters import disable_adapters, is_enabled, unload
 from chunkflow_compile.frontend.compile import uncompile
 from chunkflow_compile.model.offload import bring_back
 from chunkflow_compile.passes.errors import ChunkflowError
@@ -50,12 +50,32 @@ def in_turns(cls: type) -> type:
 
     body = {
         "__call__": __call__,
+        **({"unload_lora_weights": _unloading(cls)} if hasattr(cls, "unload_lora_weights") else {}),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         _MADE_OF: cls,
     }
     return type(cls.__name__, (cls,), body)
+
+
+def _unloading(cls: Any) -> Callable[..., Any]:
+    """A pipeline's ``unload_lora_weights``, after which enabled components, also text encoders, still have their slots."""
+
+    @functools.wraps(cls.unload_lora_weights)
+    def unload_lora_weights(self: Any, *args: Any, **kwargs: Any) -> Any:
+        named = self._lora_loadable_modules
+        models = {name: getattr(self, name, None) for name in named}
+        enabled = {name: m for name, m in models.items() if isinstance(m, nn.Module) and is_enabled(m)}
+        self.__dict__["_lora_loadable_modules"] = [name for name in named if name not in enabled]
+        try:
+            return cls.unload_lora_weights(self, *args, **kwargs)
+        finally:
+            del self.__dict__["_lora_loadable_modules"]
+            for model in enabled.values():
+                unload(model)
+
+    return unload_lora_weights
 
 
 def without_turns(cls: type) -> type:
