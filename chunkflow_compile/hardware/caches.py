@@ -13,6 +13,7 @@ import getpass
 import os
 import re
 import shutil
+import struct
 import sys
 import tempfile
 import warnings
@@ -134,6 +135,38 @@ def check_compile_cache(needed: bool) -> bool:
     if found.fault:
         warn_once(f"Plans are not saved: {found.path} cannot be used ({found.fault}). To save them, {FIX}.")
     return not found.fault
+
+
+def remove_torn() -> bool:
+    """Remove the libraries in the compile caches that were written in part, and warn.  Return whether there were any.
+
+    A process that was killed leaves them, and Inductor takes whatever is there for the whole.
+    """
+    folder = compile_cache().path
+    torn = [path for path in Path(folder).rglob("*.so") if not _is_whole(path)]
+    for path in torn:
+        path.unlink(missing_ok=True)
+    if torn:
+        warnings.warn(
+            f"{len(torn)} libraries in {folder} were written in part, perhaps by a process that was killed, and are compiled "
+            "anew.",
+            stacklevel=2,
+        )
+    return bool(torn)
+
+
+def _is_whole(library: Path) -> bool:
+    """Whether an ELF file of 64 bits goes on to the end of its section headers, which come last; others count as whole."""
+    try:
+        with library.open("rb") as file:
+            head = file.read(64)
+            size = os.fstat(file.fileno()).st_size
+    except OSError:  # another process removes it
+        return True
+    if head[:4] != b"\x7fELF" or len(head) < 64:
+        return False
+    begin, (each, count) = struct.unpack_from("<Q", head, 0x28)[0], struct.unpack_from("<HH", head, 0x3A)
+    return head[4] != 2 or bool(begin + each * count <= size)
 
 
 def warn_of_plans(folder: Path, error: OSError) -> None:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from chunkflow_compile.hardware.caches import compile_cache, settle
+from chunkflow_compile.hardware.caches import compile_cache, remove_torn, settle
 from chunkflow_compile.passes.errors import first_line
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import release_of
@@ -53,12 +53,12 @@ def lower_regions(
 
 
 def _with_room(module: GraphModule, inductor: Mapping[str, Any]) -> LoweredRegion:
-    """Through Inductor, in another folder if its own cannot be written any more."""
+    """Through Inductor, in another folder if its own cannot be written any more, or without what was written in part."""
     try:
         return through_inductor(module, inductor)
     except Exception as error:
         before = compile_cache().path
-        if settle(full=os.strerror(errno.ENOSPC) in str(error)).path == before:
+        if settle(full=os.strerror(errno.ENOSPC) in str(error)).path == before and not remove_torn():
             raise
         return through_inductor(module, inductor)
 

@@ -16,6 +16,8 @@ import torch
 from torch._inductor import config, cpu_vec_isa
 from torch._inductor.codecache import CppPythonBindingsCodeCache
 
+from chunkflow_compile.hardware.caches import remove_torn
+
 _KERNEL = 'extern "C" void kernel(float* out) {}'
 
 
@@ -44,7 +46,7 @@ def _started() -> threading.Event:
 def _run(found: threading.Event) -> None:
     with contextlib.suppress(Exception):  # it recurs, and is reported, when Inductor needs the result
         try:
-            if any(_of_this_cpu()[:1]):
+            if _has_strongest() or (remove_torn() and _has_strongest()):
                 with config.patch({"cpp.vec_isa_ok": True}):  # the weaker ones, which are parts of it, need no search
                     cpu_vec_isa.valid_vec_isa_list()
         finally:
@@ -55,6 +57,15 @@ def _run(found: threading.Event) -> None:
 def _strongest_is_taken() -> bool:
     """Whether Inductor takes the first candidate that a probe finds, as nobody has chosen another."""
     return config.cpp.simdlen is None and config.cpp.vec_isa_ok is None and "ATEN_CPU_CAPABILITY" not in os.environ
+
+
+def _has_strongest() -> bool:
+    """Whether a probe finds the first candidate, now."""
+    for isa in (candidates := _of_this_cpu()[:1]):
+        for cls in type(isa).__mro__:  # they remember what they found
+            for name in ("__bool__", "_VecISA__bool__impl"):
+                getattr(vars(cls).get(name), "cache_clear", lambda: None)()
+    return any(candidates)
 
 
 def _of_this_cpu() -> list[cpu_vec_isa.VecISA]:

@@ -1,8 +1,9 @@
-"""What Inductor does once for the CPU beside tracing, and caches that disappear meanwhile."""
+"""What Inductor does once for the CPU beside tracing, and caches that disappear meanwhile or were written in part."""
 
 from __future__ import annotations
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -12,11 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import OPTIONS
+from conftest import HERE, OPTIONS
 from helpers import Stack, twins
 from torch._inductor import config, cpu_vec_isa
 
 from chunkflow_compile import programs
+from chunkflow_compile.hardware.caches import _is_whole
 from chunkflow_compile.lowering import lower, warm_up
 
 pytestmark = pytest.mark.usefixtures("no_grad")
@@ -30,6 +32,19 @@ if sys.argv[1] == "ours":
     print(vector_instructions())
 from torch._inductor import cpu_vec_isa
 print(cpu_vec_isa.pick_vec_isa())
+"""
+
+
+RUN = """
+import torch
+from conftest import HERE, OPTIONS
+from helpers import Stack, twins
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+with torch.no_grad():
+    model, twin = twins(lambda: Stack(2))
+    model.compile(backend="chunkflow", fullgraph=True, options=OPTIONS)
+    x = torch.randn(4, 8)
+    print(torch.allclose(model(x), twin(x), atol=1e-5), pick_vec_isa())
 """
 
 
@@ -101,3 +116,23 @@ def test_the_folder_of_the_caches_disappears(
     assert len(lowered) > 1 and folder.is_dir()
     assert all(p.plan.moved_bytes > 0 for p in programs(model))
     assert len([r for r in caplog.records if r.name.startswith("chunkflow")]) <= 1
+
+
+def test_a_process_was_killed_while_it_wrote(tmp_path: Path) -> None:
+    """Each library in the caches is the beginning of one: those of kernels, and those of the search for instructions."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(HERE)}
+
+    def run() -> tuple[str, int]:
+        done = subprocess.run([sys.executable, "-c", RUN], env=environment, capture_output=True, text=True, check=True)
+        return done.stdout, done.stderr.count("were written in part")
+
+    whole, said = run()
+    libraries = [*tmp_path.rglob("*.so")]
+    assert libraries and not said and "True" in whole
+    for path in libraries:
+        inside = path.read_bytes()
+        path.write_bytes(inside[: len(inside) // 2])
+    again, said = run()
+    assert again == whole, "the same instructions, and the same numbers as plain PyTorch"
+    assert 1 <= said <= 2
+    assert all(_is_whole(path) for path in tmp_path.rglob("*.so")) and run() == (whole, 0)
