@@ -86,7 +86,8 @@ def once(arm: str, name: str, saved: Path, state: str, started: float) -> dict[s
         ended = time.perf_counter()
         peak = peak_bytes() - held
         torch.testing.assert_close(output, twin(**inputs)[0], atol=1e-3, rtol=1e-2)
-    timer = {key: sum(values) for key, values in torch._dynamo.utils.compilation_time_metrics.items()}
+    counted = {key: round(sum(values), 3) for key, values in torch._dynamo.utils.compilation_time_metrics.items()}
+    timer = {key: seconds for key, seconds in counted.items() if seconds >= 0.01}
     moved = 0
     if arm in (WHOLE, BY_KIND):
         from chunkflow_compile.model.placement import placement_of
@@ -260,7 +261,7 @@ def main() -> None:
     print(text := page(found))
     if given.out:
         given.out.write_text(text)
-        given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        given.out.with_suffix(".json").write_text(json.dumps(found, indent=0) + "\n")
 
 
 if __name__ == "__main__":
