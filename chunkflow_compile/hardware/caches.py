@@ -16,6 +16,7 @@ import shutil
 import struct
 import sys
 import tempfile
+import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ from chunkflow_compile.passes.errors import ChunkflowError
 FOLDER_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 # The first kernel for the CPU takes 150 MB, most of it a precompiled header; one for a GPU takes less than this.
 _LEAST_BYTES = 32 << 20
+# Linking a library takes less than a second.
+_LINKING_S = 10.0
 # Beside the folder for temporary files.
 _ELSEWHERE = ("/var/tmp", "/dev/shm")
 FIX = f"set {FOLDER_VARIABLE} to a folder that can be written"
@@ -156,17 +159,21 @@ def remove_torn() -> bool:
 
 
 def _is_whole(library: Path) -> bool:
-    """Whether an ELF file of 64 bits goes on to the end of its section headers, which come last; others count as whole."""
+    """Whether an ELF file of 64 bits goes on to the end of its section headers, which come last; others count as whole.
+
+    So does one that was written just now: another process may still be at it.
+    """
     try:
         with library.open("rb") as file:
-            head = file.read(64)
-            size = os.fstat(file.fileno()).st_size
+            head, state = file.read(64), os.fstat(file.fileno())
     except OSError:  # another process removes it
+        return True
+    if time.time() - state.st_mtime < _LINKING_S:
         return True
     if head[:4] != b"\x7fELF" or len(head) < 64:
         return False
     begin, (each, count) = struct.unpack_from("<Q", head, 0x28)[0], struct.unpack_from("<HH", head, 0x3A)
-    return head[4] != 2 or bool(begin + each * count <= size)
+    return head[4] != 2 or bool(begin + each * count <= state.st_size)
 
 
 def warn_of_plans(folder: Path, error: OSError) -> None:
