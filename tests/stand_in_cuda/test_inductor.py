@@ -127,7 +127,7 @@ def test_the_first_step_by_kind(record_property: pytest.RecordProperty) -> None:
             torch._inductor.utils.clear_caches()  # what a process holds of the caches on disk
             counters.clear()
             model = small_model("wan", size).eval()
-            compile(model, device="cuda", min_bytes=4096, hardware="h200", memory="1MiB")
+            compile(model, device="cuda", min_bytes=4096, hardware="h200", memory="2MiB")
             with control.counted() as made:
                 model(**on_card(small_inputs("wan", size, 0)))
                 torch.cuda.synchronize()
@@ -148,4 +148,4 @@ def test_the_first_step_by_kind(record_property: pytest.RecordProperty) -> None:
     first, second = found
     assert first["compilations"] == second["compilations"] == 2, "a block, and the tables of its rotary embedding"
     assert first["not found"] == second["found in caches"] == 2 and not second["not found"]
-    assert first["launches"] == second["launches"] > 0
+    assert first["launches"] > second["launches"] > 0, "the first process tunes"
