@@ -85,20 +85,18 @@ def same_by_torch(model: nn.Module) -> Any:
     return model
 
 
-BASE, BY_KIND = "torch.compile, whole", "chunkflow, by kind"
-SIZES_ONCE = "sizes"
 ARMS: dict[str, Callable[[nn.Module], Any]] = {
-    BASE: whole_by_torch,
+    "torch.compile, whole": whole_by_torch,
     "torch.compile, repeated blocks": blocks_by_torch,
     "chunkflow, whole": whole,
-    BY_KIND: by_kind,
+    "chunkflow, by kind": by_kind,
+    "torch.compile, the modules of by kind": same_by_torch,
 }
-STEP_ARMS = {**ARMS, "torch.compile, the modules of by kind": same_by_torch}
 
 
-def in_a_process(once: str, blocks: int, cache: str) -> Any:
-    """The result of compile_once for an arm, or of measure_sizes, in a process of its own, whose caches are in a folder."""
-    command = [sys.executable, __file__, "--once", once, "--blocks", str(blocks)]
+def sizes_in_a_process(blocks: int, cache: str) -> Any:
+    """The result of measure_sizes in a process of its own, whose caches are in a folder."""
+    command = [sys.executable, __file__, "--sizes-only", "--blocks", str(blocks)]
     # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
     output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
@@ -109,14 +107,14 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
     model_inputs = small_inputs("wan", size, 0)
     compiled = {}
     with torch.no_grad():
-        for arm, make in STEP_ARMS.items():
+        for arm, make in ARMS.items():
             compiled[arm] = make(small_model("wan", size))
             for _ in range(4):
                 compiled[arm](**model_inputs)
-        seconds: dict[str, list[float]] = {arm: [] for arm in STEP_ARMS}
+        seconds: dict[str, list[float]] = {arm: [] for arm in ARMS}
         order = random.Random(0)
         for _ in tqdm(range(steps), desc=f"step, {size.heads * size.head_dim} wide"):
-            for arm in order.sample(list(STEP_ARMS), len(STEP_ARMS)):
+            for arm in order.sample(list(ARMS), len(ARMS)):
                 start = time.perf_counter()
                 compiled[arm](**model_inputs)
                 seconds[arm].append(time.perf_counter() - start)
@@ -226,9 +224,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--only", choices=("sizes", "steps"), help="one section of the page")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--once", choices=(SIZES_ONCE,), help=argparse.SUPPRESS)
+    parser.add_argument("--sizes-only", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.once:
+    if arguments.sizes_only:
         print(json.dumps(measure_sizes(arguments.blocks)))
         return
     made = {
@@ -249,7 +247,7 @@ def main() -> None:
 
 def sizes_section(blocks: int) -> str:
     with tempfile.TemporaryDirectory() as cache:
-        found = in_a_process(SIZES_ONCE, blocks, cache)
+        found = sizes_in_a_process(blocks, cache)
     kinds = "\n".join(
         f"* {kind}: {ten}, and {more} with the other batches" for kind, (ten, more) in found["kinds"].items()
     )

@@ -37,7 +37,7 @@ print(cpu_vec_isa.pick_vec_isa())
 
 RUN = """
 import torch
-from conftest import HERE, OPTIONS
+from conftest import OPTIONS
 from helpers import Stack, twins
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 with torch.no_grad():
