@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -90,7 +90,7 @@ def _check(model: nn.Module, rank: int, slots: int) -> None:
 
 
 def _enable(model: nn.Module, sizes: Sizes, targets: str | Sequence[str] | None) -> None:
-    before = {id(layer): layer.active_adapters for layer in _tuned(model)}
+    before = {id(layer): layer.active_adapters for layer in tuned_layers(model)}
     wanted: Any = _linear_layers(model) if targets is None else targets
     dtypes = _inject(model, wanted) if wanted else {}
     for layer in _lora_layers(model):
@@ -109,7 +109,7 @@ def _linear_layers(model: nn.Module) -> list[str]:
         raise ChunkflowError(
             f"{type(model).__name__} has no repeated blocks: name its linear layers, such as targets=['to_q', 'to_k']."
         )
-    inside = {id(m) for layer in _tuned(model) for m in layer.modules()}
+    inside = {id(m) for layer in tuned_layers(model) for m in layer.modules()}
     return [
         f"{name}.{path}"
         for name, block in blocks.items()
@@ -130,7 +130,7 @@ def _inject(model: Any, targets: Any) -> dict[int, torch.dtype]:
         except ValueError as error:
             raise ChunkflowError(f"PEFT makes no layers for targets={targets!r}: {error}") from error
         finally:
-            for layer in _tuned(model):
+            for layer in tuned_layers(model):
                 if _PROBE in getattr(layer, "lora_A", ()):
                     dtypes[id(layer)] = layer.lora_A[_PROBE].weight.dtype
                     _delete(layer, _PROBE)
@@ -179,10 +179,12 @@ def _unslot(layer: Any) -> None:
         layer._move_adapter_to_device_of_base_layer(name)
 
 
-def _tuned(model: nn.Module) -> Iterator[Any]:
+def tuned_layers(model: nn.Module) -> Iterable[Any]:
     """The layers of PEFT in a model, of any kind of adapter."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
+    try:
+        from peft.tuners.tuners_utils import BaseTunerLayer
+    except ImportError:  # then nothing has adapters
+        return ()
     return (m for m in [*model.modules()] if isinstance(m, BaseTunerLayer))
 
 
@@ -190,7 +192,7 @@ def _lora_layers(model: nn.Module) -> list[Any]:
     """Those that can have slots, and have none."""
     from peft.tuners.lora import LoraLayer
 
-    found = [m for m in _tuned(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
+    found = [m for m in tuned_layers(model) if isinstance(m, LoraLayer) and not isinstance(m, Slotted)]
     return [m for m in found if isinstance(m.base_layer, nn.Linear)]
 
 
@@ -244,7 +246,7 @@ def _then_settled(load: Callable[..., Any]) -> Callable[..., Any]:
 
 def unload(model: Any) -> None:
     """As diffusers' ``unload_lora``, but layers with slots stay.  What is fused stays in the base weights."""
-    tuned: dict[int, Any] = {id(layer): layer for layer in _tuned(model)}
+    tuned: dict[int, Any] = {id(layer): layer for layer in tuned_layers(model)}
     for parent in [*model.modules()]:
         for name, layer in [*parent.named_children()]:
             if id(layer) in tuned and not _has_slots(layer):

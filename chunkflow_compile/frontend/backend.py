@@ -7,10 +7,9 @@ succeeded.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -18,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._dynamo.convert_frame import compile_lock
 from torch._dynamo.utils import dynamo_timed
 from torch.fx import GraphModule
 
@@ -39,6 +37,7 @@ from chunkflow_compile.frontend.frame import (
     warn_if_no_module_holds,
     weights_and_modules,
 )
+from chunkflow_compile.frontend.stores import index_of, move_weights, start_session
 from chunkflow_compile.frontend.trace import (
     NO_MODULE,
     describe_graph,
@@ -67,15 +66,12 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.releases import warn_if_untested
 from chunkflow_compile.report.logs import logged
 from chunkflow_compile.report.stages import write_stages
-from chunkflow_compile.runtime.arena import Arena
 from chunkflow_compile.runtime.call_site import bare
 from chunkflow_compile.runtime.codes import Code, Codes, Goal
-from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
+from chunkflow_compile.runtime.device import check_device, check_kind
 from chunkflow_compile.runtime.runner import HostConstants, Runner
-from chunkflow_compile.runtime.session import Session
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight
-from chunkflow_compile.weights.leaves import leaves
 from chunkflow_compile.weights.modules import ModelIndex, blocks_around
 from chunkflow_compile.weights.streamable import refuse_fully_sharded
 
@@ -101,7 +97,7 @@ def chunkflow(
     check_compile_cache(needed=chosen.lowering != "eager")
     refuse_gradient_buckets(graph)
     note_graph_break(graph)
-    index, placed = _index(*weights_and_modules(graph, example_inputs, chosen.min_bytes))
+    index, placed = index_of(*weights_and_modules(graph, example_inputs, chosen.min_bytes))
     found = weights_among(example_inputs, index)
     if not found:
         return lower_without_weights(graph, example_inputs, chosen.lowering, chosen.inductor)
@@ -114,7 +110,7 @@ def chunkflow(
         wanted = [found[p.key] for p in made.parameters if p.name in made.programs[-1].offloaded]
         if part and wanted:  # its guards then fit the other blocks too
             wanted += large_weights(blocks_around(index.root, wanted), index, made.min_bytes)
-        _move_weights(
+        move_weights(
             index, made.device, made.min_bytes, [w for w in {id(w): w for w in wanted}.values() if buffer_of(w) is None]
         )
     return compiled
@@ -129,7 +125,7 @@ def compile_layer(
     list, to the outputs.  Raises as :func:`chunkflow`.
     """
     chosen = replace(parse_options(options), lowering="eager")
-    index, placed = _index([t for t in inputs if isinstance(t, (nn.Parameter, HostWeight))], [layer])
+    index, placed = index_of([t for t in inputs if isinstance(t, (nn.Parameter, HostWeight))], [layer])
     return _compiled(graph, inputs, chosen, index, placed, lambda aten, given, compiler: compiler(aten, given))[0]
 
 
@@ -143,7 +139,7 @@ def _compiled(
 ) -> tuple[Any, _MakeRunner]:
     """The compiled graph, and what made its program.
 
-    ``index``, ``placed``: as :func:`_index` returns.  ``lower``: passes the ATen graph on.
+    ``index``, ``placed``: as :func:`index_of` returns.  ``lower``: passes the ATen graph on.
     """
     min_bytes = chosen.min_bytes if placed is None else placed
     found = weights_among(inputs, index)
@@ -239,7 +235,7 @@ class _MakeRunner:
         )
         root = self.index.root
         seen = (lambda: None) if root is None else weakref.ref(root)  # compiled code keeps no model alive
-        place = partial(_place, self.device, self.min_bytes, code.kind, seen)
+        place = partial(start_session, self.device, self.min_bytes, code.kind, seen)
         codes = Codes(code, traced, Goal.of(chosen.settings()))
         return Runner(codes, place, _goal_of, chosen.arena, HostConstants(self.device, tables))
 
@@ -286,14 +282,6 @@ def _is_first_compilation() -> bool:
     return compilation is not None and compilation.frame_compile_id == 0
 
 
-def _move_weights(index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor]) -> None:
-    """Move weights of a model into its store."""
-    if weights and index.root is not None:
-        placement = Placement.on(index.root, device, min_bytes)
-        with placement.lock():
-            placement.move((index.names[id(p)], p) for p in weights)
-
-
 def run_passes(
     traced: Traced,
     settings: Settings,
@@ -324,90 +312,6 @@ def _timed(run: Iterator[Stage]) -> Iterator[Stage]:
         if stage is None:
             return
         yield stage
-
-
-def _index(weights: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[ModelIndex, int | None]:
-    """Names and blocks of the model around ``weights``, and the least bytes that it was placed with, None if it was not.
-
-    ``near``: modules that Dynamo read inputs from.
-    """
-    parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
-    placements = placements_around(parameters)
-    least = min((p.min_bytes for p in placements), default=None)
-    indices = [ModelIndex.of(p.root) for p in placements]
-    whole = next((i for i in indices if i.covers(parameters)), None)
-    if whole is not None:
-        return whole, least
-    if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
-        names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
-        return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
-    index = ModelIndex.around(parameters, near)
-    return index, least if any(p.root is index.root for p in placements) else None
-
-
-def _place(
-    device: torch.device,
-    min_bytes: int,
-    kind: DeviceKind,
-    seen: Callable[[], nn.Module | None],
-    parameters: Mapping[str, nn.Parameter],
-    wanted: Collection[str],
-    start: Callable[[Arena], Session],
-) -> Session:
-    """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a session.
-
-    ``seen``: returns the compiled model.  If the weights are not that model's, their model is searched for.
-    The session ends with the first of the placements that its weights belong to.
-    """
-    while True:
-        around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
-        if not around or _missing(parameters, wanted):
-            index = _around(list(parameters.values()), seen())
-            names.update(index.names)
-            if index.root is not None:
-                around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes), *around]))
-            loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
-            _refuse_copies(loose)
-            warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
-        if not around:  # no module to attach the session to: it ends with the parameter
-            session = start(Arena(device))
-            next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
-            return session
-        with contextlib.ExitStack() as held:
-            held.enter_context(compile_lock)  # no other thread may trace hooks while they are added
-            for placement in sorted(around, key=id):
-                held.enter_context(placement.lock())
-            if not all(placement.lasts for placement in around):
-                continue  # another thread restored the model meanwhile
-            if missing := [p for p in _missing(parameters, wanted) if id(p) in names]:
-                around[0].move((names[id(p)], p) for p in missing)
-            session = start(around[0].arena(kind))
-            for placement in around:
-                placement.attach(session)
-            return session
-
-
-def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
-    """The weights to move into a store: those ``wanted``, and those that lie in host memory but in no store."""
-    return [
-        p for name, p in parameters.items() if buffer_of(p) is None and (name in wanted or isinstance(p, HostWeight))
-    ]
-
-
-def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
-    """Raise ChunkflowError for weights of no known module that are copies of offloaded ones: their bytes are in no store."""
-    for name, weight in loose.items():
-        if isinstance(weight, HostWeight):
-            raise ChunkflowError(
-                f"{name} is a copy of an offloaded weight, and no module was found that holds it: call "
-                "chunkflow_compile.offload(model) on the copied model before its first call."
-            )
-
-
-def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> ModelIndex:
-    if seen is not None and (index := ModelIndex.of(seen)).covers(parameters):
-        return index
-    return ModelIndex.around(parameters)
 
 
 def _room_advice(program: Program, chosen: Options, outside: int, memory: int | None) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import logging
@@ -28,7 +27,7 @@ from chunkflow_compile.frontend.block_kinds import (
 )
 from chunkflow_compile.frontend.frame import guard_hooks
 from chunkflow_compile.frontend.guard_filter import needed
-from chunkflow_compile.frontend.layers import LayerForward, layers_of
+from chunkflow_compile.frontend.layers import LayerForward, Replacement, layers_of
 from chunkflow_compile.lowering.warm_up import warm_up
 from chunkflow_compile.model.offload import offload
 from chunkflow_compile.model.placement import Placement, placement_of
@@ -141,7 +140,7 @@ def compile_by_kind(model: nn.Module, placement: Placement, options: Mapping[str
     _show_first_call(model, placement, len(kinds) + len(layers))
 
 
-class Compiled:
+class Compiled(Replacement):
     """The compiled forward of a module that a caching hook calls.  ``eager``: the forward itself.
 
     When the hook is removed, diffusers makes this the forward of the module, and another hook may take it from there.
@@ -153,10 +152,6 @@ class Compiled:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._compiled(*args, **kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The eager forward of the copy of the module."""
-        return copy.deepcopy(self.eager, memo)
 
 
 def uncompile(model: nn.Module) -> None:
@@ -173,7 +168,7 @@ def uncompile(model: nn.Module) -> None:
 
 def _eager(forward: Any) -> Any:
     """What is compiled; any other forward as it is."""
-    return forward.eager if isinstance(forward, (Compiled, LayerForward)) else forward
+    return forward.eager if isinstance(forward, Replacement) else forward
 
 
 def _show_first_call(model: nn.Module, placement: Placement, kinds: int) -> None:

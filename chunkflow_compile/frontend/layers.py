@@ -81,7 +81,17 @@ def _kind(weight: torch.Tensor) -> type[torch.Tensor]:
     return weight.kind if isinstance(weight, HostWeight) else type(weight)
 
 
-class LayerForward:
+class Replacement:
+    """What is called in the place of a module's forward, which is ``eager``."""
+
+    eager: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """The eager forward of the copy of the module."""
+        return copy.deepcopy(self.eager, memo)
+
+
+class LayerForward(Replacement):
     """The forward of a layer, as a program on the weights that are in the arena."""
 
     def __init__(self, layer: nn.Module, options: Mapping[str, Any]) -> None:
@@ -90,7 +100,7 @@ class LayerForward:
         self._runners: dict[Any, Any] = {}
 
     @property
-    def eager(self) -> Any:
+    def eager(self) -> Any:  # type: ignore[override]
         """The layer's own forward."""
         layer: Any = self._layer()
         return type(layer).forward.__get__(layer)
@@ -132,10 +142,6 @@ class LayerForward:
             runner = compile_layer(graph, [*weights.values(), *inputs], layer, self._options)
         kept = {**self._runners, key: runner}  # another thread may be reading it
         self._runners = dict([*kept.items()][-KEPT_SIZES:])
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """The eager forward of the copy of the layer."""
-        return copy.deepcopy(self.eager, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled as the layer's own forward."""

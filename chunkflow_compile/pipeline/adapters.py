@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from chunkflow_compile.frontend.adapters import tuned_layers
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.pipeline.budget import budget_of
 
@@ -47,13 +48,9 @@ def use_adapters(
 
 def _tuned(pipe: Any) -> Iterator[Any]:
     """The layers of a pipeline that have LoRA adapters, or room for them."""
-    try:
-        from peft.tuners.lora import LoraLayer
-    except ImportError:  # then nothing has adapters
-        return
     for model in pipe.components.values():
         if isinstance(model, nn.Module):
-            yield from (m for m in model.modules() if isinstance(m, LoraLayer))
+            yield from (layer for layer in tuned_layers(model) if hasattr(layer, "lora_A"))
 
 
 def _choice(layer: Any) -> tuple[Any, list[str], dict[str, float], bool]:

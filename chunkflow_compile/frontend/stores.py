@@ -1,0 +1,113 @@
+"""The model that weights belong to, and the store that they move into before a program starts on them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import nn
+from torch._dynamo.convert_frame import compile_lock
+
+from chunkflow_compile.frontend.frame import warn_if_no_module_holds
+from chunkflow_compile.model.placement import Placement, placements_around
+from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.runtime.arena import Arena
+from chunkflow_compile.runtime.device import DeviceKind
+from chunkflow_compile.runtime.session import Session
+from chunkflow_compile.weights.host_buffer import buffer_of
+from chunkflow_compile.weights.host_weight import HostWeight
+from chunkflow_compile.weights.leaves import leaves
+from chunkflow_compile.weights.modules import ModelIndex
+
+
+def index_of(weights: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tuple[ModelIndex, int | None]:
+    """Names and blocks of the model around ``weights``, and the least bytes that it was placed with, None if it was not.
+
+    ``near``: modules that Dynamo read inputs from.
+    """
+    parameters = [leaf for weight in weights for _, leaf in leaves(weight)]
+    placements = placements_around(parameters)
+    least = min((p.min_bytes for p in placements), default=None)
+    indices = [ModelIndex.of(p.root) for p in placements]
+    whole = next((i for i in indices if i.covers(parameters)), None)
+    if whole is not None:
+        return whole, least
+    if indices and all(buffer_of(p) or any(i.covers([p]) for i in indices) for p in parameters):
+        names = {k: v for i in indices for k, v in i.names.items()}  # several models, each placed
+        return ModelIndex(None, names, {k: v for i in indices for k, v in i.blocks.items()}), least
+    index = ModelIndex.around(parameters, near)
+    return index, least if any(p.root is index.root for p in placements) else None
+
+
+def move_weights(index: ModelIndex, device: torch.device, min_bytes: int, weights: Sequence[torch.Tensor]) -> None:
+    """Move weights of a model into its store."""
+    if weights and index.root is not None:
+        placement = Placement.on(index.root, device, min_bytes)
+        with placement.lock():
+            placement.move((index.names[id(p)], p) for p in weights)
+
+
+def start_session(
+    device: torch.device,
+    min_bytes: int,
+    kind: DeviceKind,
+    seen: Callable[[], nn.Module | None],
+    parameters: Mapping[str, nn.Parameter],
+    wanted: Collection[str],
+    start: Callable[[Arena], Session],
+) -> Session:
+    """Move those of the weights ``wanted`` that are in no host store into their model's store, and start a session.
+
+    ``seen``: returns the compiled model.  If the weights are not that model's, their model is searched for.
+    The session ends with the first of the placements that its weights belong to.
+    """
+    while True:
+        around, names = placements_around(parameters.values()), dict[int, tuple[str, ...]]()
+        if not around or _missing(parameters, wanted):
+            index = _around(list(parameters.values()), seen())
+            names.update(index.names)
+            if index.root is not None:
+                around = list(dict.fromkeys([Placement.on(index.root, device, min_bytes), *around]))
+            loose = {name: p for name, p in parameters.items() if buffer_of(p) is None and id(p) not in names}
+            _refuse_copies(loose)
+            warn_if_no_module_holds((p for name, p in loose.items() if name in wanted), min_bytes)
+        if not around:  # no module to attach the session to: it ends with the parameter
+            session = start(Arena(device))
+            next(iter(parameters.values()))._chunkflow_session = session  # type: ignore[attr-defined]
+            return session
+        with contextlib.ExitStack() as held:
+            held.enter_context(compile_lock)  # no other thread may trace hooks while they are added
+            for placement in sorted(around, key=id):
+                held.enter_context(placement.lock())
+            if not all(placement.lasts for placement in around):
+                continue  # another thread restored the model meanwhile
+            if missing := [p for p in _missing(parameters, wanted) if id(p) in names]:
+                around[0].move((names[id(p)], p) for p in missing)
+            session = start(around[0].arena(kind))
+            for placement in around:
+                placement.attach(session)
+            return session
+
+
+def _missing(parameters: Mapping[str, nn.Parameter], wanted: Collection[str]) -> list[nn.Parameter]:
+    """The weights to move into a store: those ``wanted``, and those that lie in host memory but in no store."""
+    return [
+        p for name, p in parameters.items() if buffer_of(p) is None and (name in wanted or isinstance(p, HostWeight))
+    ]
+
+
+def _refuse_copies(loose: Mapping[str, torch.Tensor]) -> None:
+    """Raise ChunkflowError for weights of no known module that are copies of offloaded ones: their bytes are in no store."""
+    for name, weight in loose.items():
+        if isinstance(weight, HostWeight):
+            raise ChunkflowError(
+                f"{name} is a copy of an offloaded weight, and no module was found that holds it: call "
+                "chunkflow_compile.offload(model) on the copied model before its first call."
+            )
+
+
+def _around(parameters: Sequence[nn.Parameter], seen: nn.Module | None) -> ModelIndex:
+    if seen is not None and (index := ModelIndex.of(seen)).covers(parameters):
+        return index
+    return ModelIndex.around(parameters)
