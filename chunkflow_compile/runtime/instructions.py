@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -24,6 +23,7 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Binding, SlotState
 from .first_call import owning, reading, undeclared
+from .host_flag import HostFlag
 from .measurement import RegionWatch, WindowSeconds
 from .read_ahead import Reading
 from .traffic import Traffic
@@ -59,51 +59,16 @@ class Step:
 Issue = Callable[[Step], None]
 
 
-class HostFlag:
-    """The pause flag of policy ``host-yield``: the mechanism that the paper publishes, for comparison.
+@dataclass(frozen=True)
+class Compute:
+    """Work on the values of a step, in the order of the compute stream.
 
-    The host sets the flag before it issues a collective and clears it after it has issued the completion.  The copy stream
-    checks it before each chunk.  If the host runs ahead of the device, the flag is cleared long before the collective
-    starts, and nothing yields.
+    ``window``: where its time counts, or None.  ``name``: of its region.
     """
 
-    def __init__(self) -> None:
-        self._clear = threading.Event()
-        self._inside = 0  # collectives in flight, counted by the thread that issues
-        self.drop()
-
-    def set(self) -> None:
-        """Add a collective in flight: no chunk starts from here on."""
-        self._inside += 1
-        self._clear.clear()
-
-    def clear(self) -> None:
-        """Remove a collective in flight: chunks start again if no other is left."""
-        self._inside -= 1
-        if self._inside <= 0:
-            self.drop()
-
-    def drop(self) -> None:
-        """Remove all collectives in flight: chunks start again."""
-        self._inside = 0
-        self._clear.set()
-
-    def hold(self) -> None:
-        """Wait while the flag is set; called on the copy stream before a chunk."""
-        while not self._clear.is_set():  # it may be set again before this thread wakes up
-            self._clear.wait()
-
-    def around(self, issue: Issue, node: Node, ends: bool) -> Iterator[Issue]:
-        """The instruction of a node, between those of the flag.  ``ends``: whether it completes a collective."""
-        if collective_kind(node) is not None:
-            yield lambda step: self.set()
-        if node.target is WAIT and issue is not _nothing:
-            yield (
-                lambda step: self.drop()
-            )  # no deadlock: compute beside a collective would wait for a copy that is held
-        yield issue
-        if ends:
-            yield lambda step: self.clear()
+    work: Callable[[list[Any]], None]
+    window: int | None = None
+    name: str = ""
 
 
 class Issuer:
@@ -144,7 +109,24 @@ class Issuer:
         self._crossing = {c.name: c.nbytes for c in program.problem.collectives}
 
     def instructions(self) -> Iterator[Issue]:
-        """One function for each node, which issues it; after it, one that drops the values no longer needed."""
+        """The functions that issue the nodes of the program, in their order.
+
+        A region, what takes its outputs apart, and what drops values after it are one, because each costs the host time.
+        """
+        taken = list[Compute]()
+        for found in self._in_order():
+            if taken and not (isinstance(found, Compute) and found.window is None):
+                yield self._compute(taken)
+                taken = []
+            if isinstance(found, Compute):
+                taken.append(found)
+            else:
+                yield found
+        if taken:
+            yield self._compute(taken)
+
+    def _in_order(self) -> Iterator[Issue | Compute]:
+        """For each node, what issues it, or its work; after it, work that drops the values no longer needed."""
         module, windows = self._program.module, len(self._program.problem.regions)
         number = {node.name: i for node, i in self.number.items()}
         opened: int | None = None
@@ -155,29 +137,52 @@ class Issuer:
             issue = self._issue(module, node, min(window, windows - 1))
             window += node.op == "call_module"
             if (prefetch := prefetch_of(node)) is not None:
+                assert issue is not None and not isinstance(issue, Compute)
                 if prefetch.window != opened:
                     issue = partial(self._open, issue)
                 opened = prefetch.window
-            yield from (issue,) if self.flag is None else self.flag.around(issue, node, self._ends(node))
+            found = (issue,) if self.flag is None else self._flagged(self.flag, issue, node)
+            yield from (each for each in found if each is not None)
             if values := self._program.releases.get(node.name):
-                yield partial(self._drop, tuple(number[value] for value in values))
+                yield Compute(partial(_drop, tuple(number[value] for value in values)))
 
-    def _drop(self, numbers: tuple[int, ...], step: Step) -> None:
-        env = step.env
+    def _flagged(self, flag: HostFlag, issue: Issue | Compute | None, node: Node) -> Iterator[Issue | Compute | None]:
+        """What issues a node, between what sets and clears the flag."""
+        if collective_kind(node) is not None:
+            yield lambda step: flag.set()
+        if node.target is WAIT and issue is not None:
+            yield (
+                lambda step: flag.drop()
+            )  # no deadlock: compute beside a collective would wait for a copy that is held
+        yield issue
+        if self._ends(node):
+            yield lambda step: flag.clear()
 
-        def work() -> None:
-            for number in numbers:
-                env[number] = None
+    def _compute(self, taken: Sequence[Compute]) -> Issue:
+        """A function that issues works, of which the first may be a region's, as one."""
+        run, window, name = self._device.compute.run, taken[0].window, taken[0].name
+        first, rest = taken[0].work, [each.work for each in taken[1:]]
 
-        self._device.compute.run(work)
+        def issue(step: Step) -> None:
+            env = step.env
 
-    def _issue(self, module: GraphModule, node: Node, window: int) -> Issue:
+            def work() -> None:
+                first(env)
+                for each in rest:
+                    each(env)
+
+            run(work, None if window is None else RegionWatch(step.cost.windows, window), name)
+
+        return issue
+
+    def _issue(self, module: GraphModule, node: Node, window: int) -> Issue | Compute | None:
+        """What issues a node, or its work; None if another event, or the order of a stream, does its work."""
         function: Any = node.target
         if (prefetch := prefetch_of(node)) is not None:
             return self.prefetch(prefetch, node)
         if node.target is WAIT:
             awaited = self._arrivals.awaited.get(node)
-            return _nothing if awaited is None else partial(self._wait, self._state.arrived[awaited], window)
+            return None if awaited is None else partial(self._wait, self._state.arrived[awaited], window)
         if node.target is EVICT:
             return self._evict(str(node.args[0]))
         if node.op == "get_attr":
@@ -257,25 +262,20 @@ class Issuer:
         function: Callable[..., Any],
         window: int | None = None,
         operands: Sequence[Any] | None = None,
-    ) -> Issue:
-        """A function that issues a node on the compute stream.  ``window``: where its compute time counts, or None."""
-        number, run, read = self.number[node], self._device.compute.run, self._reader(node, operands)
+    ) -> Compute:
+        """The work of a node.  ``window``: where its compute time counts, or None."""
+        number, read = self.number[node], self._reader(node, operands)
         name = (
             ""
             if window is None
             else " ".join(w for w in (node.name, *self._program.plan.regions[self._program.start + window]) if w)
         )
 
-        def issue(step: Step) -> None:
-            env = step.env
+        def work(env: list[Any]) -> None:
+            args, kwargs = read(env)
+            env[number] = function(*args, **kwargs)
 
-            def work() -> None:
-                args, kwargs = read(env)
-                env[number] = function(*args, **kwargs)
-
-            run(work, None if window is None else RegionWatch(step.cost.windows, window), name)
-
-        return issue
+        return Compute(work, window, name)
 
     def _reader(
         self, node: Node, operands: Sequence[Any] | None = None
@@ -352,25 +352,26 @@ class Issuer:
 
         return call
 
-    def _evict(self, weight: str) -> Issue:
-        """A function that poisons the evicted bytes, if asked to.
+    def _evict(self, weight: str) -> Compute | None:
+        """Work that poisons the evicted bytes, if asked to.
 
         It needs no event: the opening of the next window over these bytes comes after it on the compute stream.
         """
         if not self._poison:
-            return _nothing
+            return None
         plan = self._program.plan
         found = next(w for w in plan.streamed if w.name == weight)
         spans = [plan.span(found, r.first, r.end) for r in runs(found.windows) if r.window is not None]
         pieces = [self.binding.slots[weight][begin:end] for begin, end in spans]
-        return lambda step: self._device.compute.run(partial(_poison, pieces))
+        return Compute(partial(_poison, pieces))
 
 
-def _nothing(step: Step) -> None:
-    """Issue nothing: another event, or the order of a stream, does the work of this node."""
+def _drop(numbers: Sequence[int], env: list[Any]) -> None:
+    for number in numbers:
+        env[number] = None
 
 
-def _poison(pieces: Sequence[torch.Tensor]) -> None:
+def _poison(pieces: Sequence[torch.Tensor], env: list[Any]) -> None:
     """Set all bits, which is NaN in every floating type except the ``fnuz`` variants of float8."""
     for piece in pieces:
         piece.fill_(255)

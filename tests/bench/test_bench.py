@@ -46,7 +46,7 @@ from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.placement.place import place
 from chunkflow_compile.passes.placement.policies import block_regions
 from chunkflow_compile.runtime.device import CpuDevice
-from chunkflow_compile.runtime.instructions import HostFlag
+from chunkflow_compile.runtime.host_flag import HostFlag
 
 OWN = """
 import torch
