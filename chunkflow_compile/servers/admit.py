@@ -17,6 +17,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property, partial
@@ -34,7 +35,7 @@ from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.sizes import Shape
 from chunkflow_compile.models.weightless import trace_without_weights
 from chunkflow_compile.options import Options, parse_options
-from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.errors import ChunkflowError, first_line
 from chunkflow_compile.passes.pipeline import Settings, make_cut
 from chunkflow_compile.passes.placement.place import least_memory, place
 from chunkflow_compile.passes.placement.timeline import Simulator
@@ -284,8 +285,13 @@ def _answer() -> None:
     out = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
     admitter, shape = pickle.load(sys.stdin.buffer)
+    try:
+        found = admitter.trace(shape)
+    except Exception as error:  # noqa: BLE001  (whatever it is, the process that asked says it)
+        traceback.print_exc()
+        sys.exit(first_line(error))  # Dynamo adds lines after those of an error in traced code
     with out:
-        pickle.dump(admitter.trace(shape), out)
+        pickle.dump(found, out)
 
 
 def _family(model: nn.Module) -> Family:
