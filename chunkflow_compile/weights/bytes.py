@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
@@ -25,9 +24,9 @@ def cast_alone(target: torch.Tensor, source: torch.Tensor) -> None:
         cast.copy_(value)
 
 
-def memory_of(tensor: torch.Tensor) -> Any:
-    """The memory of a dense host tensor as a buffer that can be written."""
-    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense host tensor, in memory order, to read and to write."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:

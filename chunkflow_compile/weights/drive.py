@@ -20,7 +20,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Problem
 
-from .bytes import as_weight, flat_bytes, memory_of
+from .bytes import as_weight, memory_of
 from .mapping import Descriptor, whole_pages
 from .source import DriveBytes, WeightFile
 
@@ -67,7 +67,7 @@ class Scratch:
 
     def write(self, begin: int, weight: torch.Tensor) -> None:
         """Write a dense host tensor from a page on.  Raises ChunkflowError if the file system is full."""
-        number, view, done = self.file.descriptor.number, memoryview(memory_of(flat_bytes(weight))).cast("B"), 0
+        number, view, done = self.file.descriptor.number, memory_of(weight), 0
         try:
             os.ftruncate(number, begin + whole_pages(weight.nbytes))
             while done < len(view):

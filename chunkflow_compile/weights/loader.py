@@ -21,7 +21,6 @@ from .mapping import whole_pages
 from .modules import filled_by
 from .node import Node
 from .sharing import LoadRequest, Role, SharedPages
-from .source import DriveBytes
 from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
@@ -94,9 +93,9 @@ class WeightLoader:
         """
         weight, values = self._weights[name], tensor.detach()
         if weight.stays:
-            if weight.drive and (part := weight.part) is not None:
-                found = DriveBytes(self._reader.file(part), part.offset, part.nbytes)
-                return HostBuffer(values, FileSlice(values, found, self._owned, scratch=False))
+            if weight.drive and weight.part is not None:
+                weight.part.file.check()
+                return HostBuffer(values, FileSlice(values, weight.part, self._owned, scratch=False))
             return HostBuffer(ordinary(values))
         self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:

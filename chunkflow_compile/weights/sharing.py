@@ -12,7 +12,7 @@ import logging
 import mmap
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -20,7 +20,6 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
-from .checkpoint import FilePart
 from .drive import Scratch, scratch_folder
 from .limits import check_room
 from .mapping import map_file, memory_file, prefer_huge_pages, whole_pages
@@ -51,7 +50,7 @@ class LoadRequest:
     stride: tuple[int, ...]
     dtype: torch.dtype
     read_as: torch.dtype
-    part: FilePart | None
+    part: DriveBytes | None
     drive: bool
     stays: bool
     frees: int = 0
@@ -71,7 +70,7 @@ class LoadRequest:
 
     def manifest(self) -> dict[str, Any]:
         """As JSON holds it."""
-        part = None if self.part is None else asdict(self.part)
+        part = None if self.part is None else [self.part.file.name, self.part.file.stamp, self.part.offset, self.part.nbytes]
         shard = None if self.shard is None else [*self.shard]
         kind = [self.name, [*self.shape], [*self.stride], str(self.dtype), self.drive, shard]
         return {"as": kind, "from": [part, str(self.read_as)]}

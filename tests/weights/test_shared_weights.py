@@ -27,7 +27,7 @@ import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights.bytes import flat_bytes
-from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
+from chunkflow_compile.weights.checkpoint import CheckpointReader
 from chunkflow_compile.weights.drive import Scratch
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.mapping import whole_pages
@@ -325,7 +325,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each weight that this process reads from a checkpoint to place it."""
     plain, sizes = CheckpointReader.read, list[int]()
 
-    def read(self: CheckpointReader, part: FilePart, *args: Any) -> None:
+    def read(self: CheckpointReader, part: DriveBytes, *args: Any) -> None:
         plain(self, part, *args)
         sizes.append(part.nbytes)
 
