@@ -14,7 +14,7 @@ from .bytes import ordinary
 from .checkpoint import CheckpointReader, Mappings
 from .drive import Scratch, scratch_folder
 from .host_buffer import HostBuffer
-from .host_memory import empty_pages, fill, near_cpus, running_on
+from .host_memory import empty_pages, fill, near_cpus
 from .leaves import tensors_of
 from .limits import check_room, host_memory
 from .mapping import whole_pages
@@ -164,9 +164,8 @@ class WeightLoader:
         stays = stays or (same and drive and part is not None and not values.is_inference())
         frees = values.nbytes if values.device.type == "cpu" and part is None else 0
         shard = self._shards.get(name)
-        return LoadRequest(
-            name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard
-        )
+        like = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="meta")
+        return LoadRequest(name, like, values.dtype, part, drive, stays, frees, shard)
 
     def _makes(self, weight: LoadRequest) -> bool:
         """Whether this rank makes a copy of a weight in host memory, of its own or for all."""
@@ -186,16 +185,15 @@ class WeightLoader:
             self._todo -= weight.takes
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        made = empty_pages(values, weight.dtype)
+        made = empty_pages(weight.like)
         self._fill(made, weight, values)
         return made
 
     def _fill(self, made: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
         if weight.part is not None:
             self._reader.read(weight.part, made, weight.read_as)
-        elif made.numel():
-            with running_on(self._cpus):  # the first thread to write a page decides its memory node
-                fill(made, values, self._stagings.of(values.device))
+        else:
+            fill(made, values, self._cpus, self._stagings)
 
     @cached_property
     def _cpus(self) -> frozenset[int]:

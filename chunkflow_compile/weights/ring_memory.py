@@ -24,7 +24,7 @@ class RingMemory:
     @staticmethod
     def own(nbytes: int, pin: Pin) -> RingMemory:
         """For this process alone."""
-        return RingMemory(empty_pages(torch.empty(nbytes, dtype=torch.uint8, device="meta"), torch.uint8), pin)
+        return RingMemory(empty_pages(torch.empty(nbytes, dtype=torch.uint8, device="meta")), pin)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere

@@ -20,6 +20,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
+from .bytes import as_weight
 from .drive import Scratch, scratch_folder
 from .limits import check_room
 from .mapping import map_file, memory_file, prefer_huge_pages, whole_pages
@@ -37,18 +38,17 @@ _PIECE = 1 << 20
 _NAMED = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadRequest:
-    """A weight to place: its name, shape, strides and dtype, and the part of a file that it is, if it is one.
+    """A weight to place: its name, and the part of a file that it is, if it is one.
 
+    ``like``: its shape, strides and dtype from then on, as a tensor without memory.  ``read_as``: its dtype now.
     ``drive``: whether it goes to the drive.  ``stays``: whether it keeps its memory, or its place in a file on the drive.
     ``frees``: bytes that its present memory gives back.  ``shard``: which part of a weight it is, None for a whole one.
     """
 
     name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: torch.Tensor
     read_as: torch.dtype
     part: DriveBytes | None
     drive: bool
@@ -63,21 +63,18 @@ class LoadRequest:
 
     @property
     def nbytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return self.like.nbytes
 
     def manifest(self) -> dict[str, Any]:
         """As JSON holds it."""
-        part = None if self.part is None else [self.part.file.name, self.part.file.stamp, self.part.offset, self.part.nbytes]
+        part = (
+            None
+            if self.part is None
+            else [self.part.file.name, self.part.file.stamp, self.part.offset, self.part.nbytes]
+        )
         shard = None if self.shard is None else [*self.shard]
-        kind = [self.name, [*self.shape], [*self.stride], str(self.dtype), self.drive, shard]
+        kind = [self.name, [*self.like.shape], [*self.like.stride()], str(self.like.dtype), self.drive, shard]
         return {"as": kind, "from": [part, str(self.read_as)]}
-
-    def view(self, data: torch.Tensor) -> torch.Tensor:
-        """The weight whose bytes are ``data``, uint8."""
-        return data.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class SharedPages:
@@ -132,7 +129,7 @@ class SharedPages:
         for weight, begin in zip(weights, places, strict=False):
             # each has a storage of its own: one of all weights would be pickled with each of them
             part = torch.empty(0, dtype=torch.uint8).set_(storage[begin : begin + weight.nbytes])
-            self._pages[weight.name] = SharedMemory(descriptor, begin, weight.view(part))
+            self._pages[weight.name] = SharedMemory(descriptor, begin, as_weight(part, weight.like))
 
     def _share_file(self, weights: Sequence[LoadRequest]) -> None:
         """The leader makes the scratch file, and the others get it."""
@@ -201,7 +198,7 @@ class SharedPages:
         self._node.wait(self._awaited[name])
         begin, weight = self._on_drive[name]
         found = DriveBytes(self._scratch.file, begin, weight.nbytes)
-        return weight.view(found.mapped()), found
+        return as_weight(found.mapped(), weight.like), found
 
     def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""

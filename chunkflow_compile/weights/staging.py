@@ -70,51 +70,42 @@ class Staging:
             yield self._pieces[number % PIECES], slice(begin, min(begin + self._piece, nbytes))
 
 
-class GpuStaging:
-    """Tensors between pageable host memory and one GPU, on the caller's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._staging = Staging(lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True), torch.cuda.Event)
-
-    def brought(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy of a dense host tensor on the GPU.  Raises torch.OutOfMemoryError if there is no room."""
-        if host.is_pinned() or not self._staging.pinned:
-            return host.to(self._device, copy=True)
-        made = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
-        with torch.cuda.device(self._device):
-            self._staging.to_device(flat_bytes(made), flat_bytes(host), _copy, torch.cuda.Event.record)
-        return made
-
-    def fetch(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy a dense tensor of the GPU to host bytes (uint8)."""
-        source = flat_bytes(values)
-        if not self._staging.pinned:
-            target.copy_(source)
-            return
-        with torch.cuda.device(self._device):
-            self._staging.to_host(target, source, _copy, torch.cuda.Event.record)
-
-
 class GpuStagings:
-    """The stagings of one operation, such as restoring a model; their pinned memory is given back with it."""
+    """Tensors between pageable host memory and GPUs, on the caller's current streams, for one operation, such as restoring a
+    model: the pinned memory is given back with it."""
 
     def __init__(self) -> None:
-        self._made: dict[torch.device, GpuStaging] = {}
-
-    def of(self, device: torch.device) -> GpuStaging | None:
-        """The staging for a GPU; None for the CPU."""
-        if device.type != "cuda":
-            return None
-        if device not in self._made:
-            self._made[device] = GpuStaging(device)
-        return self._made[device]
+        self._made: dict[torch.device, Staging] = {}
 
     def brought(self, host: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
-        """The values of a host tensor on a device; on the CPU the tensor itself, unless a ``copy`` is wanted."""
-        staging = self.of(device)
-        return host.to(device, copy=copy) if staging is None else staging.brought(host)
+        """The values of a dense host tensor on a device; on the CPU the tensor itself, unless a ``copy`` is wanted.
+
+        Raises torch.OutOfMemoryError if there is no room.
+        """
+        if device.type != "cuda":
+            return host.to(device, copy=copy)
+        if host.is_pinned() or not (staging := self._of(device)).pinned:
+            return host.to(device, copy=True)
+        made = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        with torch.cuda.device(device):
+            staging.to_device(flat_bytes(made), flat_bytes(host), _copy, torch.cuda.Event.record)
+        return made
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy bytes of a device to host bytes (uint8, equal sizes)."""
+        if source.device.type != "cuda" or not (staging := self._of(source.device)).pinned:
+            target.copy_(source)
+            return
+        with torch.cuda.device(source.device):
+            staging.to_host(target, source, _copy, torch.cuda.Event.record)
+
+    def _of(self, device: torch.device) -> Staging:
+        if device not in self._made:
+            with torch.cuda.device(device):
+                self._made[device] = Staging(
+                    lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True), torch.cuda.Event
+                )
+        return self._made[device]
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
