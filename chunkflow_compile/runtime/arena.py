@@ -21,8 +21,7 @@ from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
 from chunkflow_compile.weights.bytes import as_weight, slot_bytes
 from chunkflow_compile.weights.host_buffer import HostBuffer
-from chunkflow_compile.weights.host_store import ring_of
-from chunkflow_compile.weights.pinning import pin_all
+from chunkflow_compile.weights.host_store import pin_all, ring_of
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source

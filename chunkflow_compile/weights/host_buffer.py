@@ -49,7 +49,7 @@ class Store(Protocol):
 
     def room(self, budget: int | None) -> Room: ...
 
-    def pageable(self, buffer: HostBuffer, error: OSError) -> None: ...
+    def pageable(self, buffer: HostBuffer, cause: str) -> None: ...
 
     def entered(self, name: str, how: str, more: int = 0) -> None: ...
 
@@ -270,7 +270,7 @@ class HostBuffer:
             self._unpin = weakref.finalize(self, _unpin, self._copied_by, self._pinned(device))
             self._unpin.atexit = False
         except OSError as error:
-            self.store.pageable(self, error)
+            self.store.pageable(self, str(error))
 
     def _pinned(self, device: HostReader) -> Callable[[], None]:
         """Pin, twice if need be: the kernel may refuse pages that another rank pins at the moment."""

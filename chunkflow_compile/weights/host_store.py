@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,10 +20,11 @@ from .backing import SharedMemory
 from .counts import Counts
 from .host_buffer import HostBuffer
 from .host_weight import HostWeight, become, like
-from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
+from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
 from .progress import moving
+from .reader import HostReader
 from .shared_ring import SharedRing
 from .staging import GpuStagings
 
@@ -145,7 +147,7 @@ class HostStore:
     def agree(self, node: Node) -> None:
         """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
         drive = any(buffer.drive is not None for buffer in self.buffers)
-        gathered = node.gather([self.pinnable(), drive])
+        gathered = node.gather([self._pinnable(host_memory()), drive])
         self.agreed = min(most for most, _ in gathered)
         if self.ring is None and all(each for _, each in gathered):
             file = node.share(SharedRing.made() if node.leads else None)
@@ -226,24 +228,50 @@ class HostStore:
         if self.agreed is not None:
             return Room(self.agreed - self.pinned_bytes, f"the ranks that share weights pin at most {self.agreed}")
         memory = host_memory()
-        most = self.pinnable(memory)
+        most = self._pinnable(memory)
         why = f"{memory.free} bytes are free{memory.by}, and {memory.reserve} stay in reserve: at most {most}"
         return Room(most - self.pinned_bytes, why)
 
-    def pinnable(self, memory: HostMemory | None = None) -> int:
-        """Bytes that this rank may pin of the weights."""
-        return pin_budget(self.held_bytes, max(local_ranks(), self.turn[1] if self.turn else 1), memory)
+    def _pinnable(self, memory: HostMemory) -> int:
+        """Bytes that this rank may pin of the weights.  Those in host memory are not free, and to pin them takes no more."""
+        ranks = max(local_ranks(), self.turn[1] if self.turn else 1)
+        return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)
 
-    def pageable(self, buffer: HostBuffer, error: OSError) -> None:
+    def pageable(self, buffer: HostBuffer, cause: str) -> None:
         """Continue without pinned memory, and warn once."""
         self.pins = False
         warnings.warn(
             f"The host memory of {buffer.name} ({buffer.nbytes} bytes) could not be pinned after {self.pinned_bytes} bytes "
-            f"of other weights ({error}). It and the weights after it are copied from pageable memory, which is "
+            f"of other weights ({cause}). It and the weights after it are copied from pageable memory, which is "
             "slower: a thread of its own sends them through a small pinned ring. Lower the option pin_memory, or free or add "
             "host memory; in a container, raise its memory limit.",
             stacklevel=2,
         )
+
+
+def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | None) -> bool:
+    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether all of it is pinned.
+
+    ``budget``: most bytes of a store to pin, None for what the machine leaves.
+    Ranks that share memory pin the same weights, the first ones that find room, and begin at different ones: where two pin
+    the same pages at once, the kernel may refuse one.
+    """
+    turns = [buffer.store.turn for buffer in buffers if buffer.store.turn is not None]
+    place, ranks = min(turns) if turns else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
+    todo = [buffer for buffer in buffers if not buffer.pinned]
+    stores = {buffer.store for buffer in todo} if device.name == "cuda" else ()
+    rooms = {store: store.room(budget) for store in stores}
+    without = {b for b in todo if b.store in rooms and b.pins and not rooms[b.store].take(b.nbytes)}
+    fit = [buffer for buffer in todo if buffer not in without]
+    first = len(fit) * place // ranks
+    with moving("pinning", sum(buffer.nbytes for buffer in todo)) as pinned:
+        for buffer in (*fit[first:], *fit[:first], *without):
+            buffer.pin(device, buffer not in without)
+            pinned(buffer.nbytes)
+    for buffer in todo:
+        if buffer in without and buffer.store.pins:  # said once for each store, of the first of its weights
+            buffer.store.pageable(buffer, rooms[buffer.store].why)
+    return all(buffer.pinned for buffer in buffers)
 
 
 def ring_of(buffers: Iterable[HostBuffer]) -> SharedRing | None:
