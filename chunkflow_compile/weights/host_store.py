@@ -50,7 +50,7 @@ class HostStore:
     agreed: int | None = None
     counts: Counts = field(default_factory=Counts)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
-    _buffers: list[weakref.ref[HostBuffer]] = field(default_factory=list)
+    _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
@@ -71,13 +71,8 @@ class HostStore:
     @property
     def buffers(self) -> list[HostBuffer]:
         """The buffers of the weights that still exist, oldest first."""
-        found = self.seen()
-        self._buffers = [weakref.ref(buffer) for buffer in found]
-        return found
-
-    def seen(self) -> list[HostBuffer]:
-        """The same, for a thread that must change nothing here."""
-        return [buffer for ref in [*self._buffers] if (buffer := ref()) is not None and buffer.lasts_in(self)]
+        found = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
+        return [buffer for buffer in found if buffer is not None and buffer.lasts_in(self)]
 
     @property
     def pinned_bytes(self) -> int:
@@ -119,7 +114,7 @@ class HostStore:
     ) -> None:
         """Take the buffer of a weight, or of the tensor that becomes it, into the store."""
         buffer.join(self, names, origin, host, weight)
-        self._buffers.append(weakref.ref(buffer))
+        self._buffers[buffer] = None
         self._total += buffer.nbytes
 
     def release(self, device: torch.device | None = None, failed: bool = False) -> None:
