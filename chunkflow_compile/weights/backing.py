@@ -5,7 +5,6 @@ A write makes a weight private, whatever backs it: it gets memory of its own fir
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
@@ -16,7 +15,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .limits import no_room
-from .mapping import ACCESS, MAP_FIXED, Descriptor, leave_file, libc, map_file, map_over, own_memory, whole_pages
+from .mapping import Descriptor, map_file, map_over, own_memory
 from .source import DriveBytes
 
 
@@ -45,23 +44,23 @@ class SharedMemory:
         """It never changes."""
 
     def make_private(self, name: str) -> None:
-        size = whole_pages(self.host.nbytes)
-        if (cause := no_room(size)) is not None:
+        if (cause := no_room(self.host.nbytes)) is not None:
             raise ChunkflowError(_no_memory(self.host, cause))
         try:
-            own_memory(self.host.data_ptr(), self.host.nbytes, size)
+            own_memory(self.host, set())
         except OSError as error:
             raise ChunkflowError(_no_memory(self.host, error.strerror or str(error))) from error
 
     def leave(self) -> None:
         """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        libc().mmap(self.host.data_ptr(), whole_pages(self.host.nbytes), ACCESS, flags, -1, 0)
+        map_over(self.host, None)
 
     def copy_on_write(self) -> None:
-        """As :meth:`make_private`, without memory: a page takes some when it is written.  Keeps all of the shared memory."""
-        with contextlib.suppress(OSError):  # else it stays shared, which is right until it is written
-            map_over(self.host, self._descriptor, mmap.MAP_PRIVATE, self._offset)
+        """As :meth:`make_private`, without memory: a page takes some when it is written.  Keeps all of the shared memory.
+
+        Where the kernel refuses, it stays shared, which is right until it is written.
+        """
+        map_over(self.host, self._descriptor, self._offset)
 
     def to_write(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values as an ordinary tensor.  It takes no memory until it is written, and only it sees the writes.
@@ -105,7 +104,7 @@ class FileSlice:
                 f"there: {cause}. Free host memory, or write before the model is placed."
             )
         try:
-            leave_file(self._host, self._owned)
+            own_memory(self._host, self._owned)
         except OSError as error:
             raise ChunkflowError(f"{name} ({nbytes} bytes) cannot be written: {error.strerror}.") from error
 
