@@ -75,23 +75,22 @@ class SharedMemory:
 
 
 class FileSlice:
-    """Bytes of a file on the drive, of which the host tensor is a mapping whose writes the file does not see.
+    """Bytes of a file on the drive, of which the host tensor is a mapping whose writes the file does not see."""
 
-    ``scratch``: whether it is a scratch file, and not a checkpoint.
-    """
-
-    def __init__(self, host: torch.Tensor, found: DriveBytes, owned: set[int], scratch: bool) -> None:
-        """``owned``: pages at the ends of weights that have left their checkpoint, of all weights that may share one."""
-        self.scratch = scratch
+    def __init__(self, host: torch.Tensor, found: DriveBytes) -> None:
         self._host = host
         self._bytes = found
-        self._owned = owned
         self._version = host._version
 
     @property
     def bytes(self) -> DriveBytes | None:
         """What copies read; None once the mapping was written."""
         return self._bytes if self._version == self._host._version else None
+
+    @property
+    def scratch(self) -> bool:
+        """Whether it is a scratch file, and not a checkpoint."""
+        return self._bytes.file.stamp is None
 
     def check(self) -> None:
         self._bytes.file.check()
@@ -104,7 +103,7 @@ class FileSlice:
                 f"there: {cause}. Free host memory, or write before the model is placed."
             )
         try:
-            own_memory(self._host, self._owned)
+            own_memory(self._host, self._bytes.file.left)
         except OSError as error:
             raise ChunkflowError(f"{name} ({nbytes} bytes) cannot be written: {error.strerror}.") from error
 

@@ -9,7 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from .backing import FileSlice
+from .backing import Backing, FileSlice
 from .bytes import ordinary
 from .checkpoint import CheckpointReader, Mappings
 from .drive import Scratch, scratch_folder
@@ -60,7 +60,6 @@ class WeightLoader:
         self._node = node
         self._on_drive = on_drive
         self._kept: set[str] = set()
-        self._owned: set[int] = set()  # pages of weights that have left their checkpoint
         self._unchecked = 0
         self._finished = False
         self._shared: SharedPages | None = None
@@ -95,12 +94,11 @@ class WeightLoader:
         if weight.stays:
             if weight.drive and weight.part is not None:
                 weight.part.file.check()
-                return HostBuffer(values, FileSlice(values, weight.part, self._owned, scratch=False))
+                return HostBuffer(values, FileSlice(values, weight.part))
             return HostBuffer(ordinary(values))
         self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:
-            share = self._share_file if weight.drive else self._share_pages
-            if (placed := share(self._shared, role, weight, values)) is not None:
+            if (placed := self._share(self._shared, role, weight, values)) is not None:
                 return placed
             if not weight.drive:
                 check_room(self._todo + weight.takes)  # another copy than was thought
@@ -108,7 +106,7 @@ class WeightLoader:
         if not weight.drive:
             return HostBuffer(made)
         host, kept = self._scratch.keep(made)
-        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
+        return HostBuffer(host, FileSlice(host, kept))
 
     def in_file(self, name: str) -> bool:
         """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed.
@@ -117,29 +115,24 @@ class WeightLoader:
         """
         return self._weights[name].part is not None
 
-    def _share_pages(
-        self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
-    ) -> HostBuffer | None:
-        """The values in memory that other ranks map too; None if those there are others."""
-        name, found = weight.name, shared.pages(weight.name)
-        if role == "fill":
-            self._fill(found.host, weight, values)
-            shared.written(name)
-        elif role == "compare" and not shared.same(name, found.host, values):
+    def _share(self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor) -> HostBuffer | None:
+        """The values in memory that other ranks map too, or in the scratch file of all; None if those there are others."""
+        name = weight.name
+        if weight.drive:
+            if role == "fill":
+                shared.keep(name, self._filled(weight, values))
+            host, kept = shared.kept(name)
+            backing: Backing = FileSlice(host, kept)
+        else:
+            backing = pages = shared.pages(name)
+            host = pages.host
+            if role == "fill":
+                self._fill(host, weight, values)
+                shared.written(name)
+        if role == "compare" and not shared.same(name, host, values):
             return None
         self._kept.add(name)
-        return HostBuffer(found.host, found)
-
-    def _share_file(
-        self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
-    ) -> HostBuffer | None:
-        """The values in the scratch file of all ranks; None if those there are others."""
-        if role == "fill":
-            shared.keep(weight.name, self._filled(weight, values))
-        host, kept = shared.kept(weight.name)
-        if role == "compare" and not shared.same(weight.name, host, values):
-            return None
-        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
+        return HostBuffer(host, backing)
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""

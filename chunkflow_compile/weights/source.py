@@ -22,8 +22,9 @@ from .mapping import Descriptor, map_file
 class WeightFile:
     """An open file of weights, from which all of them are read.
 
-    ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a file that must not change; None for any
-    other.  ``read_bytes``: those read so far.
+    ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a checkpoint, which must not change; None
+    for a scratch file.  ``read_bytes``: those read so far.  ``left``: the pages at the ends of weights that have left their
+    mappings of it; two weights may share one.
     """
 
     def __init__(self, opened: Descriptor | Path, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
@@ -31,6 +32,7 @@ class WeightFile:
         self.name = name
         self.stamp = stamp
         self.read_bytes = 0
+        self.left: set[int] = set()
         self._opened = opened
 
     @property
