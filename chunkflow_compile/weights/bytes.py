@@ -8,6 +8,8 @@ import torch
 
 # Elements that torch casts on the calling thread alone; for more it starts a team of threads.
 _ALONE = 1 << 15
+# Integers of the same size, in which equal means equal bit by bit.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -61,3 +63,10 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.inference_mode(False), torch.no_grad():
         return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal bit by bit."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    return torch.equal(*(t.view(_BITS[t.itemsize]) for t in (one, other)))

@@ -13,6 +13,7 @@ import mmap
 import os
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
@@ -20,7 +21,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
-from .bytes import as_weight
+from .bytes import as_weight, same_bits
 from .drive import Scratch, scratch_folder
 from .limits import check_room
 from .mapping import map_file, memory_file, prefer_huge_pages, whole_pages
@@ -143,10 +144,7 @@ class SharedPages:
     @staticmethod
     def _places(weights: Sequence[LoadRequest]) -> list[int]:
         """Where each weight begins, on a page of its own, and the end."""
-        places = [0]
-        for weight in weights:
-            places.append(places[-1] + whole_pages(weight.nbytes))
-        return places
+        return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
     def _assign(self, weights: Sequence[LoadRequest], sources: dict[str, list[Any]]) -> None:
         """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.
@@ -232,10 +230,5 @@ def _some_of(names: Sequence[str]) -> str:
 
 def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a dense host tensor has the bytes that ``values``, cast to its dtype, would have there."""
-    ours, theirs = (t.as_strided((t.numel(),), (1,)) for t in (made, values))
-    for begin in range(0, made.numel(), _PIECE):
-        piece = theirs[begin : begin + _PIECE].to(made.dtype).to("cpu")
-        held = ours[begin : begin + _PIECE]
-        if ctypes.CDLL(None).memcmp(ctypes.c_void_p(held.data_ptr()), ctypes.c_void_p(piece.data_ptr()), held.nbytes):
-            return False
-    return True
+    pieces = zip(*(t.as_strided((t.numel(),), (1,)).split(_PIECE) for t in (made, values)), strict=True)
+    return all(same_bits(ours, theirs.to(made.dtype).to("cpu")) for ours, theirs in pieces)

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .bytes import same_bits
 from .host_buffer import HostBuffer
 
 _aten = torch.ops.aten
@@ -39,8 +40,6 @@ _UNSEEN = frozenset(
 )
 # They only read, and are over when another rank receives.
 _SENDS = frozenset(("c10d::send",))
-# Integers of the same size, in which equal means equal bit by bit.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Weight(Protocol):
@@ -138,10 +137,3 @@ def _coalesces(value: Any) -> bool:
     if not _is_a("ProcessGroup", value):
         return False
     return dist.ProcessGroup.unbox(value) in dist.distributed_c10d._world.pg_coalesce_state
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal bit by bit."""
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    return torch.equal(*(t.view(_BITS[t.itemsize]) for t in (one, other)))
