@@ -196,14 +196,11 @@ class Node:
 
 
 def node_of(share: Any, device: torch.device) -> Node | None:
-    """The ranks to share weights with that are placed for ``device``; None for none.
+    """The ranks of this machine to share weights with, see :func:`group_to_share_in`; None for none.
 
-    ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.
-    Raises ChunkflowError if sharing was asked for and there is no such group, or if a rank of it is absent.
+    Raises ChunkflowError also if a rank of the group is absent.
     """
-    if share is False or (share is None and device.type != "cuda"):
-        return None
-    if (found := group_to_share_in(share)) is None:
+    if (found := group_to_share_in(share, device)) is None:
         return None
     # each memory node has its own copy: a GPU reads the other node's memory more slowly
     near = near_cpus(device)
@@ -212,10 +209,8 @@ def node_of(share: Any, device: torch.device) -> Node | None:
 
 def stay_away(share: Any, device: torch.device, error: BaseException) -> None:
     """Tell the ranks that call :func:`node_of` why this one does not.  Does not wait for them."""
-    if share is False or (share is None and device.type != "cuda"):
-        return
     with contextlib.suppress(RuntimeError):  # the store has ended too, or there is no group
-        if (found := group_to_share_in(share)) is not None:
+        if (found := group_to_share_in(share, device)) is not None:
             _next(found).close(error)
 
 
