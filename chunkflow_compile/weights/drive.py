@@ -39,11 +39,15 @@ class Scratch:
         self._end = 0
 
     @staticmethod
-    def made(folder: Path, nbytes: int) -> Scratch:
-        """A new one, in which ``nbytes`` are going to be written.
+    def made(nbytes: int) -> Scratch:
+        """A new one in the folder for temporary files, in which ``nbytes`` are going to be written.
 
-        Raises ChunkflowError if the file system is full, or is in memory itself.
+        Raises ChunkflowError if there is no such folder, or its file system is full, or is in memory itself.
         """
+        try:
+            folder = Path(tempfile.gettempdir())
+        except OSError as error:
+            raise ChunkflowError(_no_room("in a folder for temporary files", "there is none")) from error
         where = f"in {folder}"
         if (kind := _file_system(folder)) in _IN_MEMORY:
             raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})"))
@@ -74,14 +78,6 @@ class Scratch:
                 done += os.pwritev(number, [view[done:]], begin + done)
         except OSError as error:
             raise ChunkflowError(_no_room(self.where, error.strerror or str(error))) from error
-
-
-def scratch_folder() -> Path:
-    """The folder for temporary files.  Raises ChunkflowError if there is none."""
-    try:
-        return Path(tempfile.gettempdir())
-    except OSError as error:
-        raise ChunkflowError(_no_room("in a folder for temporary files", "there is none")) from error
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:

@@ -12,7 +12,7 @@ from torch import nn
 from .backing import Backing, FileSlice
 from .bytes import ordinary
 from .checkpoint import CheckpointReader, Mappings
-from .drive import Scratch, scratch_folder
+from .drive import Scratch
 from .host_buffer import HostBuffer
 from .host_memory import empty_pages, fill, near_cpus
 from .leaves import tensors_of
@@ -51,9 +51,11 @@ class WeightLoader:
         own.  ``node``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
         those that go to the drive instead.  ``shards``: by name, which part of a weight this rank
         has; ranks share equal parts only."""
-        self._device = device
+        self._cpus = near_cpus(device)
+        # the page cache of the checkpoint would push out other memory if there is no room for both
+        direct = host_memory().free < 2 * sum(w.nbytes for _, w in weights)
+        self._reader = CheckpointReader(direct, self._cpus)
         self._shards = shards
-        self._nbytes = sum(w.nbytes for _, w in weights)
         self._pages = pages or node is not None
         self._dtype_of = dtype_of
         self._stagings = GpuStagings()
@@ -144,8 +146,7 @@ class WeightLoader:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
         if self._node is not None:
             self._node.close(error)
-        if "_reader" in self.__dict__:
-            self._reader.close()
+        self._reader.close()
         if self._shared is not None:
             self._shared.leave({name for name in self._kept if self._finished or not self.in_file(name)})
 
@@ -189,23 +190,14 @@ class WeightLoader:
             fill(made, values, self._cpus, self._stagings)
 
     @cached_property
-    def _cpus(self) -> frozenset[int]:
-        return near_cpus(self._device)
-
-    @cached_property
     def _scratch(self) -> Scratch:
         """For this rank alone."""
         own = [w for w in self._weights.values() if w.drive and not w.stays and self._role(w) is None]
-        return Scratch.made(scratch_folder(), sum(whole_pages(w.nbytes) for w in own))
+        return Scratch.made(sum(whole_pages(w.nbytes) for w in own))
 
     @cached_property
     def _mappings(self) -> Mappings:
         return Mappings()
-
-    @cached_property
-    def _reader(self) -> CheckpointReader:
-        # the page cache of the checkpoint would push out other memory if there is no room for both
-        return CheckpointReader(direct=host_memory().free < 2 * self._nbytes, cpus=self._cpus)
 
 
 def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:

@@ -22,7 +22,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
 from .bytes import as_weight, same_bits
-from .drive import Scratch, scratch_folder
+from .drive import Scratch
 from .limits import check_room
 from .mapping import map_file, memory_file, prefer_huge_pages, whole_pages
 from .node import Node
@@ -136,7 +136,7 @@ class SharedPages:
         """The leader makes the scratch file, and the others get it."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
-        made = Scratch.made(scratch_folder(), places[-1]) if self._node.leads else None
+        made = Scratch.made(places[-1]) if self._node.leads else None
         # each rank has an opening of its own: the kernel reads ahead for each, and they read at different places
         file = self._node.share(None if made is None else made.file.descriptor)
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if made is None else made.where)
