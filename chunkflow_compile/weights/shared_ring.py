@@ -12,7 +12,6 @@ earlier reads only.
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import threading
@@ -23,7 +22,7 @@ from typing import NamedTuple
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK
 
-from .mapping import Descriptor, map_file, prefer_huge_pages
+from .mapping import Descriptor, map_file, memory_file, prefer_huge_pages
 from .ring_memory import Pin, RingMemory
 
 # A call, by a number that is equal on all ranks: how many calls they have met in, and how many came after the last of them.
@@ -86,12 +85,9 @@ class SharedRing:
     def made() -> Descriptor:
         """A file for one, which grows with the ring.  Raises ChunkflowError if there is no memory."""
         try:
-            found = Descriptor(os.memfd_create("chunkflow-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            os.truncate(found.number, _COUNTERS)
-            fcntl.fcntl(found.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # no rank can cut what another one reads
+            return memory_file("chunkflow-ring", _COUNTERS, grows=True)
         except OSError as error:
             raise ChunkflowError(f"A ring for all ranks cannot be made: {error.strerror or error}.") from error
-        return found
 
     def claim(self) -> bool:
         """Whether the caller may use it until it calls :meth:`release`: nobody else of this process does."""
