@@ -26,7 +26,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .bytes import ordinary
 from .host_buffer import buffer_of
 from .host_store import HostStore
-from .host_weight import HostWeight
+from .host_weight import HostWeight, become, like
 from .leaves import leaves, quant_state_tensors, with_leaves
 from .modules import hooks_of
 
@@ -74,7 +74,7 @@ class _Apply:
         self._cast_versions: dict[str, int] = {}  # of the copies, when they were made
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        if (hook := _casting(self._module)) is not None and self._cast(fn, hook):
+        if (hook := hooks_of(self._module).get("layerwise_casting")) is not None and self._cast(fn, hook):
             return self._module
         modules = [*self._module.modules()] if recurse else [self._module]
         weights = {id(t): t for m in modules for t in _own(m) if isinstance(t, HostWeight)}
@@ -91,7 +91,7 @@ class _Apply:
                 weight.data = weight.data.to(made.dtype, memory_format=_memory_format(made))
             if weight.device != device:
                 self._moved()
-                weight.stands_on(device)
+                become(weight, like(weight, HostWeight(weight.host, device, weight.buffer, weight.label)))
         for module in modules:
             if any(isinstance(t, HostWeight) for t in _own(module)):
                 _apply_to_others(module, fn)
@@ -136,11 +136,6 @@ class _Apply:
 
 def _nothing() -> None:
     """No program runs on the copy of a model until its first call."""
-
-
-def _casting(module: nn.Module) -> Any:
-    """The hook of diffusers' layerwise casting on a layer, None without."""
-    return hooks_of(module).get("layerwise_casting")
 
 
 def _own(module: nn.Module) -> list[torch.Tensor]:
@@ -236,10 +231,7 @@ def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
         copy = shared.to_write(tensor.host)
         if tensor.buffer.shared is shared:  # else another thread has written it
             return copy
-    made = tensor.host.detach()
-    if (buffer := tensor.buffer).placed:
-        buffer.store.lend(made, buffer)
-    return made
+    return tensor.buffer.lend(tensor.host.detach())
 
 
 def _assign_host_copies(

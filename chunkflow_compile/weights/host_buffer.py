@@ -55,8 +55,6 @@ class Store(Protocol):
 
     def count(self, name: str, nbytes: int) -> None: ...
 
-    def lend(self, tensor: torch.Tensor, buffer: HostBuffer) -> None: ...
-
 
 class HostBuffer:
     """The host memory of one weight.
@@ -98,11 +96,6 @@ class HostBuffer:
         """That of the placed model.  Only a weight that :func:`buffer_of` finds has one."""
         assert self._store is not None
         return self._store
-
-    @property
-    def placed(self) -> bool:
-        """Whether it is in a store."""
-        return self._store is not None
 
     @property
     def order(self) -> int:
@@ -194,6 +187,12 @@ class HostBuffer:
         if self._store is not None:
             self.check()
             self._store.count(self.name, nbytes)
+
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of its memory that a state_dict has: what writes it may go unnoticed, see :meth:`Store.reclaim`."""
+        if self._store is not None:
+            self._store.lent.append((weakref.ref(tensor), weakref.ref(self)))
+        return tensor
 
     @contextlib.contextmanager
     def write(self) -> Iterator[None]:

@@ -141,6 +141,7 @@ class HostStore:
 
     def agree(self, node: Node) -> None:
         """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
+        self.turn = node.ranks.index(node.rank), len(node.ranks)
         drive = any(buffer.drive is not None for buffer in self.buffers)
         gathered = node.gather([self._pinnable(host_memory()), drive])
         self.agreed = min(most for most, _ in gathered)
@@ -211,10 +212,6 @@ class HostStore:
                 "drive.",
                 stacklevel=3,
             )
-
-    def lend(self, tensor: torch.Tensor, buffer: HostBuffer) -> None:
-        """A tensor of a state_dict has the memory of a weight."""
-        self.lent.append((weakref.ref(tensor), weakref.ref(buffer)))
 
     def room(self, budget: int | None) -> Room:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""

@@ -184,11 +184,6 @@ class HostWeight(torch.Tensor):
         self.buffer.check()
         return self.host
 
-    def stands_on(self, device: torch.device) -> None:
-        """Make ``device`` the device of this weight; its values stay where they are."""
-        made = like(self, HostWeight(self.host, device, self.buffer, self.label))
-        become(self, made)
-
     def _alias(self, host: torch.Tensor) -> Any:
         """A weight around a view of the same memory; or around new memory, which some ops return in its place."""
         same = host.untyped_storage()._cdata == self.host.untyped_storage()._cdata
@@ -201,16 +196,12 @@ class HostWeight(torch.Tensor):
         if target.type == "cuda" and target.index is None:
             target = torch.device("cuda", torch.cuda.current_device())
         if target == self.device or target.type == "cpu":
-            self._copied(kwargs.get("dtype"))
+            self.buffer.copied(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
         if target != self.device:
             return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
         with torch.inference_mode(False):
             made = _aten._to_copy.default(self.checked(), **{**kwargs, "device": "cpu"})
             return HostWeight(made, self.device, label=self.label)
-
-    def _copied(self, dtype: torch.dtype | None = None) -> None:
-        """Raise ChunkflowError if the values are on the drive, and there is no room for a copy of them."""
-        self.buffer.copied(self.host.numel() * (dtype or self.host.dtype).itemsize)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
@@ -220,7 +211,7 @@ class HostWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            self._copied()
+            self.buffer.copied(self.host.nbytes)
             with torch.inference_mode(False):
                 made = memo[id(self)] = like(self, HostWeight(self.checked().clone(), self.device, label=self.label))
                 made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
