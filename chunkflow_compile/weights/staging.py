@@ -22,31 +22,33 @@ Record = Callable[[Any], None]
 class Staging:
     """``pinned``: whether the pieces could be pinned; if not, :meth:`to_device` and :meth:`to_host` must not be called."""
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], piece: int = PIECE) -> None:
-        """``allocate``: pinned memory of so many bytes, uint8; raises RuntimeError if there is none."""
-        self._piece = piece
+    def __init__(
+        self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], copy: Copy, record: Record
+    ) -> None:
+        """``allocate``: pinned memory of so many bytes, uint8; raises RuntimeError if there is none.
+
+        ``copy``, ``record``: enqueue a copy, and a mark after it, on the stream to use.
+        """
+        self._copy = copy
+        self._record = record
         self._pieces: list[tuple[torch.Tensor, Any]] = []
         with contextlib.suppress(RuntimeError):
-            self._pieces = [(allocate(piece), event()) for _ in range(PIECES)]
+            self._pieces = [(allocate(PIECE), event()) for _ in range(PIECES)]
 
     @property
     def pinned(self) -> bool:
         return bool(self._pieces)
 
-    def to_device(self, target: torch.Tensor, source: Source, copy: Copy, record: Record) -> None:
-        """Copy bytes of the host or the drive to the device (uint8, equal sizes).
-
-        ``copy``, ``record``: enqueue a copy, and a mark after it, on the stream to use.  The host returns when the last
-        piece is enqueued.
-        """
+    def to_device(self, target: torch.Tensor, source: Source) -> None:
+        """Copy bytes of the host or the drive to the device (uint8, equal sizes); it returns when all is enqueued."""
         for (piece, free), span in self._spans(source.numel()):
             free.synchronize()
             part = piece[: span.stop - span.start]
             take(part, source[span])
-            copy(target[span], part)
-            record(free)
+            self._copy(target[span], part)
+            self._record(free)
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, copy: Copy, record: Record) -> None:
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy device bytes to the host (uint8, equal sizes); they are there when it returns."""
         under_way: list[tuple[torch.Tensor, Any, slice]] = []
 
@@ -59,15 +61,15 @@ class Staging:
             if len(under_way) == PIECES:
                 take()
             part = piece[: span.stop - span.start]
-            copy(part, source[span])
-            record(over)
+            self._copy(part, source[span])
+            self._record(over)
             under_way.append((part, over, span))
         while under_way:
             take()
 
     def _spans(self, nbytes: int) -> Iterator[tuple[tuple[torch.Tensor, Any], slice]]:
-        for number, begin in enumerate(range(0, nbytes, self._piece)):
-            yield self._pieces[number % PIECES], slice(begin, min(begin + self._piece, nbytes))
+        for number, begin in enumerate(range(0, nbytes, PIECE)):
+            yield self._pieces[number % PIECES], slice(begin, min(begin + PIECE, nbytes))
 
 
 class GpuStagings:
@@ -88,7 +90,7 @@ class GpuStagings:
             return host.to(device, copy=True)
         made = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
         with torch.cuda.device(device):
-            staging.to_device(flat_bytes(made), flat_bytes(host), _copy, torch.cuda.Event.record)
+            staging.to_device(flat_bytes(made), flat_bytes(host))
         return made
 
     def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -97,15 +99,17 @@ class GpuStagings:
             target.copy_(source)
             return
         with torch.cuda.device(source.device):
-            staging.to_host(target, source, _copy, torch.cuda.Event.record)
+            staging.to_host(target, source)
 
     def _of(self, device: torch.device) -> Staging:
         if device not in self._made:
             with torch.cuda.device(device):
-                self._made[device] = Staging(
-                    lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True), torch.cuda.Event
-                )
+                self._made[device] = Staging(_pinned, torch.cuda.Event, _copy, torch.cuda.Event.record)
         return self._made[device]
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
