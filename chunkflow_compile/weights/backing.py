@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from typing import Protocol
 
 import torch
 
@@ -19,19 +18,6 @@ from .mapping import Descriptor, map_file, map_over, own_memory
 from .source import DriveBytes
 
 
-class Backing(Protocol):
-    """What lies behind the host tensor of a weight."""
-
-    def check(self) -> None:
-        """Raise ChunkflowError if it is a file that has changed: to touch the mapping could kill the process."""
-
-    def make_private(self, name: str) -> None:
-        """Give the weight memory of its own, with the same bytes at the same address.  Nothing reads it now.
-
-        ``name``: for errors.  Raises ChunkflowError if there is no room.
-        """
-
-
 class SharedMemory:
     """Memory that other ranks map too.  ``host``: the weight's values there."""
 
@@ -40,10 +26,11 @@ class SharedMemory:
         self._descriptor = descriptor
         self._offset = offset
 
-    def check(self) -> None:
-        """It never changes."""
-
     def make_private(self, name: str) -> None:
+        """Give the weight memory of its own, with the same bytes at the same address.  Nothing reads it now.
+
+        ``name``: for errors.  Raises ChunkflowError if there is no room.
+        """
         if (cause := no_room(self.host.nbytes)) is not None:
             raise ChunkflowError(_no_memory(self.host, cause))
         try:
@@ -93,9 +80,11 @@ class FileSlice:
         return self._bytes.file.stamp is None
 
     def check(self) -> None:
+        """Raise ChunkflowError if the file has changed: to touch the mapping could kill the process."""
         self._bytes.file.check()
 
     def make_private(self, name: str) -> None:
+        """As :meth:`SharedMemory.make_private`."""
         nbytes = self._host.nbytes
         if (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
@@ -106,6 +95,10 @@ class FileSlice:
             own_memory(self._host, self._bytes.file.left)
         except OSError as error:
             raise ChunkflowError(f"{name} ({nbytes} bytes) cannot be written: {error.strerror}.") from error
+
+
+# What lies behind the host tensor of a weight.
+Backing = SharedMemory | FileSlice
 
 
 def _no_memory(weight: torch.Tensor, cause: str) -> str:

@@ -179,7 +179,7 @@ class HostBuffer:
 
         That also matters once it was written, as through a tensor of ``state_dict``: pages that were not are the file's.
         """
-        if self.backing is not None:
+        if isinstance(self.backing, FileSlice):
             self.backing.check()
 
     def read(self, nbytes: int) -> None:
