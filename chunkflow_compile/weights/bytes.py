@@ -31,11 +31,6 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
-def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    """The bytes of one slot, uint8."""
-    return arena[offset : offset + nbytes]
-
-
 def as_weight(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """View uint8 ``data`` with the dtype, shape and strides of ``like``."""
     return data.view(like.dtype).as_strided(like.shape, like.stride())

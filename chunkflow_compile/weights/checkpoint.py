@@ -12,9 +12,11 @@ import ctypes
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,7 +50,6 @@ class Mappings:
 
     def __init__(self) -> None:
         self._found = sorted(_mapped(), key=lambda m: m.begin)
-        self._begins = [m.begin for m in self._found]
         self._numbers: dict[str, tuple[int, int] | None] = {}
         self._files: dict[str, WeightFile] = {}
 
@@ -60,8 +61,9 @@ class Mappings:
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return None
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        found = self._found[bisect.bisect_right(self._begins, address) - 1] if self._begins else None
-        if found is None or not found.begin <= address or address + nbytes > found.end or _written(address, nbytes):
+        before = bisect.bisect_right(self._found, address, key=lambda m: m.begin)
+        found = self._found[before - 1] if before else None
+        if found is None or address + nbytes > found.end or _written(address, nbytes):
             return None
         offset = found.offset + address - found.begin
         try:
@@ -127,14 +129,7 @@ class CheckpointReader:
         flat = made.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
         part.file.check()  # another file may have its name by now
-        todo: list[Future[None]] = []
-        try:
-            todo += [self._threads.submit(self._block, part, flat, dtype, span) for span in spans]
-            for block in todo:
-                block.result()
-        finally:
-            for block in todo:
-                block.cancel()
+        deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)  # the first error ends it
 
     def close(self) -> None:
         """Wait for the threads."""

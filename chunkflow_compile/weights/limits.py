@@ -134,7 +134,8 @@ def _groups(root: Path) -> Iterator[Path]:
         else:
             continue
         if path is not None:
-            yield from _with_ancestors(root / fields[4].lstrip("/"), _below(path, fields[3]))
+            mount, below = root / fields[4].lstrip("/"), _below(path, fields[3])
+            yield from (mount / each for each in reversed((below, *below.parents)))
 
 
 def _below(path: str, mounted: str) -> PurePosixPath:
@@ -143,13 +144,6 @@ def _below(path: str, mounted: str) -> PurePosixPath:
         return PurePosixPath(path).relative_to(mounted)
     except ValueError:
         return PurePosixPath()
-
-
-def _with_ancestors(mount: Path, path: PurePosixPath) -> Iterator[Path]:
-    yield mount
-    for part in path.parts:
-        mount = mount / part
-        yield mount
 
 
 def _limit(group: Path) -> tuple[Path, int] | None:
