@@ -137,24 +137,23 @@ class CheckpointReader:
 
     def _block(self, part: DriveBytes, flat: torch.Tensor, dtype: torch.dtype, span: tuple[int, int]) -> None:
         with running_on(self._cpus):
-            file = part.file
-            begin, end = (part.offset + place * dtype.itemsize for place in span)
-            target = flat[span[0] : span[1]]
+            begin, end = span
+            target, block = flat[begin:end], part[begin * dtype.itemsize : end * dtype.itemsize]
             if not self._direct and dtype == flat.dtype:
-                file.read(flat_bytes(target), begin)
+                block.read(flat_bytes(target))
                 return
             buffer = self._buffer()
-            values = buffer[: end - begin]
+            values = buffer[: block.nbytes]
             if self._direct:
-                values = file.read_beside(buffer, begin, end - begin)
+                values = block.read_beside(buffer)
             else:
-                file.read(values, begin)
+                block.read(values)
             if dtype == flat.dtype:
                 copy_host_bytes(flat_bytes(target), values)
                 return
             if values.data_ptr() % dtype.itemsize:  # a checkpoint may begin a weight at any byte
-                copy_host_bytes(buffer[: end - begin], values)  # memmove: they may overlap
-                values = buffer[: end - begin]
+                copy_host_bytes(buffer[: block.nbytes], values)  # memmove: they may overlap
+                values = buffer[: block.nbytes]
             cast_alone(target, values.view(dtype))
 
     def _buffer(self) -> torch.Tensor:

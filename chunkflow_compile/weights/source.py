@@ -50,8 +50,7 @@ class WeightFile:
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
-        view = memory_of(target)
-        self._fill(self.descriptor.number, view, offset, view, offset)
+        self._fill(self.descriptor.number, memory_of(target), offset, offset, target.numel())
 
     def read_beside(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         """Read into ``memory`` without taking any of the page cache, where the file system can; return the bytes there.
@@ -63,7 +62,7 @@ class WeightFile:
         if (beside := self._beside) is not None:
             blocks = memory_of(memory[: -(-(begin + nbytes) // BLOCK) * BLOCK])
             try:
-                self._fill(beside.number, blocks, offset - begin, memory_of(found), offset)
+                self._fill(beside.number, blocks, offset - begin, offset, nbytes)
                 return found
             except ChunkflowError as error:
                 if getattr(error.__cause__, "errno", None) != errno.EINVAL:
@@ -81,20 +80,21 @@ class WeightFile:
         except (OSError, AttributeError):
             return None
 
-    def _fill(self, number: int, target: memoryview, begin: int, wanted: memoryview, offset: int) -> None:
-        """Fill ``target`` from ``begin`` on, with what is ``wanted`` from ``offset`` at least."""
-        least = offset + len(wanted) - begin
+    def _fill(self, number: int, target: memoryview, begin: int, offset: int, nbytes: int) -> None:
+        """Fill ``target`` from ``begin`` of the file on, with the ``nbytes`` from ``offset`` at least."""
+        at, end = begin, offset + nbytes
         try:
-            done = _read_into(number, target, begin, least) - (offset - begin)
+            while at < end and (count := os.preadv(number, [target[at - begin :]], at)):
+                at += count
         except OSError as error:
             raise ChunkflowError(
                 f"{self._title} cannot be read at byte {offset}: {error.strerror or error}. Check the drive, or copy the "
                 "file to another one, and load the model again."
             ) from error
         self.check()
-        if done < len(wanted):
-            raise ChunkflowError(f"{self._title} ends at byte {offset + done}: load the model again.")
-        self.read_bytes += len(wanted)
+        if at < end:
+            raise ChunkflowError(f"{self._title} ends at byte {at}: load the model again.")
+        self.read_bytes += nbytes
 
     def check(self) -> None:
         """Raise ChunkflowError if a file that must not change has changed.  To touch a mapping of one that was cut would kill
@@ -171,11 +171,3 @@ def take(target: torch.Tensor, source: Source) -> None:
         source.read(target)
     else:
         copy_host_bytes(target, source)
-
-
-def _read_into(number: int, target: memoryview, offset: int, least: int) -> int:
-    """Fill a buffer from ``offset`` of an open file, with ``least`` bytes at least; return how many, fewer at its end."""
-    done = 0
-    while done < least and (count := os.preadv(number, [target[done:]], offset + done)):
-        done += count
-    return done
