@@ -62,17 +62,17 @@ class SharedMemory:
 
 
 class FileSlice:
-    """Bytes of a file on the drive, of which the host tensor is a mapping whose writes the file does not see."""
+    """Bytes of a file on the drive.  ``host``: the weight's values, a mapping of them whose writes the file does not see."""
 
     def __init__(self, host: torch.Tensor, found: DriveBytes) -> None:
-        self._host = host
+        self.host = host
         self._bytes = found
         self._version = host._version
 
     @property
     def bytes(self) -> DriveBytes | None:
         """What copies read; None once the mapping was written."""
-        return self._bytes if self._version == self._host._version else None
+        return self._bytes if self._version == self.host._version else None
 
     @property
     def scratch(self) -> bool:
@@ -85,14 +85,14 @@ class FileSlice:
 
     def make_private(self, name: str) -> None:
         """As :meth:`SharedMemory.make_private`."""
-        nbytes = self._host.nbytes
+        nbytes = self.host.nbytes
         if (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
                 f"{name} is written, and goes from the drive into host memory for that, but {nbytes} bytes find no room "
                 f"there: {cause}. Free host memory, or write before the model is placed."
             )
         try:
-            own_memory(self._host, self._bytes.file.left)
+            own_memory(self.host, self._bytes.file.left)
         except OSError as error:
             raise ChunkflowError(f"{name} ({nbytes} bytes) cannot be written: {error.strerror}.") from error
 

@@ -20,6 +20,7 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Problem
 
+from .backing import FileSlice
 from .bytes import as_weight, memory_of
 from .mapping import Descriptor, whole_pages
 from .source import DriveBytes, WeightFile
@@ -59,15 +60,16 @@ class Scratch:
         except OSError as error:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
-    def keep(self, weight: torch.Tensor) -> tuple[torch.Tensor, DriveBytes]:
-        """Write a dense host tensor after those before; return a mapping of it there, and its bytes there.
+    def keep(self, weight: torch.Tensor) -> FileSlice:
+        """Write a dense host tensor after those before.  Raises as :meth:`write`."""
+        begin, self._end = self._end, self._end + whole_pages(weight.nbytes)
+        self.write(begin, weight)
+        return self.kept(begin, weight)
 
-        Raises as :meth:`write`.
-        """
-        kept = DriveBytes(self.file, self._end, weight.nbytes)
-        self.write(self._end, weight)
-        self._end += whole_pages(weight.nbytes)
-        return as_weight(kept.mapped(), weight), kept
+    def kept(self, begin: int, like: torch.Tensor) -> FileSlice:
+        """A weight, of the shape, strides and dtype of ``like``, that is written from a page on."""
+        found = DriveBytes(self.file, begin, like.nbytes)
+        return FileSlice(as_weight(found.mapped(), like), found)
 
     def write(self, begin: int, weight: torch.Tensor) -> None:
         """Write a dense host tensor from a page on.  Raises ChunkflowError if the file system is full."""

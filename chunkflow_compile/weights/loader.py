@@ -107,8 +107,8 @@ class WeightLoader:
         made = self._filled(weight, values)
         if not weight.drive:
             return HostBuffer(made)
-        host, kept = self._scratch.keep(made)
-        return HostBuffer(host, FileSlice(host, kept))
+        kept = self._scratch.keep(made)
+        return HostBuffer(kept.host, kept)
 
     def in_file(self, name: str) -> bool:
         """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed.
@@ -123,18 +123,16 @@ class WeightLoader:
         if weight.drive:
             if role == "fill":
                 shared.keep(name, self._filled(weight, values))
-            host, kept = shared.kept(name)
-            backing: Backing = FileSlice(host, kept)
+            backing: Backing = shared.kept(name)
         else:
-            backing = pages = shared.pages(name)
-            host = pages.host
+            backing = shared.pages(name)
             if role == "fill":
-                self._fill(host, weight, values)
+                self._fill(backing.host, weight, values)
                 shared.written(name)
-        if role == "compare" and not shared.same(name, host, values):
+        if role == "compare" and not shared.same(name, backing.host, values):
             return None
         self._kept.add(name)
-        return HostBuffer(host, backing)
+        return HostBuffer(backing.host, backing)
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""

@@ -20,7 +20,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .backing import SharedMemory
+from .backing import FileSlice, SharedMemory
 from .bytes import as_weight, same_bits
 from .drive import Scratch
 from .limits import check_room
@@ -188,15 +188,11 @@ class SharedPages:
         self._scratch.write(self._on_drive[name][0], made)
         self.written(name)
 
-    def kept(self, name: str) -> tuple[torch.Tensor, DriveBytes]:
-        """A weight in the scratch file, and its bytes there; waits until the leader has written it.
-
-        Writes to the tensor are this rank's own: neither the file nor another rank sees them.
-        """
+    def kept(self, name: str) -> FileSlice:
+        """A weight in the scratch file; waits until the leader has written it."""
         self._node.wait(self._awaited[name])
         begin, weight = self._on_drive[name]
-        found = DriveBytes(self._scratch.file, begin, weight.nbytes)
-        return as_weight(found.mapped(), weight.like), found
+        return self._scratch.kept(begin, weight.like)
 
     def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""
