@@ -42,7 +42,7 @@ def group_of(group: Any = None) -> Group | None:
     """What is known of a process group, the default one if none is given; None unless it has several real ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    found = group or dist.distributed_c10d._get_default_group()
+    found = group or dist.group.WORLD
     ranks = tuple(dist.get_process_group_ranks(found))
     if len(ranks) < 2 or dist.get_rank() not in ranks or (backend := _real_backend(found)) is None:
         return None

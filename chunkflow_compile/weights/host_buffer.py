@@ -195,22 +195,18 @@ class HostBuffer:
         return tensor
 
     @contextlib.contextmanager
-    def write(self) -> Iterator[None]:
+    def write(self, leaves: bool = False) -> Iterator[None]:
         """Hold the steps of the model's programs, wait for the copies that read the weight, and make it private.
 
+        ``leaves``: whether it gets other memory instead: what it had stays as it is then.
         Raises ChunkflowError if there is no room, or the checkpoint has changed.
         """
-        with self._quiet():
+        with contextlib.nullcontext() if self._store is None else self._store.quiet():
             self.settle()
-            self.make_private()
-            yield
-
-    @contextlib.contextmanager
-    def leave(self) -> Iterator[None]:
-        """As :meth:`write`, for a weight that gets other memory: what it had stays as it is."""
-        with self._quiet():
-            self.settle()
-            self.replaced()
+            if leaves:
+                self.replaced()
+            else:
+                self.make_private()
             yield
 
     def replaced(self) -> None:
@@ -290,9 +286,6 @@ class HostBuffer:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
             device.sync_copies()
-
-    def _quiet(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._store is None else self._store.quiet()
 
 
 def _no_weight() -> None:

@@ -259,7 +259,7 @@ class HostWeight(torch.Tensor):
         if buffer is self.buffer and _same_place(host, self.host):
             return  # p.data += x has written the memory already
         part = buffer is self.buffer  # another view of its own memory, which is no longer all of what lies behind it
-        with self.buffer.write() if part else self.buffer.leave(), torch.inference_mode(False), torch.no_grad():
+        with self.buffer.write(leaves=not part), torch.inference_mode(False), torch.no_grad():
             if part:
                 self.buffer.unpin()
             made = ordinary(host)

@@ -126,10 +126,6 @@ class Node:
                 self._delete(*(f"{n}/{rank}" for n in rounds for rank in (*self.ranks, "read")))
                 self._delete("failed", "steps", "closed")
 
-    def given_up(self) -> bool:
-        """Whether other ranks have waited for this one in vain, and have gone on."""
-        return isinstance(self._failure(), _AbsentError)
-
     def _round(self, text: str) -> list[str]:
         """The texts of all ranks."""
         keys = {rank: f"{self._rounds}/{rank}" for rank in self.ranks}
@@ -262,7 +258,7 @@ def _next(found: Group) -> Node:
         with _reached():
             number = found.store.add(f"{found.key}/count/{found.rank}", 1)
         everyone = Node(found, f"{found.key}/{number}")
-        if not everyone.given_up():
+        if not isinstance(everyone._failure(), _AbsentError):
             return everyone
         everyone.close()
 
