@@ -21,13 +21,25 @@ from .backing import Backing, FileSlice, SharedMemory
 from .bytes import flat_bytes
 from .counts import Counts
 from .limits import Room, no_room
-from .reader import HostReader
 from .shared_ring import SharedRing
 from .source import DriveBytes, Source
 from .staging import GpuStagings
 
 # Until pages are pinned again that another rank may have been pinning: as long as it takes for a large weight.
 _AGAIN_S = 0.2
+
+
+class HostReader(Protocol):
+    """A device whose copies read host memory; the devices are in ``runtime``.  ``closed``: whether its streams are closed."""
+
+    name: str
+    closed: bool
+
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        """Let the copy engine read a host tensor directly; return a function to undo it.  Raises OSError on failure."""
+
+    def sync_copies(self) -> None:
+        """Wait for the copies that delivered steps read: after that the host may write to their source."""
 
 
 class Store(Protocol):

@@ -18,13 +18,12 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
 from .counts import Counts
-from .host_buffer import HostBuffer
+from .host_buffer import HostBuffer, HostReader
 from .host_weight import HostWeight, become, like
 from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
 from .progress import moving
-from .reader import HostReader
 from .shared_ring import SharedRing
 from .staging import GpuStagings
 
