@@ -117,7 +117,7 @@ class CheckpointReader:
         self._direct = direct
         self._cpus = cpus
         self._local = threading.local()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="chunkflow-read")
+        self._threads = ThreadPoolExecutor(THREADS, "chunkflow-read", self._begin)
 
     def read(self, part: DriveBytes, made: torch.Tensor, dtype: torch.dtype) -> None:
         """Read a part, whose elements are of ``dtype``, into a dense host tensor, and cast them to its dtype.
@@ -142,7 +142,7 @@ class CheckpointReader:
             if not self._direct and dtype == flat.dtype:
                 block.read(flat_bytes(target))
                 return
-            buffer = self._buffer()
+            buffer: torch.Tensor = self._local.buffer
             values = buffer[: block.nbytes]
             if self._direct:
                 values = block.read_beside(buffer)
@@ -156,12 +156,9 @@ class CheckpointReader:
                 values = buffer[: block.nbytes]
             cast_alone(target, values.view(dtype))
 
-    def _buffer(self) -> torch.Tensor:
-        """Whole pages of the calling thread, as reads beside the page cache need."""
-        found: torch.Tensor | None = getattr(self._local, "buffer", None)
-        if found is None:
-            found = self._local.buffer = torch.frombuffer(mmap.mmap(-1, BLOCK + 2 * PAGE), dtype=torch.uint8)
-        return found
+    def _begin(self) -> None:
+        """A thread begins: it gets whole pages of its own, as reads beside the page cache need."""
+        self._local.buffer = torch.frombuffer(mmap.mmap(-1, BLOCK + 2 * PAGE), dtype=torch.uint8)
 
 
 def _mapped() -> Iterator[_Mapping]:

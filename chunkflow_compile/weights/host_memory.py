@@ -11,6 +11,7 @@ import ctypes
 import mmap
 import os
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,7 @@ from .staging import GpuStagings
 _CAST = 1 << 22
 # Since this version, a fork copies pages that a device reads for the child.  Before it, the parent's next write to such a
 # page moved the parent to a copy, while the device went on reading the old one.
-_FORKS_COPY_PINNED = (5, 12)
+_FORKS_COPY_PINNED = [5, 12]
 
 
 def empty_pages(like: torch.Tensor) -> torch.Tensor:
@@ -34,7 +35,7 @@ def empty_pages(like: torch.Tensor) -> torch.Tensor:
     pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
-        if kernel_version(platform.release()) < _FORKS_COPY_PINNED:
+        if [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < _FORKS_COPY_PINNED:
             pages.madvise(mmap.MADV_DONTFORK)
     return as_weight(torch.frombuffer(pages, dtype=torch.uint8)[: like.nbytes], like)
 
@@ -69,15 +70,6 @@ def give_free_memory_back() -> None:
     """Return what the allocator keeps of freed memory: after a load it may be half of the model."""
     with contextlib.suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def kernel_version(release: str) -> tuple[int, int]:
-    """The version of a Linux kernel from its release, such as ``5.15.0-91-generic``; (0, 0) if it cannot be read."""
-    try:
-        major, minor = release.split("-")[0].split(".")[:2]
-        return int(major), int(minor)
-    except ValueError:
-        return 0, 0
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:

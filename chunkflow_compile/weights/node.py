@@ -76,7 +76,22 @@ class Node:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, at every rank.  They must be such that JSON can hold."""
-        return [json.loads(text) for text in self._round(json.dumps(value))]
+        keys = {rank: f"{self._rounds}/{rank}" for rank in self.ranks}
+        read, self._rounds = f"{self._rounds}/read", self._rounds + 1
+        missing = [*self.ranks]
+
+        def awaited() -> Sequence[int]:
+            missing[:] = [rank for rank in missing if not self._store.check([f"{self.key}/{keys[rank]}"])]
+            return missing
+
+        with _reached():
+            self._store.set(f"{self.key}/{keys[self.rank]}", json.dumps(value))
+        self._until(awaited)
+        with _reached():
+            values = [json.loads(self._store.get(f"{self.key}/{key}")) for key in keys.values()]
+        if self._add(read, 1) == len(self.ranks):
+            self._delete(*keys.values(), read)
+        return values
 
     def step(self) -> None:
         """The leader has done one more step."""
@@ -125,25 +140,6 @@ class Node:
                 rounds = range(max(0, self._rounds - 2), self._rounds + 1)
                 self._delete(*(f"{n}/{rank}" for n in rounds for rank in (*self.ranks, "read")))
                 self._delete("failed", "steps", "closed")
-
-    def _round(self, text: str) -> list[str]:
-        """The texts of all ranks."""
-        keys = {rank: f"{self._rounds}/{rank}" for rank in self.ranks}
-        read, self._rounds = f"{self._rounds}/read", self._rounds + 1
-        missing = [*self.ranks]
-
-        def awaited() -> Sequence[int]:
-            missing[:] = [rank for rank in missing if not self._store.check([f"{self.key}/{keys[rank]}"])]
-            return missing
-
-        with _reached():
-            self._store.set(f"{self.key}/{keys[self.rank]}", text)
-        self._until(awaited)
-        with _reached():
-            texts = [self._store.get(f"{self.key}/{key}").decode() for key in keys.values()]
-        if self._add(read, 1) == len(self.ranks):
-            self._delete(*keys.values(), read)
-        return texts
 
     def _until(self, awaited: Callable[[], Sequence[int]]) -> None:
         """Wait until no rank is ``awaited`` any more."""
