@@ -63,11 +63,6 @@ class HostStore:
         return self._root()
 
     @property
-    def fetched_bytes(self) -> int:
-        """Bytes copied for ops outside programs."""
-        return self.counts.fetched_bytes
-
-    @property
     def buffers(self) -> list[HostBuffer]:
         """The buffers of the weights that still exist, oldest first."""
         found = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
@@ -172,21 +167,22 @@ class HostStore:
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
         self.counts.fetched_bytes += nbytes
+        so_far = self.counts.fetched_bytes
         if self.warned:
             return
         self._fetched.add(name)
-        if self.fetched_bytes >= self._total:
+        if so_far >= self._total:
             self.warned = True
             model, fetched, every = type(self.root).__name__, len(self._fetched), len(self.buffers)
             if fetched < every:
                 said = (
                     f"Ops outside the compiled parts of {model} read {fetched} of its {every} offloaded weights, such as "
-                    f"{min(self._fetched)}, and have fetched {self.fetched_bytes} bytes of them, one weight at a time. That "
+                    f"{min(self._fetched)}, and have fetched {so_far} bytes of them, one weight at a time. That "
                     "is right but slow. chunkflow_compile.compile(model) compiles such parts too."
                 )
             else:
                 said = (
-                    f"{model} runs outside its compiled form: ops have fetched {self.fetched_bytes} bytes of its offloaded "
+                    f"{model} runs outside its compiled form: ops have fetched {so_far} bytes of its offloaded "
                     "weights, one weight at a time, as much as all of them have. That is right but slow. Call the model "
                     'that torch.compile(model, backend="chunkflow") returned; if this was it, compile with fullgraph=True '
                     "to see what leaves the graph."
