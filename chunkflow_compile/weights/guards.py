@@ -82,7 +82,7 @@ class _Apply:
         for key, (_, device) in turned.items():
             if device.type != "cpu" and device != self._device:
                 raise ChunkflowError(
-                    f"The weight {weights[key].label} is offloaded for {self._device}, so the model cannot be moved to "
+                    f"The weight {weights[key].buffer.name} is offloaded for {self._device}, so the model cannot be moved to "
                     f"{device}: call chunkflow_compile.restore(model), and offload(model, {str(device)!r}) after it."
                 )
         for key, (made, device) in turned.items():
@@ -91,7 +91,7 @@ class _Apply:
                 weight.data = weight.data.to(made.dtype, memory_format=_memory_format(made))
             if weight.device != device:
                 self._moved()
-                become(weight, like(weight, HostWeight(weight.host, device, weight.buffer, weight.label)))
+                become(weight, like(weight, HostWeight(weight.host, device, weight.buffer)))
         for module in modules:
             if any(isinstance(t, HostWeight) for t in _own(module)):
                 _apply_to_others(module, fn)
@@ -246,7 +246,9 @@ def _assign_host_copies(
             if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
                 if (buffer := buffer_of(tensor)) is not None:
                     buffer.replaced()
-                state[prefix + name] = HostWeight(ordinary(value.detach().to("cpu")), tensor.device, label=tensor.label)
+                state[prefix + name] = HostWeight(
+                    ordinary(value.detach().to("cpu")), tensor.device, name=tensor.buffer.name
+                )
 
 
 def _check_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

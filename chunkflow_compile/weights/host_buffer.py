@@ -77,11 +77,11 @@ class HostBuffer:
     weight is to have at the next call, for one that a module fills; None for any other.
     """
 
-    def __init__(self, host: torch.Tensor, backing: Backing | None = None) -> None:
+    def __init__(self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight") -> None:
         self.host = host
         self.backing = backing
         self.written = 0
-        self.names: tuple[str, ...] = ("a weight",)
+        self.names: tuple[str, ...] = (name,)
         self.origin = host.device
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None

@@ -80,7 +80,6 @@ class HostStore:
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight):
-                tensor.label = names[0]
                 self._adopt(names, tensor, tensor.buffer, tensor.host, self.device)
                 return
             buffer = loader.place(names[0], tensor)
@@ -98,7 +97,7 @@ class HostStore:
 
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device
-        made = like(tensor, HostWeight(buffer.host, self.device, buffer, names[0]))
+        made = like(tensor, HostWeight(buffer.host, self.device, buffer))
         self._adopt(names, tensor, buffer, buffer.host, origin)
         buffer.grad = grad
         become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
@@ -290,10 +289,10 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
                 buffer.make_private()  # an ordinary tensor may be written at any time
             if buffer.scratch and (cause := no_room(weight.host.nbytes)) is not None:
                 raise ChunkflowError(
-                    f"There is no room in host memory for {weight.label} ({weight.host.nbytes} bytes): {cause}. It and the "
+                    f"There is no room in host memory for {buffer.name} ({weight.host.nbytes} bytes): {cause}. It and the "
                     "weights not restored yet stay where they are. Free host memory and call restore again."
                 )
-        with no_room_for(weight.label, weight.host.nbytes, device):
+        with no_room_for(buffer.name, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=buffer.scratch)
         grad = buffer.grad if buffer.is_of(weight) else None

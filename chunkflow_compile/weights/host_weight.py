@@ -35,15 +35,7 @@ FETCH = torch.ops.chunkflow.fetch.default
 
 _aten = torch.ops.aten
 # They change the memory of a tensor, not its values.
-_UNHONOURED = {
-    _aten.set_.default,
-    _aten.set_.source_Storage,
-    _aten.set_.source_Storage_storage_offset,
-    _aten.set_.source_Tensor,
-    _aten.set_.source_Tensor_storage_offset,
-    _aten.resize_.default,
-    _aten.resize_as_.default,
-}
+_UNHONOURED = {_aten.set_, _aten.resize_, _aten.resize_as_}
 # Views that are not in their schemas.
 _VIEWS = {
     _aten._unsafe_view.default,
@@ -85,19 +77,17 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 # Attributes of a HostWeight that are its own.
-_STATE = {"host", "label", "buffer", "kind", "_is_param"}
+_STATE = {"host", "buffer", "kind", "_is_param"}
 
 
 class HostWeight(torch.Tensor):
     """A weight on ``device`` whose values are those of ``host``, a plain tensor on the CPU.
 
-    ``buffer``: the memory, shared by all views of it.  ``label``: its name, for errors.  ``kind``: the class of the tensor
-    that it stands for.
+    ``buffer``: the memory, shared by all views of it.  ``kind``: the class of the tensor that it stands for.
     """
 
     host: torch.Tensor
     buffer: HostBuffer
-    label: str
     kind: type[torch.Tensor]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -108,7 +98,7 @@ class HostWeight(torch.Tensor):
         host: torch.Tensor,
         device: torch.device | None = None,
         buffer: HostBuffer | None = None,
-        label: str = "a weight",
+        name: str = "a weight",
         **parameter: Any,
     ) -> Any:
         if device is None:  # type(weight)(values, requires_grad=...), as accelerate makes a parameter
@@ -123,8 +113,7 @@ class HostWeight(torch.Tensor):
         )
         torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for the memory gets an error, not a null pointer
         made.host = host
-        made.buffer = HostBuffer(host) if buffer is None else buffer
-        made.label = label
+        made.buffer = HostBuffer(host, name=name) if buffer is None else buffer
         made.kind = torch.Tensor
         return made
 
@@ -151,7 +140,12 @@ class HostWeight(torch.Tensor):
                     return pytree.tree_map_only(torch.Tensor, first._alias, seen)
             if func is _aten._to_copy.default and type(first.host) is torch.Tensor:
                 return first._converted(kwargs)
-        if func in _UNHONOURED or func in _LAZY_VIEWS or torch.Tag.inplace_view in func.tags or cannot_be_seen(func):
+        if (
+            func.overloadpacket in _UNHONOURED
+            or func in _LAZY_VIEWS
+            or torch.Tag.inplace_view in func.tags
+            or cannot_be_seen(func)
+        ):
             _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
         if not declares(func) and not _traced(args, kwargs):
             return on_copies(cls, func, args, kwargs)
@@ -187,7 +181,7 @@ class HostWeight(torch.Tensor):
     def _alias(self, host: torch.Tensor) -> Any:
         """A weight around a view of the same memory; or around new memory, which some ops return in its place."""
         same = host.untyped_storage()._cdata == self.host.untyped_storage()._cdata
-        return HostWeight(host, self.device, self.buffer if same else None, self.label)
+        return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
         """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
@@ -201,7 +195,7 @@ class HostWeight(torch.Tensor):
             return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
         with torch.inference_mode(False):
             made = _aten._to_copy.default(self.checked(), **{**kwargs, "device": "cpu"})
-            return HostWeight(made, self.device, label=self.label)
+            return HostWeight(made, self.device, name=self.buffer.name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
@@ -213,7 +207,9 @@ class HostWeight(torch.Tensor):
         if id(self) not in memo:
             self.buffer.copied(self.host.nbytes)
             with torch.inference_mode(False):
-                made = memo[id(self)] = like(self, HostWeight(self.checked().clone(), self.device, label=self.label))
+                made = memo[id(self)] = like(
+                    self, HostWeight(self.checked().clone(), self.device, name=self.buffer.name)
+                )
                 made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
         found: torch.Tensor = memo[id(self)]
         return found
@@ -265,7 +261,7 @@ class HostWeight(torch.Tensor):
             made = ordinary(host)
             host, buffer = made, buffer if made is host else None
             self.buffer.written += 1
-            made = HostWeight(host, self.device, buffer, self.label)
+            made = HostWeight(host, self.device, buffer, self.buffer.name)
             torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
             self.host, self.buffer = made.host, made.buffer
             if part and self.buffer.is_of(self):
@@ -374,8 +370,8 @@ def _traced(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _refusal(weight: HostWeight, what: str) -> str:
     return (
-        f"{what} needs the memory of {weight.label} on {weight.device}, but ChunkFlow keeps this weight in host memory: use "
-        "weight.cpu(), or call chunkflow_compile.restore(model) first."
+        f"{what} needs the memory of {weight.buffer.name} on {weight.device}, but ChunkFlow keeps this weight in host "
+        "memory: use weight.cpu(), or call chunkflow_compile.restore(model) first."
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 from torch import nn
@@ -25,7 +24,6 @@ from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
 _CHECKED = 256 << 20
-_WHOLE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 # The dtype that a weight of this name gets.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
@@ -45,7 +43,7 @@ class WeightLoader:
         pages: bool,
         node: Node | None = None,
         on_drive: Collection[str] = (),
-        shards: Mapping[str, tuple[int, ...]] = _WHOLE,
+        shards: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
         own.  ``node``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
@@ -55,7 +53,7 @@ class WeightLoader:
         # the page cache of the checkpoint would push out other memory if there is no room for both
         direct = host_memory().free < 2 * sum(w.nbytes for _, w in weights)
         self._reader = CheckpointReader(direct, self._cpus)
-        self._shards = shards
+        self._shards = shards or {}
         self._pages = pages or node is not None
         self._dtype_of = dtype_of
         self._stagings = GpuStagings()

@@ -43,11 +43,10 @@ _SENDS = frozenset(("c10d::send",))
 
 
 class Weight(Protocol):
-    """An offloaded weight, as this module knows it: its memory, a view of that, and its name for errors."""
+    """An offloaded weight, as this module knows it: its memory, and a view of that."""
 
     buffer: HostBuffer
     host: torch.Tensor
-    label: str
 
     def fetch(self) -> torch.Tensor:
         """A copy of the values on the device; on the CPU the host memory itself."""
@@ -80,8 +79,8 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
     sends = func.name().partition(".")[0] in _SENDS
     if not sends and any(map(_coalesces, args)):
         raise ChunkflowError(
-            f"{func} writes {next(iter(weights.values())).label} with a batch of collectives, at a time that nothing tells: "
-            "call it outside the batch, or call chunkflow_compile.restore(model) first."
+            f"{func} writes {next(iter(weights.values())).buffer.name} with a batch of collectives, at a time that nothing "
+            "tells: call it outside the batch, or call chunkflow_compile.restore(model) first."
         )
     copies = {key: _copy(weight) for key, weight in weights.items()}
     found, named = pytree.tree_map_only(kind, lambda w: copies[id(w)], (tuple(args), dict(kwargs)))
@@ -97,8 +96,8 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
             return given.get(id(value), value)
         if value.layout == torch.strided and (weight := memory.get(value.untyped_storage()._cdata)) is not None:
             raise ChunkflowError(
-                f"{func} returns memory of {weight.label}, which its schema does not declare, so a write to it would go "
-                "unnoticed: let the op declare that, or return a copy; or call chunkflow_compile.restore(model) first."
+                f"{func} returns memory of {weight.buffer.name}, which its schema does not declare, so a write to it would "
+                "go unnoticed: let the op declare that, or return a copy; or call chunkflow_compile.restore(model) first."
             )
         return value
 
