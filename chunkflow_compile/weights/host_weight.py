@@ -34,19 +34,10 @@ torch.library.register_fake(
 FETCH = torch.ops.chunkflow.fetch.default
 
 _aten = torch.ops.aten
-# They change the memory of a tensor, not its values.
-_UNHONOURED = {_aten.set_, _aten.resize_, _aten.resize_as_}
 # Views that are not in their schemas.
-_VIEWS = {
-    _aten._unsafe_view.default,
-    _aten._reshape_alias.default,
-    _aten.lift_fresh.default,
-    _aten.unsafe_split.Tensor,
-    _aten.unsafe_split_with_sizes.default,
-}
+_VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Their results have a bit that a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-_SAME = {_aten.detach.default, _aten.alias.default}
 # They write without reading, so nothing is fetched.
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
@@ -133,19 +124,17 @@ class HostWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], HostWeight) else None
-        if first is not None and func not in _LAZY_VIEWS and torch.Tag.inplace_view not in func.tags:
-            if func in _SAME or func.is_view or func in _VIEWS:
+        refused = (
+            torch.Tag.inplace_view in func.tags or func in _LAZY_VIEWS
+        )  # as set_ and resize_, which change the memory
+        if first is not None and not refused:
+            if func.is_view or func in _VIEWS:
                 with _tracked():
                     seen = func(first.host, *args[1:], **kwargs)
                     return pytree.tree_map_only(torch.Tensor, first._alias, seen)
             if func is _aten._to_copy.default and type(first.host) is torch.Tensor:
                 return first._converted(kwargs)
-        if (
-            func.overloadpacket in _UNHONOURED
-            or func in _LAZY_VIEWS
-            or torch.Tag.inplace_view in func.tags
-            or cannot_be_seen(func)
-        ):
+        if refused or cannot_be_seen(func):
             _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
         if not declares(func) and not _traced(args, kwargs):
             return on_copies(cls, func, args, kwargs)
