@@ -43,13 +43,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill one range of memory, each once, so copying its bytes copies the tensor."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda p: p[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
