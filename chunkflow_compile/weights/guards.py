@@ -77,7 +77,7 @@ class _Apply:
         if (hook := hooks_of(self._module).get("layerwise_casting")) is not None and self._cast(fn, hook):
             return self._module
         modules = [*self._module.modules()] if recurse else [self._module]
-        weights = {id(t): t for m in modules for t in _own(m) if isinstance(t, HostWeight)}
+        weights = {id(t): t for m in modules for _, t in _own(m) if isinstance(t, HostWeight)}
         turned = {key: _turned(weight, fn) for key, weight in weights.items()}
         for key, (_, device) in turned.items():
             if device.type != "cpu" and device != self._device:
@@ -93,7 +93,7 @@ class _Apply:
                 self._moved()
                 become(weight, like(weight, HostWeight(weight.host, device, weight.buffer)))
         for module in modules:
-            if any(isinstance(t, HostWeight) for t in _own(module)):
+            if any(isinstance(t, HostWeight) for _, t in _own(module)):
                 _apply_to_others(module, fn)
             else:
                 type(module)._apply(module, fn, False)
@@ -138,9 +138,10 @@ def _nothing() -> None:
     """No program runs on the copy of a model until its first call."""
 
 
-def _own(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that a module holds directly."""
-    return [t for held in (module._parameters, module._buffers) for t in held.values() if t is not None]
+def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a module holds directly, by name."""
+    held = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in held if tensor is not None]
 
 
 def _turned(weight: HostWeight, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor | None, torch.device]:
@@ -198,36 +199,29 @@ def detach_guards(module: nn.Module) -> None:
 
 
 def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
-            if tensor is None:
-                continue
-            value = state.get(prefix + name)
-            if (
-                value is not None
-                and value is not tensor
-                and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value))
-            ):
-                state[prefix + name] = with_leaves(value, _host_copy)
-            for path, leaf in leaves(tensor, prefix + name):
-                if f"{path}.host" in state:  # quanto adds the tensors inside a weight, and those inside them
-                    state.pop(f"{path}.host")
-                    state[path] = _host_copy(leaf)
-            for path, found in quant_state_tensors(
-                tensor, prefix + name
-            ):  # bitsandbytes adds the tensors beside a weight
-                key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
-                if key in state:
-                    state[key] = _host_copy(found)
+    for name, tensor in _own(module):
+        value = state.get(prefix + name)
+        offloaded = value is not None and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value))
+        if offloaded and value is not tensor:
+            state[prefix + name] = with_leaves(value, _host_copy)
+        # quanto adds the tensors inside a weight, and those inside them
+        for path, leaf in leaves(tensor, prefix + name):
+            if f"{path}.host" in state:
+                state.pop(f"{path}.host")
+                state[path] = _host_copy(leaf)
+        # bitsandbytes adds the tensors beside a weight
+        for path, found in quant_state_tensors(tensor, prefix + name):
+            key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
+            if key in state:
+                state[key] = _host_copy(found)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
     tensor.buffer.check()
-    while (
-        shared := tensor.buffer.shared
-    ) is not None:  # other ranks read it, and a write to it would go unnoticed here
+    # of what other ranks read: a write to it would go unnoticed here
+    while (shared := tensor.buffer.shared) is not None:
         copy = shared.to_write(tensor.host)
         if tensor.buffer.shared is shared:  # else another thread has written it
             return copy
@@ -240,15 +234,13 @@ def _assign_host_copies(
     """With ``assign=True``, the weights stay offloaded; without it, copying into them writes the host memory."""
     if not metadata.get("assign_to_params_buffers", False):
         return
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
-            value: Any = state.get(prefix + name)
-            if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
-                if (buffer := buffer_of(tensor)) is not None:
-                    buffer.replaced()
-                state[prefix + name] = HostWeight(
-                    ordinary(value.detach().to("cpu")), tensor.device, name=tensor.buffer.name
-                )
+    for name, tensor in _own(module):
+        value: Any = state.get(prefix + name)
+        if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
+            if (buffer := buffer_of(tensor)) is not None:
+                buffer.replaced()
+            host = ordinary(value.detach().to("cpu"))
+            state[prefix + name] = HostWeight(host, tensor.device, name=tensor.buffer.name)
 
 
 def _check_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
