@@ -100,7 +100,7 @@ def bytes_moved(phase: Phase) -> int:
 def check_transfers(phase: Phase, generations: int) -> None:
     """Count the bytes of a phase against its plan, and against the weights that it reads."""
     if phase.name == "vae":  # runs eagerly, and each op fetches its weights
-        fetched = placement_of(phase.root).store.fetched_bytes
+        fetched = placement_of(phase.root).store.counts.fetched_bytes
         decoder = sum(t.nbytes for t in phase.root.decoder.parameters() if isinstance(t, HostWeight))
         assert phase.calls == generations and fetched >= generations * decoder > 0
         return

@@ -32,7 +32,7 @@ from chunkflow_compile.passes.problem import Problem
 from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.executor import Executor
-from chunkflow_compile.weights.bytes import as_weight, flat_bytes, slot_bytes
+from chunkflow_compile.weights.bytes import as_weight, flat_bytes
 
 CHUNK = 512
 MACHINE = load_profile(Path(__file__).parent / "slow_compute.json")
@@ -180,7 +180,7 @@ class Runs:
         memory = self.join(arena, plan)
         if arena.holder is None:
             memory.fill_(255)
-        slots = {w.name: slot_bytes(memory, w.offset or 0, w.nbytes) for w in plan.streamed}
+        slots = {w.name: memory.narrow(0, w.offset or 0, w.nbytes) for w in plan.streamed}
         values = {n: as_weight(slots[n], self.weights[n]) if n in slots else self.weights[n] for n in names}
         return Binding(arena, values, slots, {n: flat_bytes(self.weights[n]) for n in slots}, *more)
 

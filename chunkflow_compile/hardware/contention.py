@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from chunkflow_compile.runtime.link import Port
 from chunkflow_compile.runtime.torch_cuda import register
 from chunkflow_compile.weights.bytes import copy_host_bytes
-from chunkflow_compile.weights.host_memory import near_cpus, own_pages
+from chunkflow_compile.weights.host_memory import empty_pages, fill, near_cpus
+from chunkflow_compile.weights.staging import GpuStagings
 
 from .stopwatch import Stopwatch, mark
 
@@ -51,7 +52,8 @@ def copier(device: torch.device, size: int, port: Port | None = None, walk: int 
                 port.send("copy", size, start)
 
         return copy
-    pinned = own_pages(source, near_cpus(device))
+    pinned = empty_pages(source)
+    fill(pinned, source, near_cpus(device), GpuStagings())
     unpin = register(pinned, device)
     turns = cycle(zip(targets, pinned.split(size), strict=True))
 

@@ -127,8 +127,6 @@ class Placement:
             todo = [(names, p) for names, p in weights if buffer_of(p) is None]
             origins, device = {p.device.type for _, p in todo}, self.store.device
             plain = [(names[0], p) for names, p in todo if not isinstance(p, HostWeight)]
-            if node is not None:
-                self.store.turn = node.ranks.index(node.rank), len(node.ranks)
             loader: WeightLoader | None = None
             pages = device.type == "cuda" or bool(on_drive)
             try:

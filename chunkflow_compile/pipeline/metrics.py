@@ -129,7 +129,7 @@ class Metrics:
         """``taken``: the arenas that are counted with an earlier model, which this adds to."""
         arenas = {s.arena for p in placements for s in [*p.sessions] if not s.closed} - taken
         taken |= arenas
-        buffers = [b for p in placements for b in p.store.seen()]
+        buffers = [b for p in placements for b in p.store.buffers]
         figures: dict[str, float] = {
             "chunkflow_device_bytes": sum(_undisturbed(partial(getattr, arena, "held")) for arena in arenas),
             "chunkflow_pinned_bytes": sum(b.nbytes for b in buffers if b.pinned),

@@ -19,10 +19,9 @@ from chunkflow_compile.passes.program.arrivals import Arrivals
 from chunkflow_compile.passes.program.cycle import Cycle
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_together
-from chunkflow_compile.weights.bytes import as_weight, slot_bytes
+from chunkflow_compile.weights.bytes import as_weight
 from chunkflow_compile.weights.host_buffer import HostBuffer
-from chunkflow_compile.weights.host_store import ring_of
-from chunkflow_compile.weights.pinning import pin_all
+from chunkflow_compile.weights.host_store import pin_all, ring_of
 from chunkflow_compile.weights.progress import moving
 from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source
@@ -166,7 +165,7 @@ class Arena:
         self._evict_for(plan.arena_bytes, sum(buffer.nbytes for buffer in missing))
         memory = self.reserve(plan.arena_bytes, advice)
         kept = self.keep(owner, outside.values(), advice)
-        slots = {name: slot_bytes(memory, w.offset or 0, w.nbytes) for name, w in inside.items()}
+        slots = {name: memory.narrow(0, w.offset or 0, w.nbytes) for name, w in inside.items()}
         values = {name: kept[buffer] for name, buffer in outside.items()}
         values |= {name: as_weight(slot, buffers[name].host) for name, slot in slots.items()}
         if not pin_all([buffers[name] for name in slots], self.streams, pin_bytes):

@@ -113,7 +113,7 @@ class StagedCopies(CudaStream):
         super().__init__(copies.cuda, copies.clock, copies.stream)
         self._compute = compute
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="chunkflow-copies")
-        self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False))
+        self._staging = Staging(self.cuda.staging, partial(self.cuda.event, False), self.cuda.copy, super().record)
         self._newest: Future[None] | None = None
         self._worker = 0  # ident of the thread
         self._records: dict[int, Future[None]] = {}  # id of an event -> where its newest record in this step is issued
@@ -154,7 +154,7 @@ class StagedCopies(CudaStream):
         if source.is_pinned() or not self._staging.pinned:
             self.cuda.copy(target, source.read_all() if isinstance(source, DriveBytes) else source)
         else:
-            self._staging.to_device(target, source, self.cuda.copy, super().record)
+            self._staging.to_device(target, source)
 
     def await_record(self, event: torch.cuda.Event) -> None:
         if (record := self._records.get(id(event))) is not None:

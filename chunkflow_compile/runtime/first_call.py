@@ -9,7 +9,8 @@ import torch
 from torch.fx import GraphModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.weights.undeclared import declares, same_bits
+from chunkflow_compile.weights.bytes import same_bits
+from chunkflow_compile.weights.undeclared import declares
 
 
 def owning(region: Callable[..., Sequence[Any]], values: Iterable[torch.Tensor]) -> Callable[..., Sequence[Any]]:

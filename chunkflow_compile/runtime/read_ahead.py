@@ -15,8 +15,7 @@ from typing import Any
 import torch
 
 from chunkflow_compile.weights.limits import host_memory, local_ranks
-from chunkflow_compile.weights.ring_memory import Pin, RingMemory
-from chunkflow_compile.weights.shared_ring import Number, SharedRing
+from chunkflow_compile.weights.shared_ring import Number, Pin, RingMemory, SharedRing
 from chunkflow_compile.weights.source import DriveBytes
 
 from .host_clock import MONOTONIC, HostClock

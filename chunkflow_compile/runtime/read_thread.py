@@ -17,8 +17,7 @@ import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import Ring, ring_bytes
-from chunkflow_compile.weights.ring_memory import Pin, RingMemory
-from chunkflow_compile.weights.shared_ring import Number, Offer, SharedRing
+from chunkflow_compile.weights.shared_ring import Number, Offer, Pin, RingMemory, SharedRing
 from chunkflow_compile.weights.source import DriveBytes
 
 from .host_clock import HostClock

@@ -5,32 +5,17 @@ A write makes a weight private, whatever backs it: it gets memory of its own fir
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import mmap
 import os
-from typing import Protocol
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
 from .limits import no_room
-from .mapping import ACCESS, MAP_FIXED, Descriptor, leave_file, libc, map_file, map_over, own_memory, whole_pages
+from .mapping import Descriptor, map_file, map_over, own_memory
 from .source import DriveBytes
-
-
-class Backing(Protocol):
-    """What lies behind the host tensor of a weight."""
-
-    def check(self) -> None:
-        """Raise ChunkflowError if it is a file that has changed: to touch the mapping could kill the process."""
-
-    def make_private(self, name: str) -> None:
-        """Give the weight memory of its own, with the same bytes at the same address.  Nothing reads it now.
-
-        ``name``: for errors.  Raises ChunkflowError if there is no room.
-        """
 
 
 class SharedMemory:
@@ -41,27 +26,28 @@ class SharedMemory:
         self._descriptor = descriptor
         self._offset = offset
 
-    def check(self) -> None:
-        """It never changes."""
-
     def make_private(self, name: str) -> None:
-        size = whole_pages(self.host.nbytes)
-        if (cause := no_room(size)) is not None:
+        """Give the weight memory of its own, with the same bytes at the same address.  Nothing reads it now.
+
+        ``name``: for errors.  Raises ChunkflowError if there is no room.
+        """
+        if (cause := no_room(self.host.nbytes)) is not None:
             raise ChunkflowError(_no_memory(self.host, cause))
         try:
-            own_memory(self.host.data_ptr(), self.host.nbytes, size)
+            own_memory(self.host, set())
         except OSError as error:
             raise ChunkflowError(_no_memory(self.host, error.strerror or str(error))) from error
 
     def leave(self) -> None:
         """Unmap the memory, which nothing here refers to: the mapping around it lasts as long as any weight in it."""
-        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED
-        libc().mmap(self.host.data_ptr(), whole_pages(self.host.nbytes), ACCESS, flags, -1, 0)
+        map_over(self.host, None)
 
     def copy_on_write(self) -> None:
-        """As :meth:`make_private`, without memory: a page takes some when it is written.  Keeps all of the shared memory."""
-        with contextlib.suppress(OSError):  # else it stays shared, which is right until it is written
-            map_over(self.host, self._descriptor, mmap.MAP_PRIVATE, self._offset)
+        """As :meth:`make_private`, without memory: a page takes some when it is written.  Keeps all of the shared memory.
+
+        Where the kernel refuses, it stays shared, which is right until it is written.
+        """
+        map_over(self.host, self._descriptor, self._offset)
 
     def to_write(self, view: torch.Tensor) -> torch.Tensor:
         """A view of the values as an ordinary tensor.  It takes no memory until it is written, and only it sees the writes.
@@ -76,38 +62,43 @@ class SharedMemory:
 
 
 class FileSlice:
-    """Bytes of a file on the drive, of which the host tensor is a mapping whose writes the file does not see.
+    """Bytes of a file on the drive.  ``host``: the weight's values, a mapping of them whose writes the file does not see."""
 
-    ``scratch``: whether it is a scratch file, and not a checkpoint.
-    """
-
-    def __init__(self, host: torch.Tensor, found: DriveBytes, owned: set[int], scratch: bool) -> None:
-        """``owned``: pages at the ends of weights that have left their checkpoint, of all weights that may share one."""
-        self.scratch = scratch
-        self._host = host
+    def __init__(self, host: torch.Tensor, found: DriveBytes) -> None:
+        self.host = host
         self._bytes = found
-        self._owned = owned
         self._version = host._version
 
     @property
     def bytes(self) -> DriveBytes | None:
         """What copies read; None once the mapping was written."""
-        return self._bytes if self._version == self._host._version else None
+        return self._bytes if self._version == self.host._version else None
+
+    @property
+    def scratch(self) -> bool:
+        """Whether it is a scratch file, and not a checkpoint."""
+        return self._bytes.file.stamp is None
 
     def check(self) -> None:
+        """Raise ChunkflowError if the file has changed: to touch the mapping could kill the process."""
         self._bytes.file.check()
 
     def make_private(self, name: str) -> None:
-        nbytes = self._host.nbytes
+        """As :meth:`SharedMemory.make_private`."""
+        nbytes = self.host.nbytes
         if (cause := no_room(nbytes)) is not None:
             raise ChunkflowError(
                 f"{name} is written, and goes from the drive into host memory for that, but {nbytes} bytes find no room "
                 f"there: {cause}. Free host memory, or write before the model is placed."
             )
         try:
-            leave_file(self._host, self._owned)
+            own_memory(self.host, self._bytes.file.left)
         except OSError as error:
             raise ChunkflowError(f"{name} ({nbytes} bytes) cannot be written: {error.strerror}.") from error
+
+
+# What lies behind the host tensor of a weight.
+Backing = SharedMemory | FileSlice
 
 
 def _no_memory(weight: torch.Tensor, cause: str) -> str:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
 # Elements that torch casts on the calling thread alone; for more it starts a team of threads.
 _ALONE = 1 << 15
+# Integers of the same size, in which equal means equal bit by bit.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def copy_host_bytes(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -25,14 +26,9 @@ def cast_alone(target: torch.Tensor, source: torch.Tensor) -> None:
         cast.copy_(value)
 
 
-def memory_of(tensor: torch.Tensor) -> Any:
-    """The memory of a dense host tensor as a buffer that can be written."""
-    return (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
-
-
-def slot_bytes(arena: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
-    """The bytes of one slot, uint8."""
-    return arena[offset : offset + nbytes]
+def memory_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a dense host tensor, in memory order, to read and to write."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def as_weight(data: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -47,13 +43,7 @@ def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a tensor's elements fill one range of memory, each once, so copying its bytes copies the tensor."""
-    expected = 1
-    for size, stride in sorted(zip(tensor.shape, tensor.stride(), strict=True), key=lambda p: p[1]):
-        if size != 1:
-            if stride != expected:
-                return False
-            expected *= size
-    return True
+    return bool(torch.ops.aten.is_non_overlapping_and_dense.default(tensor))
 
 
 def ordinary(tensor: torch.Tensor) -> torch.Tensor:
@@ -62,3 +52,10 @@ def ordinary(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     with torch.inference_mode(False), torch.no_grad():
         return tensor.clone(memory_format=torch.contiguous_format)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype and shape are equal bit by bit."""
+    if one.is_complex():
+        one, other = torch.view_as_real(one), torch.view_as_real(other)
+    return torch.equal(*(t.view(_BITS[t.itemsize]) for t in (one, other)))

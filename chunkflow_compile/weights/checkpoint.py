@@ -12,9 +12,11 @@ import ctypes
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,7 +26,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .bytes import cast_alone, copy_host_bytes, flat_bytes
 from .host_memory import running_on
 from .mapping import PAGE
-from .source import WeightFile
+from .source import DriveBytes, WeightFile
 
 # What one thread reads at a time: enough for a drive's full rate.
 BLOCK = 8 << 20
@@ -32,17 +34,6 @@ BLOCK = 8 << 20
 THREADS = 4
 # Bits of an entry of /proc/self/pagemap.
 _SWAPPED, _OF_FILE = 1 << 62, 1 << 61
-
-
-@dataclass(frozen=True)
-class FilePart:
-    """``nbytes`` from ``offset`` of a file.  ``inode``: its device and number; ``modified``: when, in ns."""
-
-    path: str
-    inode: tuple[int, int]
-    modified: int
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -59,10 +50,10 @@ class Mappings:
 
     def __init__(self) -> None:
         self._found = sorted(_mapped(), key=lambda m: m.begin)
-        self._begins = [m.begin for m in self._found]
         self._numbers: dict[str, tuple[int, int] | None] = {}
+        self._files: dict[str, WeightFile] = {}
 
-    def part(self, tensor: torch.Tensor) -> FilePart | None:
+    def part(self, tensor: torch.Tensor) -> DriveBytes | None:
         """The part of a file that a dense host tensor is; None if it is none, was written, or the file was replaced.
 
         Raises ChunkflowError if the file has become too short: to touch the mapping would kill the process.
@@ -70,8 +61,9 @@ class Mappings:
         if tensor.device.type != "cpu" or not tensor.nbytes:
             return None
         address, nbytes = tensor.data_ptr(), tensor.nbytes
-        found = self._found[bisect.bisect_right(self._begins, address) - 1] if self._begins else None
-        if found is None or not found.begin <= address or address + nbytes > found.end or _written(address, nbytes):
+        before = bisect.bisect_right(self._found, address, key=lambda m: m.begin)
+        found = self._found[before - 1] if before else None
+        if found is None or address + nbytes > found.end or _written(address, nbytes):
             return None
         offset = found.offset + address - found.begin
         try:
@@ -85,7 +77,10 @@ class Mappings:
                 f"The checkpoint {found.path} was cut to {status.st_size} bytes after it was loaded; a weight reaches to "
                 f"byte {offset + nbytes}. Restore the file and load the model again."
             )
-        return FilePart(found.path, (status.st_dev, status.st_ino), status.st_mtime_ns, offset, nbytes)
+        if found.path not in self._files:
+            stamp = (status.st_dev, status.st_ino), status.st_mtime_ns
+            self._files[found.path] = WeightFile(Path(found.path), f"the checkpoint {found.path}", stamp)
+        return DriveBytes(self._files[found.path], offset, nbytes)
 
     def _as_mapped(self, path: str) -> tuple[int, int] | None:
         """The numbers of a file as mappings have them: those of stat are others on btrfs, and on overlayfs of old kernels."""
@@ -103,7 +98,7 @@ class Mappings:
 
 def unread(tensors: Iterable[torch.Tensor]) -> int:
     """Bytes of those of ``tensors`` that still lie in the files that this process maps."""
-    mappings, parts = Mappings(), dict[int, FilePart]()
+    mappings, parts = Mappings(), dict[int, DriveBytes]()
     for tensor in tensors:
         with contextlib.suppress(ChunkflowError):  # a file that was cut; who reads it says so
             if (part := mappings.part(tensor.detach())) is not None:
@@ -122,10 +117,9 @@ class CheckpointReader:
         self._direct = direct
         self._cpus = cpus
         self._local = threading.local()
-        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="chunkflow-read")
-        self._files: dict[str, WeightFile] = {}
+        self._threads = ThreadPoolExecutor(THREADS, "chunkflow-read", self._begin)
 
-    def read(self, part: FilePart, made: torch.Tensor, dtype: torch.dtype) -> None:
+    def read(self, part: DriveBytes, made: torch.Tensor, dtype: torch.dtype) -> None:
         """Read a part, whose elements are of ``dtype``, into a dense host tensor, and cast them to its dtype.
 
         Raises ChunkflowError if the file is replaced, cut or changed meanwhile, or the drive fails.
@@ -134,56 +128,37 @@ class CheckpointReader:
         step = BLOCK // size
         flat = made.as_strided((count,), (1,))
         spans = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
-        todo: list[Future[None]] = []
-        try:
-            file = self.file(part)
-            todo += [self._threads.submit(self._block, file, part.offset, flat, dtype, span) for span in spans]
-            for block in todo:
-                block.result()
-        finally:
-            for block in todo:
-                block.cancel()
+        part.file.check()  # another file may have its name by now
+        deque(self._threads.map(partial(self._block, part, flat, dtype), spans), maxlen=0)  # the first error ends it
 
     def close(self) -> None:
-        """Wait for the threads, and close the files."""
+        """Wait for the threads."""
         self._threads.shutdown(wait=True, cancel_futures=True)
-        self._files.clear()
 
-    def file(self, part: FilePart) -> WeightFile:
-        """That of a part.  Raises ChunkflowError if it is gone, or has changed."""
-        if part.path not in self._files:
-            self._files[part.path] = WeightFile.checkpoint(part.path, part.inode, part.modified)
-        return self._files[part.path]
-
-    def _block(
-        self, file: WeightFile, offset: int, flat: torch.Tensor, dtype: torch.dtype, span: tuple[int, int]
-    ) -> None:
+    def _block(self, part: DriveBytes, flat: torch.Tensor, dtype: torch.dtype, span: tuple[int, int]) -> None:
         with running_on(self._cpus):
-            begin, end = (offset + place * dtype.itemsize for place in span)
-            target = flat[span[0] : span[1]]
+            begin, end = span
+            target, block = flat[begin:end], part[begin * dtype.itemsize : end * dtype.itemsize]
             if not self._direct and dtype == flat.dtype:
-                file.read(flat_bytes(target), begin)
+                block.read(flat_bytes(target))
                 return
-            buffer = self._buffer()
-            values = buffer[: end - begin]
+            buffer: torch.Tensor = self._local.buffer
+            values = buffer[: block.nbytes]
             if self._direct:
-                values = file.read_beside(buffer, begin, end - begin)
+                values = block.read_beside(buffer)
             else:
-                file.read(values, begin)
+                block.read(values)
             if dtype == flat.dtype:
                 copy_host_bytes(flat_bytes(target), values)
                 return
             if values.data_ptr() % dtype.itemsize:  # a checkpoint may begin a weight at any byte
-                copy_host_bytes(buffer[: end - begin], values)  # memmove: they may overlap
-                values = buffer[: end - begin]
+                copy_host_bytes(buffer[: block.nbytes], values)  # memmove: they may overlap
+                values = buffer[: block.nbytes]
             cast_alone(target, values.view(dtype))
 
-    def _buffer(self) -> torch.Tensor:
-        """Whole pages of the calling thread, as reads beside the page cache need."""
-        found: torch.Tensor | None = getattr(self._local, "buffer", None)
-        if found is None:
-            found = self._local.buffer = torch.frombuffer(mmap.mmap(-1, BLOCK + 2 * PAGE), dtype=torch.uint8)
-        return found
+    def _begin(self) -> None:
+        """A thread begins: it gets whole pages of its own, as reads beside the page cache need."""
+        self._local.buffer = torch.frombuffer(mmap.mmap(-1, BLOCK + 2 * PAGE), dtype=torch.uint8)
 
 
 def _mapped() -> Iterator[_Mapping]:

@@ -20,7 +20,8 @@ import torch
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.problem import Problem
 
-from .bytes import as_weight, flat_bytes, memory_of
+from .backing import FileSlice
+from .bytes import as_weight, memory_of
 from .mapping import Descriptor, whole_pages
 from .source import DriveBytes, WeightFile
 
@@ -39,11 +40,15 @@ class Scratch:
         self._end = 0
 
     @staticmethod
-    def made(folder: Path, nbytes: int) -> Scratch:
-        """A new one, in which ``nbytes`` are going to be written.
+    def made(nbytes: int) -> Scratch:
+        """A new one in the folder for temporary files, in which ``nbytes`` are going to be written.
 
-        Raises ChunkflowError if the file system is full, or is in memory itself.
+        Raises ChunkflowError if there is no such folder, or its file system is full, or is in memory itself.
         """
+        try:
+            folder = Path(tempfile.gettempdir())
+        except OSError as error:
+            raise ChunkflowError(_no_room("in a folder for temporary files", "there is none")) from error
         where = f"in {folder}"
         if (kind := _file_system(folder)) in _IN_MEMORY:
             raise ChunkflowError(_no_room(where, f"it is in memory itself ({kind})"))
@@ -55,33 +60,26 @@ class Scratch:
         except OSError as error:
             raise ChunkflowError(_no_room(where, error.strerror or str(error))) from error
 
-    def keep(self, weight: torch.Tensor) -> tuple[torch.Tensor, DriveBytes]:
-        """Write a dense host tensor after those before; return a mapping of it there, and its bytes there.
+    def keep(self, weight: torch.Tensor) -> FileSlice:
+        """Write a dense host tensor after those before.  Raises as :meth:`write`."""
+        begin, self._end = self._end, self._end + whole_pages(weight.nbytes)
+        self.write(begin, weight)
+        return self.kept(begin, weight)
 
-        Raises as :meth:`write`.
-        """
-        kept = DriveBytes(self.file, self._end, weight.nbytes)
-        self.write(self._end, weight)
-        self._end += whole_pages(weight.nbytes)
-        return as_weight(kept.mapped(), weight), kept
+    def kept(self, begin: int, like: torch.Tensor) -> FileSlice:
+        """A weight, of the shape, strides and dtype of ``like``, that is written from a page on."""
+        found = DriveBytes(self.file, begin, like.nbytes)
+        return FileSlice(as_weight(found.mapped(), like), found)
 
     def write(self, begin: int, weight: torch.Tensor) -> None:
         """Write a dense host tensor from a page on.  Raises ChunkflowError if the file system is full."""
-        number, view, done = self.file.descriptor.number, memoryview(memory_of(flat_bytes(weight))).cast("B"), 0
+        number, view, done = self.file.descriptor.number, memory_of(weight), 0
         try:
             os.ftruncate(number, begin + whole_pages(weight.nbytes))
             while done < len(view):
                 done += os.pwritev(number, [view[done:]], begin + done)
         except OSError as error:
             raise ChunkflowError(_no_room(self.where, error.strerror or str(error))) from error
-
-
-def scratch_folder() -> Path:
-    """The folder for temporary files.  Raises ChunkflowError if there is none."""
-    try:
-        return Path(tempfile.gettempdir())
-    except OSError as error:
-        raise ChunkflowError(_no_room("in a folder for temporary files", "there is none")) from error
 
 
 def for_the_drive(weights: Sequence[tuple[str, int]], budget: int) -> frozenset[str]:

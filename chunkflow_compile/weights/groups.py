@@ -42,7 +42,7 @@ def group_of(group: Any = None) -> Group | None:
     """What is known of a process group, the default one if none is given; None unless it has several real ranks."""
     if not dist.is_available() or not dist.is_initialized():
         return None
-    found = group or dist.distributed_c10d._get_default_group()
+    found = group or dist.group.WORLD
     ranks = tuple(dist.get_process_group_ranks(found))
     if len(ranks) < 2 or dist.get_rank() not in ranks or (backend := _real_backend(found)) is None:
         return None
@@ -50,12 +50,15 @@ def group_of(group: Any = None) -> Group | None:
     return Group(dist.distributed_c10d._get_default_store(), dist.get_rank(), ranks, timeout)
 
 
-def group_to_share_in(share: Any) -> Group | None:
-    """The group whose ranks share weights.  None for none by default, which is said where a machine has several ranks.
+def group_to_share_in(share: Any, device: torch.device) -> Group | None:
+    """The group whose ranks share weights that are placed for ``device``; None for none.
 
-    ``share``: True, a process group, or None for the default.
+    ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.  If there is none
+    by default, that is said where a machine has several ranks.
     Raises ChunkflowError if sharing was asked for and there is no such group.
     """
+    if share is False or (share is None and device.type != "cuda"):
+        return None
     if share is not None and share is not True and not (dist.is_available() and isinstance(share, dist.ProcessGroup)):
         raise ChunkflowError(
             f"share={share!r} is no process group that this rank is in: pass True, False, or such a group; of a DeviceMesh, "

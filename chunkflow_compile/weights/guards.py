@@ -26,7 +26,7 @@ from chunkflow_compile.passes.errors import ChunkflowError
 from .bytes import ordinary
 from .host_buffer import buffer_of
 from .host_store import HostStore
-from .host_weight import HostWeight
+from .host_weight import HostWeight, become, like
 from .leaves import leaves, quant_state_tensors, with_leaves
 from .modules import hooks_of
 
@@ -74,15 +74,15 @@ class _Apply:
         self._cast_versions: dict[str, int] = {}  # of the copies, when they were made
 
     def __call__(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        if (hook := _casting(self._module)) is not None and self._cast(fn, hook):
+        if (hook := hooks_of(self._module).get("layerwise_casting")) is not None and self._cast(fn, hook):
             return self._module
         modules = [*self._module.modules()] if recurse else [self._module]
-        weights = {id(t): t for m in modules for t in _own(m) if isinstance(t, HostWeight)}
+        weights = {id(t): t for m in modules for _, t in _own(m) if isinstance(t, HostWeight)}
         turned = {key: _turned(weight, fn) for key, weight in weights.items()}
         for key, (_, device) in turned.items():
             if device.type != "cpu" and device != self._device:
                 raise ChunkflowError(
-                    f"The weight {weights[key].label} is offloaded for {self._device}, so the model cannot be moved to "
+                    f"The weight {weights[key].buffer.name} is offloaded for {self._device}, so the model cannot be moved to "
                     f"{device}: call chunkflow_compile.restore(model), and offload(model, {str(device)!r}) after it."
                 )
         for key, (made, device) in turned.items():
@@ -91,9 +91,9 @@ class _Apply:
                 weight.data = weight.data.to(made.dtype, memory_format=_memory_format(made))
             if weight.device != device:
                 self._moved()
-                weight.stands_on(device)
+                become(weight, like(weight, HostWeight(weight.host, device, weight.buffer)))
         for module in modules:
-            if any(isinstance(t, HostWeight) for t in _own(module)):
+            if any(isinstance(t, HostWeight) for _, t in _own(module)):
                 _apply_to_others(module, fn)
             else:
                 type(module)._apply(module, fn, False)
@@ -138,14 +138,10 @@ def _nothing() -> None:
     """No program runs on the copy of a model until its first call."""
 
 
-def _casting(module: nn.Module) -> Any:
-    """The hook of diffusers' layerwise casting on a layer, None without."""
-    return hooks_of(module).get("layerwise_casting")
-
-
-def _own(module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that a module holds directly."""
-    return [t for held in (module._parameters, module._buffers) for t in held.values() if t is not None]
+def _own(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """The tensors that a module holds directly, by name."""
+    held = (*module._parameters.items(), *module._buffers.items())
+    return [(name, tensor) for name, tensor in held if tensor is not None]
 
 
 def _turned(weight: HostWeight, fn: Callable[[torch.Tensor], torch.Tensor]) -> tuple[torch.Tensor | None, torch.device]:
@@ -203,43 +199,33 @@ def detach_guards(module: nn.Module) -> None:
 
 
 def _read_host_copies(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
-            if tensor is None:
-                continue
-            value = state.get(prefix + name)
-            if (
-                value is not None
-                and value is not tensor
-                and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value))
-            ):
-                state[prefix + name] = with_leaves(value, _host_copy)
-            for path, leaf in leaves(tensor, prefix + name):
-                if f"{path}.host" in state:  # quanto adds the tensors inside a weight, and those inside them
-                    state.pop(f"{path}.host")
-                    state[path] = _host_copy(leaf)
-            for path, found in quant_state_tensors(
-                tensor, prefix + name
-            ):  # bitsandbytes adds the tensors beside a weight
-                key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
-                if key in state:
-                    state[key] = _host_copy(found)
+    for name, tensor in _own(module):
+        value = state.get(prefix + name)
+        offloaded = value is not None and any(isinstance(leaf, HostWeight) for _, leaf in leaves(value))
+        if offloaded and value is not tensor:
+            state[prefix + name] = with_leaves(value, _host_copy)
+        # quanto adds the tensors inside a weight, and those inside them
+        for path, leaf in leaves(tensor, prefix + name):
+            if f"{path}.host" in state:
+                state.pop(f"{path}.host")
+                state[path] = _host_copy(leaf)
+        # bitsandbytes adds the tensors beside a weight
+        for path, found in quant_state_tensors(tensor, prefix + name):
+            key = path.replace(".quant_state.", ".").replace(".state2.", ".nested_")
+            if key in state:
+                state[key] = _host_copy(found)
 
 
 def _host_copy(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, HostWeight):
         return tensor
     tensor.buffer.check()
-    while (
-        shared := tensor.buffer.shared
-    ) is not None:  # other ranks read it, and a write to it would go unnoticed here
+    # of what other ranks read: a write to it would go unnoticed here
+    while (shared := tensor.buffer.shared) is not None:
         copy = shared.to_write(tensor.host)
         if tensor.buffer.shared is shared:  # else another thread has written it
             return copy
-    made = tensor.host.detach()
-    if (buffer := tensor.buffer).placed:
-        buffer.store.lend(made, buffer)
-    return made
+    return tensor.buffer.lend(tensor.host.detach())
 
 
 def _assign_host_copies(
@@ -248,13 +234,13 @@ def _assign_host_copies(
     """With ``assign=True``, the weights stay offloaded; without it, copying into them writes the host memory."""
     if not metadata.get("assign_to_params_buffers", False):
         return
-    for held in (module._parameters, module._buffers):
-        for name, tensor in held.items():
-            value: Any = state.get(prefix + name)
-            if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
-                if (buffer := buffer_of(tensor)) is not None:
-                    buffer.replaced()
-                state[prefix + name] = HostWeight(ordinary(value.detach().to("cpu")), tensor.device, label=tensor.label)
+    for name, tensor in _own(module):
+        value: Any = state.get(prefix + name)
+        if isinstance(tensor, HostWeight) and type(value) in (torch.Tensor, nn.Parameter) and not value.is_meta:
+            if (buffer := buffer_of(tensor)) is not None:
+                buffer.replaced()
+            host = ordinary(value.detach().to("cpu"))
+            state[prefix + name] = HostWeight(host, tensor.device, name=tensor.buffer.name)
 
 
 def _check_inputs(device: torch.device, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:

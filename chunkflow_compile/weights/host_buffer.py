@@ -21,13 +21,25 @@ from .backing import Backing, FileSlice, SharedMemory
 from .bytes import flat_bytes
 from .counts import Counts
 from .limits import Room, no_room
-from .reader import HostReader
 from .shared_ring import SharedRing
 from .source import DriveBytes, Source
 from .staging import GpuStagings
 
 # Until pages are pinned again that another rank may have been pinning: as long as it takes for a large weight.
 _AGAIN_S = 0.2
+
+
+class HostReader(Protocol):
+    """A device whose copies read host memory; the devices are in ``runtime``.  ``closed``: whether its streams are closed."""
+
+    name: str
+    closed: bool
+
+    def pin(self, host: torch.Tensor) -> Callable[[], None]:
+        """Let the copy engine read a host tensor directly; return a function to undo it.  Raises OSError on failure."""
+
+    def sync_copies(self) -> None:
+        """Wait for the copies that delivered steps read: after that the host may write to their source."""
 
 
 class Store(Protocol):
@@ -49,13 +61,11 @@ class Store(Protocol):
 
     def room(self, budget: int | None) -> Room: ...
 
-    def pageable(self, buffer: HostBuffer, error: OSError) -> None: ...
+    def pageable(self, buffer: HostBuffer, cause: str) -> None: ...
 
     def entered(self, name: str, how: str, more: int = 0) -> None: ...
 
     def count(self, name: str, nbytes: int) -> None: ...
-
-    def lend(self, tensor: torch.Tensor, buffer: HostBuffer) -> None: ...
 
 
 class HostBuffer:
@@ -67,11 +77,11 @@ class HostBuffer:
     weight is to have at the next call, for one that a module fills; None for any other.
     """
 
-    def __init__(self, host: torch.Tensor, backing: Backing | None = None) -> None:
+    def __init__(self, host: torch.Tensor, backing: Backing | None = None, name: str = "a weight") -> None:
         self.host = host
         self.backing = backing
         self.written = 0
-        self.names: tuple[str, ...] = ("a weight",)
+        self.names: tuple[str, ...] = (name,)
         self.origin = host.device
         self.grad: torch.Tensor | None = None
         self.fill: Callable[[], None] | None = None
@@ -98,11 +108,6 @@ class HostBuffer:
         """That of the placed model.  Only a weight that :func:`buffer_of` finds has one."""
         assert self._store is not None
         return self._store
-
-    @property
-    def placed(self) -> bool:
-        """Whether it is in a store."""
-        return self._store is not None
 
     @property
     def order(self) -> int:
@@ -186,7 +191,7 @@ class HostBuffer:
 
         That also matters once it was written, as through a tensor of ``state_dict``: pages that were not are the file's.
         """
-        if self.backing is not None:
+        if isinstance(self.backing, FileSlice):
             self.backing.check()
 
     def read(self, nbytes: int) -> None:
@@ -195,23 +200,25 @@ class HostBuffer:
             self.check()
             self._store.count(self.name, nbytes)
 
+    def lend(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor of its memory that a state_dict has: what writes it may go unnoticed, see :meth:`Store.reclaim`."""
+        if self._store is not None:
+            self._store.lent.append((weakref.ref(tensor), weakref.ref(self)))
+        return tensor
+
     @contextlib.contextmanager
-    def write(self) -> Iterator[None]:
+    def write(self, leaves: bool = False) -> Iterator[None]:
         """Hold the steps of the model's programs, wait for the copies that read the weight, and make it private.
 
+        ``leaves``: whether it gets other memory instead: what it had stays as it is then.
         Raises ChunkflowError if there is no room, or the checkpoint has changed.
         """
-        with self._quiet():
+        with contextlib.nullcontext() if self._store is None else self._store.quiet():
             self.settle()
-            self.make_private()
-            yield
-
-    @contextlib.contextmanager
-    def leave(self) -> Iterator[None]:
-        """As :meth:`write`, for a weight that gets other memory: what it had stays as it is."""
-        with self._quiet():
-            self.settle()
-            self.replaced()
+            if leaves:
+                self.replaced()
+            else:
+                self.make_private()
             yield
 
     def replaced(self) -> None:
@@ -270,7 +277,7 @@ class HostBuffer:
             self._unpin = weakref.finalize(self, _unpin, self._copied_by, self._pinned(device))
             self._unpin.atexit = False
         except OSError as error:
-            self.store.pageable(self, error)
+            self.store.pageable(self, str(error))
 
     def _pinned(self, device: HostReader) -> Callable[[], None]:
         """Pin, twice if need be: the kernel may refuse pages that another rank pins at the moment."""
@@ -291,9 +298,6 @@ class HostBuffer:
         """Wait for the copies that read the host memory for steps that have returned."""
         for device in self._copied_by:
             device.sync_copies()
-
-    def _quiet(self) -> AbstractContextManager[object]:
-        return contextlib.nullcontext() if self._store is None else self._store.quiet()
 
 
 def _no_weight() -> None:

@@ -11,50 +11,47 @@ import ctypes
 import mmap
 import os
 import platform
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .bytes import cast_alone, copy_host_bytes, flat_bytes
-from .staging import GpuStaging
+from .bytes import as_weight, cast_alone, copy_host_bytes, flat_bytes
+from .staging import GpuStagings
 
 # Elements that are cast at a time.
 _CAST = 1 << 22
 # Since this version, a fork copies pages that a device reads for the child.  Before it, the parent's next write to such a
 # page moved the parent to a copy, while the device went on reading the old one.
-_FORKS_COPY_PINNED = (5, 12)
+_FORKS_COPY_PINNED = [5, 12]
 
 
-def own_pages(values: torch.Tensor, cpus: frozenset[int], staging: GpuStaging | None = None) -> torch.Tensor:
-    """Copy a dense tensor to the host, into pages of its own.
-
-    ``cpus``: the processors of the memory node to put the pages on, from :func:`near_cpus`; empty for any node.
-    ``staging``: fetches the values from their GPU.
-    """
-    made = empty_pages(values, values.dtype)
-    if made.numel():
-        with running_on(cpus):  # the first thread to write a page decides its memory node
-            fill(made, values, staging)
-    return made
-
-
-def empty_pages(like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A host tensor of the shape and strides of a dense one, in pages of its own, which no thread has written."""
-    nbytes = like.numel() * dtype.itemsize
-    if not nbytes:
-        return torch.empty_strided(like.shape, like.stride(), dtype=dtype)
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+def empty_pages(like: torch.Tensor) -> torch.Tensor:
+    """A host tensor of the shape, strides and dtype of a dense one, in pages of its own, which no thread has written."""
+    if not like.numel():
+        return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype)
+    pages = mmap.mmap(-1, like.nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(AttributeError, OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
-        if kernel_version(platform.release()) < _FORKS_COPY_PINNED:
+        if [int(part) for part in re.findall(r"\d+", platform.release())[:2]] < _FORKS_COPY_PINNED:
             pages.madvise(mmap.MADV_DONTFORK)
-    return torch.frombuffer(pages, dtype=torch.uint8)[:nbytes].view(dtype).as_strided(like.shape, like.stride())
+    return as_weight(torch.frombuffer(pages, dtype=torch.uint8)[: like.nbytes], like)
 
 
-def fill(made: torch.Tensor, values: torch.Tensor, staging: GpuStaging | None = None) -> None:
-    """Write a dense tensor's values into a host tensor of the same shape and strides, from this thread alone."""
+def fill(made: torch.Tensor, values: torch.Tensor, cpus: frozenset[int], stagings: GpuStagings) -> None:
+    """Write a dense tensor's values into a host tensor of the same shape and strides, from this thread alone.
+
+    ``cpus``: the processors of the memory node to put the pages on, from :func:`near_cpus`; empty for any node.
+    """
+    with running_on(cpus):  # the first thread to write a page decides its memory node
+        _fill(made, values, stagings)
+
+
+def _fill(made: torch.Tensor, values: torch.Tensor, stagings: GpuStagings) -> None:
+    if not made.numel():
+        return
     if made.dtype != values.dtype:
         # by pieces: a cast of the whole would be a second copy on the way from a GPU
         target, source = made.as_strided((made.numel(),), (1,)), values.as_strided((values.numel(),), (1,))
@@ -65,26 +62,14 @@ def fill(made: torch.Tensor, values: torch.Tensor, staging: GpuStaging | None = 
                 part.copy_(piece.to(made.dtype))
     elif values.device.type == "cpu":
         copy_host_bytes(flat_bytes(made), flat_bytes(values))
-    elif staging is not None:
-        staging.fetch(flat_bytes(made), values)
     else:
-        ctypes.memset(made.data_ptr(), 0, made.nbytes)  # from this thread; copy_ may use others
-        made.copy_(values)
+        stagings.fetch(flat_bytes(made), flat_bytes(values))
 
 
 def give_free_memory_back() -> None:
     """Return what the allocator keeps of freed memory: after a load it may be half of the model."""
     with contextlib.suppress(AttributeError, OSError):  # only glibc has it
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def kernel_version(release: str) -> tuple[int, int]:
-    """The version of a Linux kernel from its release, such as ``5.15.0-91-generic``; (0, 0) if it cannot be read."""
-    try:
-        major, minor = release.split("-")[0].split(".")[:2]
-        return int(major), int(minor)
-    except ValueError:
-        return 0, 0
 
 
 def near_cpus(device: torch.device) -> frozenset[int]:

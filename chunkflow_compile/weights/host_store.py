@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,9 +18,9 @@ from chunkflow_compile.passes.errors import ChunkflowError
 
 from .backing import SharedMemory
 from .counts import Counts
-from .host_buffer import HostBuffer
+from .host_buffer import HostBuffer, HostReader
 from .host_weight import HostWeight, become, like
-from .limits import HostMemory, Room, host_memory, local_ranks, no_room, pin_budget
+from .limits import HostMemory, Room, host_memory, local_ranks, no_room
 from .loader import WeightLoader
 from .node import Node
 from .progress import moving
@@ -48,7 +49,7 @@ class HostStore:
     agreed: int | None = None
     counts: Counts = field(default_factory=Counts)
     lent: list[tuple[weakref.ref[torch.Tensor], weakref.ref[HostBuffer]]] = field(default_factory=list)
-    _buffers: list[weakref.ref[HostBuffer]] = field(default_factory=list)
+    _buffers: weakref.WeakKeyDictionary[HostBuffer, None] = field(default_factory=weakref.WeakKeyDictionary)
     _pending: list[tuple[tuple[str, ...], torch.Tensor, HostBuffer]] = field(default_factory=list)
     warned: bool = False  # of reads by eager ops; set where they are meant
     _fetched: set[str] = field(default_factory=set)
@@ -62,20 +63,10 @@ class HostStore:
         return self._root()
 
     @property
-    def fetched_bytes(self) -> int:
-        """Bytes copied for ops outside programs."""
-        return self.counts.fetched_bytes
-
-    @property
     def buffers(self) -> list[HostBuffer]:
         """The buffers of the weights that still exist, oldest first."""
-        found = self.seen()
-        self._buffers = [weakref.ref(buffer) for buffer in found]
-        return found
-
-    def seen(self) -> list[HostBuffer]:
-        """The same, for a thread that must change nothing here."""
-        return [buffer for ref in [*self._buffers] if (buffer := ref()) is not None and buffer.lasts_in(self)]
+        found = (ref() for ref in self._buffers.keyrefs())  # which any thread may ask for
+        return [buffer for buffer in found if buffer is not None and buffer.lasts_in(self)]
 
     @property
     def pinned_bytes(self) -> int:
@@ -89,7 +80,6 @@ class HostStore:
         """
         with torch.inference_mode(False), torch.no_grad():
             if isinstance(tensor, HostWeight):
-                tensor.label = names[0]
                 self._adopt(names, tensor, tensor.buffer, tensor.host, self.device)
                 return
             buffer = loader.place(names[0], tensor)
@@ -107,7 +97,7 @@ class HostStore:
 
     def _become(self, names: tuple[str, ...], tensor: torch.Tensor, buffer: HostBuffer) -> None:
         grad, origin = tensor.grad, tensor.device
-        made = like(tensor, HostWeight(buffer.host, self.device, buffer, names[0]))
+        made = like(tensor, HostWeight(buffer.host, self.device, buffer))
         self._adopt(names, tensor, buffer, buffer.host, origin)
         buffer.grad = grad
         become(tensor, made)  # last, in one call: Ctrl-C finds an ordinary tensor or a weight that the store knows
@@ -117,7 +107,7 @@ class HostStore:
     ) -> None:
         """Take the buffer of a weight, or of the tensor that becomes it, into the store."""
         buffer.join(self, names, origin, host, weight)
-        self._buffers.append(weakref.ref(buffer))
+        self._buffers[buffer] = None
         self._total += buffer.nbytes
 
     def release(self, device: torch.device | None = None, failed: bool = False) -> None:
@@ -144,8 +134,9 @@ class HostStore:
 
     def agree(self, node: Node) -> None:
         """Decide with the ranks that share the weights how much each pins, and whether they read the drive together."""
+        self.turn = node.ranks.index(node.rank), len(node.ranks)
         drive = any(buffer.drive is not None for buffer in self.buffers)
-        gathered = node.gather([self.pinnable(), drive])
+        gathered = node.gather([self._pinnable(host_memory()), drive])
         self.agreed = min(most for most, _ in gathered)
         if self.ring is None and all(each for _, each in gathered):
             file = node.share(SharedRing.made() if node.leads else None)
@@ -175,21 +166,22 @@ class HostStore:
     def count(self, name: str, nbytes: int) -> None:
         """Count a fetch of a weight; warn once when as much was fetched as all weights have."""
         self.counts.fetched_bytes += nbytes
+        so_far = self.counts.fetched_bytes
         if self.warned:
             return
         self._fetched.add(name)
-        if self.fetched_bytes >= self._total:
+        if so_far >= self._total:
             self.warned = True
             model, fetched, every = type(self.root).__name__, len(self._fetched), len(self.buffers)
             if fetched < every:
                 said = (
                     f"Ops outside the compiled parts of {model} read {fetched} of its {every} offloaded weights, such as "
-                    f"{min(self._fetched)}, and have fetched {self.fetched_bytes} bytes of them, one weight at a time. That "
+                    f"{min(self._fetched)}, and have fetched {so_far} bytes of them, one weight at a time. That "
                     "is right but slow. chunkflow_compile.compile(model) compiles such parts too."
                 )
             else:
                 said = (
-                    f"{model} runs outside its compiled form: ops have fetched {self.fetched_bytes} bytes of its offloaded "
+                    f"{model} runs outside its compiled form: ops have fetched {so_far} bytes of its offloaded "
                     "weights, one weight at a time, as much as all of them have. That is right but slow. Call the model "
                     'that torch.compile(model, backend="chunkflow") returned; if this was it, compile with fullgraph=True '
                     "to see what leaves the graph."
@@ -215,10 +207,6 @@ class HostStore:
                 stacklevel=3,
             )
 
-    def lend(self, tensor: torch.Tensor, buffer: HostBuffer) -> None:
-        """A tensor of a state_dict has the memory of a weight."""
-        self.lent.append((weakref.ref(tensor), weakref.ref(buffer)))
-
     def room(self, budget: int | None) -> Room:
         """What may be pinned beside what is.  ``budget``: most bytes of the store, None for what the machine leaves."""
         if budget is not None:
@@ -226,24 +214,50 @@ class HostStore:
         if self.agreed is not None:
             return Room(self.agreed - self.pinned_bytes, f"the ranks that share weights pin at most {self.agreed}")
         memory = host_memory()
-        most = self.pinnable(memory)
+        most = self._pinnable(memory)
         why = f"{memory.free} bytes are free{memory.by}, and {memory.reserve} stay in reserve: at most {most}"
         return Room(most - self.pinned_bytes, why)
 
-    def pinnable(self, memory: HostMemory | None = None) -> int:
-        """Bytes that this rank may pin of the weights."""
-        return pin_budget(self.held_bytes, max(local_ranks(), self.turn[1] if self.turn else 1), memory)
+    def _pinnable(self, memory: HostMemory) -> int:
+        """Bytes that this rank may pin of the weights.  Those in host memory are not free, and to pin them takes no more."""
+        ranks = max(local_ranks(), self.turn[1] if self.turn else 1)
+        return max(0, self.held_bytes + (memory.free - memory.reserve) // ranks)
 
-    def pageable(self, buffer: HostBuffer, error: OSError) -> None:
+    def pageable(self, buffer: HostBuffer, cause: str) -> None:
         """Continue without pinned memory, and warn once."""
         self.pins = False
         warnings.warn(
             f"The host memory of {buffer.name} ({buffer.nbytes} bytes) could not be pinned after {self.pinned_bytes} bytes "
-            f"of other weights ({error}). It and the weights after it are copied from pageable memory, which is "
+            f"of other weights ({cause}). It and the weights after it are copied from pageable memory, which is "
             "slower: a thread of its own sends them through a small pinned ring. Lower the option pin_memory, or free or add "
             "host memory; in a container, raise its memory limit.",
             stacklevel=2,
         )
+
+
+def pin_all(buffers: Sequence[HostBuffer], device: HostReader, budget: int | None) -> bool:
+    """Pin the host memory of weights, see :meth:`HostBuffer.pin`.  Returns whether all of it is pinned.
+
+    ``budget``: most bytes of a store to pin, None for what the machine leaves.
+    Ranks that share memory pin the same weights, the first ones that find room, and begin at different ones: where two pin
+    the same pages at once, the kernel may refuse one.
+    """
+    turns = [buffer.store.turn for buffer in buffers if buffer.store.turn is not None]
+    place, ranks = min(turns) if turns else (int(os.environ.get("LOCAL_RANK", "0")), local_ranks())
+    todo = [buffer for buffer in buffers if not buffer.pinned]
+    stores = {buffer.store for buffer in todo} if device.name == "cuda" else ()
+    rooms = {store: store.room(budget) for store in stores}
+    without = {b for b in todo if b.store in rooms and b.pins and not rooms[b.store].take(b.nbytes)}
+    fit = [buffer for buffer in todo if buffer not in without]
+    first = len(fit) * place // ranks
+    with moving("pinning", sum(buffer.nbytes for buffer in todo)) as pinned:
+        for buffer in (*fit[first:], *fit[:first], *without):
+            buffer.pin(device, buffer not in without)
+            pinned(buffer.nbytes)
+    for buffer in todo:
+        if buffer in without and buffer.store.pins:  # said once for each store, of the first of its weights
+            buffer.store.pageable(buffer, rooms[buffer.store].why)
+    return all(buffer.pinned for buffer in buffers)
 
 
 def ring_of(buffers: Iterable[HostBuffer]) -> SharedRing | None:
@@ -275,10 +289,10 @@ def give_back(weight: HostWeight, device: torch.device, stagings: GpuStagings) -
                 buffer.make_private()  # an ordinary tensor may be written at any time
             if buffer.scratch and (cause := no_room(weight.host.nbytes)) is not None:
                 raise ChunkflowError(
-                    f"There is no room in host memory for {weight.label} ({weight.host.nbytes} bytes): {cause}. It and the "
+                    f"There is no room in host memory for {buffer.name} ({weight.host.nbytes} bytes): {cause}. It and the "
                     "weights not restored yet stay where they are. Free host memory and call restore again."
                 )
-        with no_room_for(weight.label, weight.host.nbytes, device):
+        with no_room_for(buffer.name, weight.host.nbytes, device):
             # a scratch file must not outlive the placement as the memory of an ordinary tensor
             plain = stagings.brought(weight.host, device, copy=buffer.scratch)
         grad = buffer.grad if buffer.is_of(weight) else None

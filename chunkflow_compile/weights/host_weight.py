@@ -34,27 +34,10 @@ torch.library.register_fake(
 FETCH = torch.ops.chunkflow.fetch.default
 
 _aten = torch.ops.aten
-# They change the memory of a tensor, not its values.
-_UNHONOURED = {
-    _aten.set_.default,
-    _aten.set_.source_Storage,
-    _aten.set_.source_Storage_storage_offset,
-    _aten.set_.source_Tensor,
-    _aten.set_.source_Tensor_storage_offset,
-    _aten.resize_.default,
-    _aten.resize_as_.default,
-}
 # Views that are not in their schemas.
-_VIEWS = {
-    _aten._unsafe_view.default,
-    _aten._reshape_alias.default,
-    _aten.lift_fresh.default,
-    _aten.unsafe_split.Tensor,
-    _aten.unsafe_split_with_sizes.default,
-}
+_VIEWS = {_aten._unsafe_view.default, _aten.unsafe_split.Tensor, _aten.unsafe_split_with_sizes.default}
 # Their results have a bit that a HostWeight does not have.
 _LAZY_VIEWS = {_aten._conj.default, _aten._neg_view.default}
-_SAME = {_aten.detach.default, _aten.alias.default}
 # They write without reading, so nothing is fetched.
 _FILLS = {_aten.zero_.default, _aten.fill_.Scalar}
 
@@ -85,19 +68,17 @@ def become(tensor: torch.Tensor, other: torch.Tensor) -> None:
 
 
 # Attributes of a HostWeight that are its own.
-_STATE = {"host", "label", "buffer", "kind", "_is_param"}
+_STATE = {"host", "buffer", "kind", "_is_param"}
 
 
 class HostWeight(torch.Tensor):
     """A weight on ``device`` whose values are those of ``host``, a plain tensor on the CPU.
 
-    ``buffer``: the memory, shared by all views of it.  ``label``: its name, for errors.  ``kind``: the class of the tensor
-    that it stands for.
+    ``buffer``: the memory, shared by all views of it.  ``kind``: the class of the tensor that it stands for.
     """
 
     host: torch.Tensor
     buffer: HostBuffer
-    label: str
     kind: type[torch.Tensor]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -108,7 +89,7 @@ class HostWeight(torch.Tensor):
         host: torch.Tensor,
         device: torch.device | None = None,
         buffer: HostBuffer | None = None,
-        label: str = "a weight",
+        name: str = "a weight",
         **parameter: Any,
     ) -> Any:
         if device is None:  # type(weight)(values, requires_grad=...), as accelerate makes a parameter
@@ -123,8 +104,7 @@ class HostWeight(torch.Tensor):
         )
         torch._C._set_throw_on_mutable_data_ptr(made)  # C++ that asks for the memory gets an error, not a null pointer
         made.host = host
-        made.buffer = HostBuffer(host) if buffer is None else buffer
-        made.label = label
+        made.buffer = HostBuffer(host, name=name) if buffer is None else buffer
         made.kind = torch.Tensor
         return made
 
@@ -144,14 +124,17 @@ class HostWeight(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], HostWeight) else None
-        if first is not None and func not in _LAZY_VIEWS and torch.Tag.inplace_view not in func.tags:
-            if func in _SAME or func.is_view or func in _VIEWS:
+        refused = (
+            torch.Tag.inplace_view in func.tags or func in _LAZY_VIEWS
+        )  # as set_ and resize_, which change the memory
+        if first is not None and not refused:
+            if func.is_view or func in _VIEWS:
                 with _tracked():
                     seen = func(first.host, *args[1:], **kwargs)
                     return pytree.tree_map_only(torch.Tensor, first._alias, seen)
             if func is _aten._to_copy.default and type(first.host) is torch.Tensor:
                 return first._converted(kwargs)
-        if func in _UNHONOURED or func in _LAZY_VIEWS or torch.Tag.inplace_view in func.tags or cannot_be_seen(func):
+        if refused or cannot_be_seen(func):
             _refuse(next(x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, HostWeight)), func.__name__)
         if not declares(func) and not _traced(args, kwargs):
             return on_copies(cls, func, args, kwargs)
@@ -184,15 +167,10 @@ class HostWeight(torch.Tensor):
         self.buffer.check()
         return self.host
 
-    def stands_on(self, device: torch.device) -> None:
-        """Make ``device`` the device of this weight; its values stay where they are."""
-        made = like(self, HostWeight(self.host, device, self.buffer, self.label))
-        become(self, made)
-
     def _alias(self, host: torch.Tensor) -> Any:
         """A weight around a view of the same memory; or around new memory, which some ops return in its place."""
         same = host.untyped_storage()._cdata == self.host.untyped_storage()._cdata
-        return HostWeight(host, self.device, self.buffer if same else None, self.label)
+        return HostWeight(host, self.device, self.buffer if same else None, self.buffer.name)
 
     def _converted(self, kwargs: Mapping[str, Any]) -> Any:
         """On its device a weight stays on the host; on another, it becomes an ordinary tensor."""
@@ -201,16 +179,12 @@ class HostWeight(torch.Tensor):
         if target.type == "cuda" and target.index is None:
             target = torch.device("cuda", torch.cuda.current_device())
         if target == self.device or target.type == "cpu":
-            self._copied(kwargs.get("dtype"))
+            self.buffer.copied(self.host.numel() * (kwargs.get("dtype") or self.dtype).itemsize)
         if target != self.device:
             return _aten._to_copy.default(self.checked(), **{**kwargs, "device": target})
         with torch.inference_mode(False):
             made = _aten._to_copy.default(self.checked(), **{**kwargs, "device": "cpu"})
-            return HostWeight(made, self.device, label=self.label)
-
-    def _copied(self, dtype: torch.dtype | None = None) -> None:
-        """Raise ChunkflowError if the values are on the drive, and there is no room for a copy of them."""
-        self.buffer.copied(self.host.numel() * (dtype or self.host.dtype).itemsize)
+            return HostWeight(made, self.device, name=self.buffer.name)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.host) is not torch.Tensor:
@@ -220,9 +194,11 @@ class HostWeight(torch.Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
         if id(self) not in memo:
-            self._copied()
+            self.buffer.copied(self.host.nbytes)
             with torch.inference_mode(False):
-                made = memo[id(self)] = like(self, HostWeight(self.checked().clone(), self.device, label=self.label))
+                made = memo[id(self)] = like(
+                    self, HostWeight(self.checked().clone(), self.device, name=self.buffer.name)
+                )
                 made.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self._state().items()})
         found: torch.Tensor = memo[id(self)]
         return found
@@ -268,13 +244,13 @@ class HostWeight(torch.Tensor):
         if buffer is self.buffer and _same_place(host, self.host):
             return  # p.data += x has written the memory already
         part = buffer is self.buffer  # another view of its own memory, which is no longer all of what lies behind it
-        with self.buffer.write() if part else self.buffer.leave(), torch.inference_mode(False), torch.no_grad():
+        with self.buffer.write(leaves=not part), torch.inference_mode(False), torch.no_grad():
             if part:
                 self.buffer.unpin()
             made = ordinary(host)
             host, buffer = made, buffer if made is host else None
             self.buffer.written += 1
-            made = HostWeight(host, self.device, buffer, self.label)
+            made = HostWeight(host, self.device, buffer, self.buffer.name)
             torch.Tensor.data.__set__(self, made)  # type: ignore[attr-defined]
             self.host, self.buffer = made.host, made.buffer
             if part and self.buffer.is_of(self):
@@ -383,8 +359,8 @@ def _traced(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
 
 def _refusal(weight: HostWeight, what: str) -> str:
     return (
-        f"{what} needs the memory of {weight.label} on {weight.device}, but ChunkFlow keeps this weight in host memory: use "
-        "weight.cpu(), or call chunkflow_compile.restore(model) first."
+        f"{what} needs the memory of {weight.buffer.name} on {weight.device}, but ChunkFlow keeps this weight in host "
+        "memory: use weight.cpu(), or call chunkflow_compile.restore(model) first."
     )
 
 

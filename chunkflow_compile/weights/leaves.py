@@ -25,27 +25,22 @@ def stream_inside() -> bool:
 
 def leaves(tensor: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Each tensor with bytes, and its name: that of the weight and the attributes on the way, ``weight.qdata``."""
-    if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
-        yield name, tensor
-        return
-    for attribute in tensor.__tensor_flatten__()[0]:
-        if isinstance(part := getattr(tensor, attribute), torch.Tensor):  # the DeviceMesh of a DTensor is a part too
-            yield from leaves(part, f"{name}.{attribute}")
+    return (found for found in _parts(tensor, name) if isinstance(found[1], torch.Tensor))
 
 
 def unknown_part(tensor: Any, name: str = "") -> tuple[str, Any] | None:
     """A part of a tensor subclass that torch.compile does not take: neither a tensor nor an opaque object of torch's."""
+    taken = (torch.Tensor, *_opaque())
+    return next((found for found in _parts(tensor, name) if not isinstance(found[1], taken)), None)
+
+
+def _parts(tensor: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """What is inside a tensor subclass, at any depth, or the tensor itself; the DeviceMesh of a DTensor is a part too."""
     if isinstance(tensor, HostWeight) or not is_traceable_wrapper_subclass(tensor):
-        return None
-    opaque = _opaque()
+        yield name, tensor
+        return
     for attribute in tensor.__tensor_flatten__()[0]:
-        part, path = getattr(tensor, attribute), f"{name}.{attribute}"
-        if not isinstance(part, torch.Tensor):
-            if not isinstance(part, opaque):
-                return path, part
-        elif (found := unknown_part(part, path)) is not None:
-            return found
-    return None
+        yield from _parts(getattr(tensor, attribute), f"{name}.{attribute}")
 
 
 def _opaque() -> tuple[type, ...]:

@@ -54,11 +54,10 @@ class Room:
     left: int
     why: str
 
-    def take(self, nbytes: int) -> None:
-        """Raises OSError if they are too many."""
-        if nbytes > self.left:
-            raise OSError(self.why)
-        self.left -= nbytes
+    def take(self, nbytes: int) -> bool:
+        """Whether there is room for them; if not, there is none for what comes after either."""
+        self.left = self.left - nbytes if nbytes <= self.left else -1
+        return self.left >= 0
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
@@ -84,16 +83,6 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 def local_ranks() -> int:
     """The processes of this job on this machine."""
     return max(1, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-
-
-def pin_budget(held: int, ranks: int, memory: HostMemory | None = None) -> int:
-    """Bytes that a process may pin.
-
-    ``held``: bytes of host memory that its weights take already; they are not free, and to pin them takes no more.
-    ``ranks``: processes on this machine, which share what is free.
-    """
-    memory = memory or host_memory()
-    return max(0, held + (memory.free - memory.reserve) // max(1, ranks))
 
 
 def no_room(nbytes: int) -> str | None:
@@ -145,7 +134,8 @@ def _groups(root: Path) -> Iterator[Path]:
         else:
             continue
         if path is not None:
-            yield from _with_ancestors(root / fields[4].lstrip("/"), _below(path, fields[3]))
+            mount, below = root / fields[4].lstrip("/"), _below(path, fields[3])
+            yield from (mount / each for each in reversed((below, *below.parents)))
 
 
 def _below(path: str, mounted: str) -> PurePosixPath:
@@ -154,13 +144,6 @@ def _below(path: str, mounted: str) -> PurePosixPath:
         return PurePosixPath(path).relative_to(mounted)
     except ValueError:
         return PurePosixPath()
-
-
-def _with_ancestors(mount: Path, path: PurePosixPath) -> Iterator[Path]:
-    yield mount
-    for part in path.parts:
-        mount = mount / part
-        yield mount
 
 
 def _limit(group: Path) -> tuple[Path, int] | None:

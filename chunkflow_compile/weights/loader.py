@@ -4,29 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from types import MappingProxyType
 
 import torch
 from torch import nn
 
-from .backing import FileSlice
+from .backing import Backing, FileSlice
 from .bytes import ordinary
 from .checkpoint import CheckpointReader, Mappings
-from .drive import Scratch, scratch_folder
+from .drive import Scratch
 from .host_buffer import HostBuffer
-from .host_memory import empty_pages, fill, near_cpus, running_on
+from .host_memory import empty_pages, fill, near_cpus
 from .leaves import tensors_of
 from .limits import check_room, host_memory
 from .mapping import whole_pages
 from .modules import filled_by
 from .node import Node
 from .sharing import LoadRequest, Role, SharedPages
-from .source import DriveBytes
 from .staging import GpuStagings
 
 # Bytes to fill until the free memory is looked at again, which takes half a millisecond.
 _CHECKED = 256 << 20
-_WHOLE: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 # The dtype that a weight of this name gets.
 DtypeOf = Callable[[str, torch.Tensor], torch.dtype]
 
@@ -46,22 +43,23 @@ class WeightLoader:
         pages: bool,
         node: Node | None = None,
         on_drive: Collection[str] = (),
-        shards: Mapping[str, tuple[int, ...]] = _WHOLE,
+        shards: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
         """``device``: where programs run.  ``weights``: all of the move, by name.  ``pages``: whether all get pages of their
         own.  ``node``: the ranks to share them with, which move the weights of the same model.  ``on_drive``: the names of
         those that go to the drive instead.  ``shards``: by name, which part of a weight this rank
         has; ranks share equal parts only."""
-        self._device = device
-        self._shards = shards
-        self._nbytes = sum(w.nbytes for _, w in weights)
+        self._cpus = near_cpus(device)
+        # the page cache of the checkpoint would push out other memory if there is no room for both
+        direct = host_memory().free < 2 * sum(w.nbytes for _, w in weights)
+        self._reader = CheckpointReader(direct, self._cpus)
+        self._shards = shards or {}
         self._pages = pages or node is not None
         self._dtype_of = dtype_of
         self._stagings = GpuStagings()
         self._node = node
         self._on_drive = on_drive
         self._kept: set[str] = set()
-        self._owned: set[int] = set()  # pages of weights that have left their checkpoint
         self._unchecked = 0
         self._finished = False
         self._shared: SharedPages | None = None
@@ -94,22 +92,21 @@ class WeightLoader:
         """
         weight, values = self._weights[name], tensor.detach()
         if weight.stays:
-            if weight.drive and (part := weight.part) is not None:
-                found = DriveBytes(self._reader.file(part), part.offset, part.nbytes)
-                return HostBuffer(values, FileSlice(values, found, self._owned, scratch=False))
+            if weight.drive and weight.part is not None:
+                weight.part.file.check()
+                return HostBuffer(values, FileSlice(values, weight.part))
             return HostBuffer(ordinary(values))
         self._take(weight)
         if self._shared is not None and (role := self._shared.role(name)) is not None:
-            share = self._share_file if weight.drive else self._share_pages
-            if (placed := share(self._shared, role, weight, values)) is not None:
+            if (placed := self._share(self._shared, role, weight, values)) is not None:
                 return placed
             if not weight.drive:
                 check_room(self._todo + weight.takes)  # another copy than was thought
         made = self._filled(weight, values)
         if not weight.drive:
             return HostBuffer(made)
-        host, kept = self._scratch.keep(made)
-        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
+        kept = self._scratch.keep(made)
+        return HostBuffer(kept.host, kept)
 
     def in_file(self, name: str) -> bool:
         """Whether a weight lies in its checkpoint, and so can stay there, without memory, until all weights are placed.
@@ -118,29 +115,22 @@ class WeightLoader:
         """
         return self._weights[name].part is not None
 
-    def _share_pages(
-        self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
-    ) -> HostBuffer | None:
-        """The values in memory that other ranks map too; None if those there are others."""
-        name, found = weight.name, shared.pages(weight.name)
-        if role == "fill":
-            self._fill(found.host, weight, values)
-            shared.written(name)
-        elif role == "compare" and not shared.same(name, found.host, values):
+    def _share(self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor) -> HostBuffer | None:
+        """The values in memory that other ranks map too, or in the scratch file of all; None if those there are others."""
+        name = weight.name
+        if weight.drive:
+            if role == "fill":
+                shared.keep(name, self._filled(weight, values))
+            backing: Backing = shared.kept(name)
+        else:
+            backing = shared.pages(name)
+            if role == "fill":
+                self._fill(backing.host, weight, values)
+                shared.written(name)
+        if role == "compare" and not shared.same(name, backing.host, values):
             return None
         self._kept.add(name)
-        return HostBuffer(found.host, found)
-
-    def _share_file(
-        self, shared: SharedPages, role: Role, weight: LoadRequest, values: torch.Tensor
-    ) -> HostBuffer | None:
-        """The values in the scratch file of all ranks; None if those there are others."""
-        if role == "fill":
-            shared.keep(weight.name, self._filled(weight, values))
-        host, kept = shared.kept(weight.name)
-        if role == "compare" and not shared.same(weight.name, host, values):
-            return None
-        return HostBuffer(host, FileSlice(host, kept, self._owned, scratch=True))
+        return HostBuffer(backing.host, backing)
 
     def finish(self) -> None:
         """Wait until the other ranks have done their share."""
@@ -152,8 +142,7 @@ class WeightLoader:
         """Give back threads and files, and leave the node.  ``error``: why the move has failed, if it has."""
         if self._node is not None:
             self._node.close(error)
-        if "_reader" in self.__dict__:
-            self._reader.close()
+        self._reader.close()
         if self._shared is not None:
             self._shared.leave({name for name in self._kept if self._finished or not self.in_file(name)})
 
@@ -165,9 +154,8 @@ class WeightLoader:
         stays = stays or (same and drive and part is not None and not values.is_inference())
         frees = values.nbytes if values.device.type == "cpu" and part is None else 0
         shard = self._shards.get(name)
-        return LoadRequest(
-            name, (*values.shape,), (*values.stride(),), dtype, values.dtype, part, drive, stays, frees, shard
-        )
+        like = torch.empty_strided(values.shape, values.stride(), dtype=dtype, device="meta")
+        return LoadRequest(name, like, values.dtype, part, drive, stays, frees, shard)
 
     def _makes(self, weight: LoadRequest) -> bool:
         """Whether this rank makes a copy of a weight in host memory, of its own or for all."""
@@ -187,35 +175,25 @@ class WeightLoader:
             self._todo -= weight.takes
 
     def _filled(self, weight: LoadRequest, values: torch.Tensor) -> torch.Tensor:
-        made = empty_pages(values, weight.dtype)
+        made = empty_pages(weight.like)
         self._fill(made, weight, values)
         return made
 
     def _fill(self, made: torch.Tensor, weight: LoadRequest, values: torch.Tensor) -> None:
         if weight.part is not None:
             self._reader.read(weight.part, made, weight.read_as)
-        elif made.numel():
-            with running_on(self._cpus):  # the first thread to write a page decides its memory node
-                fill(made, values, self._stagings.of(values.device))
-
-    @cached_property
-    def _cpus(self) -> frozenset[int]:
-        return near_cpus(self._device)
+        else:
+            fill(made, values, self._cpus, self._stagings)
 
     @cached_property
     def _scratch(self) -> Scratch:
         """For this rank alone."""
         own = [w for w in self._weights.values() if w.drive and not w.stays and self._role(w) is None]
-        return Scratch.made(scratch_folder(), sum(whole_pages(w.nbytes) for w in own))
+        return Scratch.made(sum(whole_pages(w.nbytes) for w in own))
 
     @cached_property
     def _mappings(self) -> Mappings:
         return Mappings()
-
-    @cached_property
-    def _reader(self) -> CheckpointReader:
-        # the page cache of the checkpoint would push out other memory if there is no room for both
-        return CheckpointReader(direct=host_memory().free < 2 * self._nbytes, cpus=self._cpus)
 
 
 def keep_dtype(name: str, tensor: torch.Tensor) -> torch.dtype:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 PAGE = mmap.PAGESIZE
-ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
-MAP_FIXED = 0x10
-FAILED = 2**64 - 1
+_ACCESS = mmap.PROT_READ | mmap.PROT_WRITE
+_MAP_FIXED = 0x10
+_FAILED = 2**64 - 1
 _HUGE = 14  # of madvise
 _MREMAP_MAYMOVE, _MREMAP_FIXED = 1, 2
 
@@ -29,12 +29,14 @@ class Descriptor:
         weakref.finalize(self, os.close, number).atexit = False
 
 
-def memory_file(name: str, nbytes: int) -> Descriptor:
-    """Shared memory as a file without a name in any file system, which no process can make shorter or longer."""
+def memory_file(name: str, nbytes: int, grows: bool = False) -> Descriptor:
+    """Shared memory as a file without a name in any file system, which no process can make shorter, or longer unless it
+    ``grows``."""
     made = Descriptor(os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
     os.ftruncate(made.number, nbytes)
     # no rank can cut it while another reads it
-    fcntl.fcntl(made.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    seals = fcntl.F_SEAL_SHRINK | (0 if grows else fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(made.number, fcntl.F_ADD_SEALS, seals)
     return made
 
 
@@ -54,11 +56,11 @@ def identity_of(status: os.stat_result) -> tuple[int, int]:
 
 def prefer_huge_pages(pages: torch.Tensor) -> None:
     """Ask for huge pages in a mapping of shared memory: fewer to make, to pin, and to name in a read of the drive."""
-    libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)  # no matter where the kernel has no such pages
+    _libc().madvise(pages.data_ptr(), pages.nbytes, _HUGE)  # no matter where the kernel has no such pages
 
 
 @functools.cache
-def libc() -> Any:
+def _libc() -> Any:
     """The C library, with the calls that Python's mmap does not have."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = libc.mremap.restype = ctypes.c_void_p
@@ -74,33 +76,45 @@ def map_file(descriptor: Descriptor, nbytes: int, kind: int, offset: int = 0) ->
 
     Python's mmap would keep the file open, and so its memory, after all weights in it have left.
     """
-    system, size = libc(), whole_pages(nbytes)
-    made = system.mmap(None, size, ACCESS, kind, descriptor.number, offset)
-    if made == FAILED:
+    system, size = _libc(), whole_pages(nbytes)
+    made = system.mmap(None, size, _ACCESS, kind, descriptor.number, offset)
+    if made == _FAILED:
         return None
     pages = (ctypes.c_ubyte * nbytes).from_address(made)
     weakref.finalize(pages, system.munmap, made, size).atexit = False
     return torch.frombuffer(pages, dtype=torch.uint8)
 
 
-def map_over(host: torch.Tensor, descriptor: Descriptor, kind: int, offset: int) -> None:
-    """Map a file at the address of ``host``, whole pages of the same bytes: views of it stay views.
+def map_over(host: torch.Tensor, descriptor: Descriptor | None, offset: int = 0) -> None:
+    """Map a file privately at the address of ``host``, whole pages: views of it stay views.  None: memory without a file.
 
-    Raises OSError if the kernel refuses; nothing has changed then.
+    If the kernel refuses, nothing has changed.
     """
-    size, there = whole_pages(host.nbytes), host.data_ptr()
-    if libc().mmap(there, size, ACCESS, kind | MAP_FIXED, descriptor.number, offset) != there:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    kind = mmap.MAP_PRIVATE | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor is None else 0)
+    number = -1 if descriptor is None else descriptor.number
+    _libc().mmap(host.data_ptr(), whole_pages(host.nbytes), _ACCESS, kind, number, offset)
 
 
-def own_memory(begin: int, nbytes: int, size: int) -> None:
-    """Put memory of the process's own, ``size`` bytes, at the address ``begin`` of a page, with the ``nbytes`` that are
-    there: views stay views.  Raises OSError if the kernel refuses; nothing has changed then.
+def own_memory(host: torch.Tensor, owned: set[int]) -> None:
+    """Give a tensor in a mapping memory of its own, with the same bytes at the same address: views stay views.
+
+    A private mapping of a file needs it too: the kernel drops its written pages when the file is cut.
+    ``owned``: its first and its last page, which other tensors may have a part of.  One that is owned already stays: a
+    device may read it.  Raises OSError if the kernel refuses; nothing has changed then.
     """
-    system = libc()
-    made = system.mmap(None, size, ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
-    if made != FAILED:
-        ctypes.memmove(made, begin, nbytes)
+    first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
+    begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)
+    if begin < end:
+        _replace(begin, end - begin)
+    owned.update((first, last))
+
+
+def _replace(begin: int, size: int) -> None:
+    """Put memory of the process's own in the place of whole pages, with the bytes that are there."""
+    system = _libc()
+    made = system.mmap(None, size, _ACCESS, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1, 0)
+    if made != _FAILED:
+        ctypes.memmove(made, begin, size)
         # the pages move in one call: a reader sees either those before or the same bytes
         if system.mremap(made, size, size, _MREMAP_MAYMOVE | _MREMAP_FIXED, begin) == begin:
             return
@@ -108,20 +122,6 @@ def own_memory(begin: int, nbytes: int, size: int) -> None:
         system.munmap(made, size)
         raise OSError(number, os.strerror(number))
     raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-
-
-def leave_file(host: torch.Tensor, owned: set[int]) -> None:
-    """Give a tensor in a private mapping of a file memory of its own, at the same address, whatever becomes of the file.
-
-    Written pages of the mapping would not do: the kernel drops them when the file is cut.
-    ``owned``: its first and its last page, which other tensors may have a part of.  One that is owned already stays: a
-    device may read it.  Raises OSError if the kernel refuses.
-    """
-    first, last = (address - address % PAGE for address in (host.data_ptr(), host.data_ptr() + host.nbytes - 1))
-    begin, end = first + PAGE * (first in owned), last + PAGE * (last not in owned)
-    if begin < end:
-        own_memory(begin, end - begin, end - begin)
-    owned.update((first, last))
 
 
 def whole_pages(nbytes: int) -> int:

@@ -20,7 +20,7 @@ from torch._dynamo.eval_frame import OptimizedModule
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .leaves import leaves, overlapping, quant_state_tensors, tensors_of
+from .leaves import leaves, named_leaves, overlapping, quant_state_tensors
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class ModelIndex:
     @staticmethod
     def of(root: nn.Module, alone: bool = False) -> ModelIndex:
         names: dict[int, tuple[str, ...]] = {}
-        found = [(path, leaf) for name, tensor in tensors_of(root) for path, leaf in leaves(tensor, name)]
+        found = [*named_leaves(root)]
         for name, tensor in found:
             names[id(tensor)] = (*names.get(id(tensor), ()), name)
         shared, filled = overlapping(t for _, t in found), frozenset(filled_by(root))
@@ -115,7 +115,7 @@ def blocks_around(root: nn.Module, weights: Iterable[torch.Tensor]) -> list[nn.M
     for module in root.modules():
         if isinstance(module, nn.ModuleList) and id(module) not in inner:
             inner.update(id(m) for m in module.modules())
-            if any(held in wanted for m in module.modules() for held in _held(m)):
+            if wanted & held_by([module]):
                 lists.append(module)
     return lists
 
@@ -200,25 +200,19 @@ def _holder(parameters: Sequence[torch.Tensor], near: Iterable[nn.Module]) -> tu
         if id(module) not in candidates:
             candidates[id(module)] = module
             todo.extend(parents.get(id(module), ()))
-    ranked = [
-        (
-            id(module) not in compiled,
-            isinstance(module, nn.ModuleList),
-            sum(1 for _ in module.modules()),
-            position,
-            module,
-        )
-        for position, module in enumerate(candidates.values())
-        if wanted <= {held for inner in module.modules() for held in _held(inner)}
-    ]
-    if candidates and not ranked:
+    around = [module for module in candidates.values() if wanted <= held_by([module])]
+    if candidates and not around:
         raise ChunkflowError(
             "The graph's parameters belong to several models, so they have no common names: call "
             "chunkflow_compile.offload on each of them before compiling."
         )
-    if not ranked:
+    if not around:
         return None, hidden
-    root = _model_around(min(ranked, key=lambda r: r[:4])[4], parents)
+
+    def rank(module: nn.Module) -> tuple[bool, bool, int]:
+        return id(module) not in compiled, isinstance(module, nn.ModuleList), len([*module.modules()])
+
+    root = _model_around(min(around, key=rank), parents)
     return root, hidden and id(root) not in parents
 
 

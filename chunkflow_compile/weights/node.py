@@ -76,7 +76,22 @@ class Node:
 
     def gather(self, value: Any) -> list[Any]:
         """The values of all ranks, at every rank.  They must be such that JSON can hold."""
-        return [json.loads(text) for text in self._round(json.dumps(value))]
+        keys = {rank: f"{self._rounds}/{rank}" for rank in self.ranks}
+        read, self._rounds = f"{self._rounds}/read", self._rounds + 1
+        missing = [*self.ranks]
+
+        def awaited() -> Sequence[int]:
+            missing[:] = [rank for rank in missing if not self._store.check([f"{self.key}/{keys[rank]}"])]
+            return missing
+
+        with _reached():
+            self._store.set(f"{self.key}/{keys[self.rank]}", json.dumps(value))
+        self._until(awaited)
+        with _reached():
+            values = [json.loads(self._store.get(f"{self.key}/{key}")) for key in keys.values()]
+        if self._add(read, 1) == len(self.ranks):
+            self._delete(*keys.values(), read)
+        return values
 
     def step(self) -> None:
         """The leader has done one more step."""
@@ -126,29 +141,6 @@ class Node:
                 self._delete(*(f"{n}/{rank}" for n in rounds for rank in (*self.ranks, "read")))
                 self._delete("failed", "steps", "closed")
 
-    def given_up(self) -> bool:
-        """Whether other ranks have waited for this one in vain, and have gone on."""
-        return isinstance(self._failure(), _AbsentError)
-
-    def _round(self, text: str) -> list[str]:
-        """The texts of all ranks."""
-        keys = {rank: f"{self._rounds}/{rank}" for rank in self.ranks}
-        read, self._rounds = f"{self._rounds}/read", self._rounds + 1
-        missing = [*self.ranks]
-
-        def awaited() -> Sequence[int]:
-            missing[:] = [rank for rank in missing if not self._store.check([f"{self.key}/{keys[rank]}"])]
-            return missing
-
-        with _reached():
-            self._store.set(f"{self.key}/{keys[self.rank]}", text)
-        self._until(awaited)
-        with _reached():
-            texts = [self._store.get(f"{self.key}/{key}").decode() for key in keys.values()]
-        if self._add(read, 1) == len(self.ranks):
-            self._delete(*keys.values(), read)
-        return texts
-
     def _until(self, awaited: Callable[[], Sequence[int]]) -> None:
         """Wait until no rank is ``awaited`` any more."""
         deadline, pause = time.monotonic() + self.seconds, _FIRST_PAUSE
@@ -196,14 +188,11 @@ class Node:
 
 
 def node_of(share: Any, device: torch.device) -> Node | None:
-    """The ranks to share weights with that are placed for ``device``; None for none.
+    """The ranks of this machine to share weights with, see :func:`group_to_share_in`; None for none.
 
-    ``share``: True, False, a process group, or None for the default: the default process group, for a GPU.
-    Raises ChunkflowError if sharing was asked for and there is no such group, or if a rank of it is absent.
+    Raises ChunkflowError also if a rank of the group is absent.
     """
-    if share is False or (share is None and device.type != "cuda"):
-        return None
-    if (found := group_to_share_in(share)) is None:
+    if (found := group_to_share_in(share, device)) is None:
         return None
     # each memory node has its own copy: a GPU reads the other node's memory more slowly
     near = near_cpus(device)
@@ -212,10 +201,8 @@ def node_of(share: Any, device: torch.device) -> Node | None:
 
 def stay_away(share: Any, device: torch.device, error: BaseException) -> None:
     """Tell the ranks that call :func:`node_of` why this one does not.  Does not wait for them."""
-    if share is False or (share is None and device.type != "cuda"):
-        return
     with contextlib.suppress(RuntimeError):  # the store has ended too, or there is no group
-        if (found := group_to_share_in(share)) is not None:
+        if (found := group_to_share_in(share, device)) is not None:
             _next(found).close(error)
 
 
@@ -267,7 +254,7 @@ def _next(found: Group) -> Node:
         with _reached():
             number = found.store.add(f"{found.key}/count/{found.rank}", 1)
         everyone = Node(found, f"{found.key}/{number}")
-        if not everyone.given_up():
+        if not isinstance(everyone._failure(), _AbsentError):
             return everyone
         everyone.close()
 

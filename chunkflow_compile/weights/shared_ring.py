@@ -11,23 +11,28 @@ earlier reads only.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import fcntl
 import mmap
 import os
 import threading
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
+
+import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.ring import BLOCK
 
-from .mapping import Descriptor, map_file, prefer_huge_pages
-from .ring_memory import Pin, RingMemory
+from .host_memory import empty_pages
+from .mapping import Descriptor, map_file, memory_file, prefer_huge_pages
 
 # A call, by a number that is equal on all ranks: how many calls they have met in, and how many came after the last of them.
 Number = tuple[int, int]
+# Lets the device read host memory directly; returns a function to undo it.
+Pin = Callable[[torch.Tensor], Callable[[], None]]
 
 # Words of the first rank: its run (0 for none), the reads that have begun, those that have come, and the digest of the order.
 _RUN, _BEGUN, _CAME, _DIGEST = 0, 1, 2, 3
@@ -43,6 +48,29 @@ _APART = 1 << 40
 # How long the first rank waits for others to leave the ring, before it takes the other.  Their copies take milliseconds.
 _LEAVING_S = 0.2
 _POLL_S = 0.0005
+
+
+class RingMemory:
+    """Host pages that reads go into, of this process or of all ranks; they stay pinned as long as this lasts.
+
+    ``bytes``: the pages, uint8.
+    """
+
+    def __init__(self, pages: torch.Tensor, pin: Pin) -> None:
+        self.bytes = pages
+        with contextlib.suppress(OSError):  # copies from memory that is not pinned are slower, and as right
+            weakref.finalize(self, _unpinned, pin(pages)).atexit = False
+
+    @staticmethod
+    def own(nbytes: int, pin: Pin) -> RingMemory:
+        """For this process alone."""
+        return RingMemory(empty_pages(torch.empty(nbytes, dtype=torch.uint8, device="meta")), pin)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # a finalizer: the collector may run it anywhere
+def _unpinned(undo: Callable[[], None]) -> None:
+    with contextlib.suppress(OSError):  # the device has failed
+        undo()
 
 
 class Came(NamedTuple):
@@ -86,12 +114,9 @@ class SharedRing:
     def made() -> Descriptor:
         """A file for one, which grows with the ring.  Raises ChunkflowError if there is no memory."""
         try:
-            found = Descriptor(os.memfd_create("chunkflow-ring", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
-            os.truncate(found.number, _COUNTERS)
-            fcntl.fcntl(found.number, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # no rank can cut what another one reads
+            return memory_file("chunkflow-ring", _COUNTERS, grows=True)
         except OSError as error:
             raise ChunkflowError(f"A ring for all ranks cannot be made: {error.strerror or error}.") from error
-        return found
 
     def claim(self) -> bool:
         """Whether the caller may use it until it calls :meth:`release`: nobody else of this process does."""

@@ -12,16 +12,17 @@ import logging
 import mmap
 import os
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Literal
 
 import torch
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
-from .backing import SharedMemory
-from .checkpoint import FilePart
-from .drive import Scratch, scratch_folder
+from .backing import FileSlice, SharedMemory
+from .bytes import as_weight, same_bits
+from .drive import Scratch
 from .limits import check_room
 from .mapping import map_file, memory_file, prefer_huge_pages, whole_pages
 from .node import Node
@@ -38,20 +39,19 @@ _PIECE = 1 << 20
 _NAMED = 5
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class LoadRequest:
-    """A weight to place: its name, shape, strides and dtype, and the part of a file that it is, if it is one.
+    """A weight to place: its name, and the part of a file that it is, if it is one.
 
+    ``like``: its shape, strides and dtype from then on, as a tensor without memory.  ``read_as``: its dtype now.
     ``drive``: whether it goes to the drive.  ``stays``: whether it keeps its memory, or its place in a file on the drive.
     ``frees``: bytes that its present memory gives back.  ``shard``: which part of a weight it is, None for a whole one.
     """
 
     name: str
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
+    like: torch.Tensor
     read_as: torch.dtype
-    part: FilePart | None
+    part: DriveBytes | None
     drive: bool
     stays: bool
     frees: int = 0
@@ -64,21 +64,18 @@ class LoadRequest:
 
     @property
     def nbytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count * self.dtype.itemsize
+        return self.like.nbytes
 
     def manifest(self) -> dict[str, Any]:
         """As JSON holds it."""
-        part = None if self.part is None else asdict(self.part)
+        part = (
+            None
+            if self.part is None
+            else [self.part.file.name, self.part.file.stamp, self.part.offset, self.part.nbytes]
+        )
         shard = None if self.shard is None else [*self.shard]
-        kind = [self.name, [*self.shape], [*self.stride], str(self.dtype), self.drive, shard]
+        kind = [self.name, [*self.like.shape], [*self.like.stride()], str(self.like.dtype), self.drive, shard]
         return {"as": kind, "from": [part, str(self.read_as)]}
-
-    def view(self, data: torch.Tensor) -> torch.Tensor:
-        """The weight whose bytes are ``data``, uint8."""
-        return data.view(self.dtype).as_strided(self.shape, self.stride)
 
 
 class SharedPages:
@@ -133,13 +130,13 @@ class SharedPages:
         for weight, begin in zip(weights, places, strict=False):
             # each has a storage of its own: one of all weights would be pickled with each of them
             part = torch.empty(0, dtype=torch.uint8).set_(storage[begin : begin + weight.nbytes])
-            self._pages[weight.name] = SharedMemory(descriptor, begin, weight.view(part))
+            self._pages[weight.name] = SharedMemory(descriptor, begin, as_weight(part, weight.like))
 
     def _share_file(self, weights: Sequence[LoadRequest]) -> None:
         """The leader makes the scratch file, and the others get it."""
         places = self._places(weights)
         self._on_drive = {w.name: (begin, w) for w, begin in zip(weights, places, strict=False)}
-        made = Scratch.made(scratch_folder(), places[-1]) if self._node.leads else None
+        made = Scratch.made(places[-1]) if self._node.leads else None
         # each rank has an opening of its own: the kernel reads ahead for each, and they read at different places
         file = self._node.share(None if made is None else made.file.descriptor)
         self._scratch = Scratch(file, f"of rank {self._node.ranks[0]}" if made is None else made.where)
@@ -147,10 +144,7 @@ class SharedPages:
     @staticmethod
     def _places(weights: Sequence[LoadRequest]) -> list[int]:
         """Where each weight begins, on a page of its own, and the end."""
-        places = [0]
-        for weight in weights:
-            places.append(places[-1] + whole_pages(weight.nbytes))
-        return places
+        return [*accumulate((whole_pages(weight.nbytes) for weight in weights), initial=0)]
 
     def _assign(self, weights: Sequence[LoadRequest], sources: dict[str, list[Any]]) -> None:
         """Parts of one file are read by one rank each, in shares of equal bytes; the leader writes the rest.
@@ -194,15 +188,11 @@ class SharedPages:
         self._scratch.write(self._on_drive[name][0], made)
         self.written(name)
 
-    def kept(self, name: str) -> tuple[torch.Tensor, DriveBytes]:
-        """A weight in the scratch file, and its bytes there; waits until the leader has written it.
-
-        Writes to the tensor are this rank's own: neither the file nor another rank sees them.
-        """
+    def kept(self, name: str) -> FileSlice:
+        """A weight in the scratch file; waits until the leader has written it."""
         self._node.wait(self._awaited[name])
         begin, weight = self._on_drive[name]
-        found = DriveBytes(self._scratch.file, begin, weight.nbytes)
-        return weight.view(found.mapped()), found
+        return self._scratch.kept(begin, weight.like)
 
     def same(self, name: str, host: torch.Tensor, values: torch.Tensor) -> bool:
         """Whether ``values`` are those that the leader has written to ``host``.  Waits for that."""
@@ -236,10 +226,5 @@ def _some_of(names: Sequence[str]) -> str:
 
 def _same_bytes(made: torch.Tensor, values: torch.Tensor) -> bool:
     """Whether a dense host tensor has the bytes that ``values``, cast to its dtype, would have there."""
-    ours, theirs = (t.as_strided((t.numel(),), (1,)) for t in (made, values))
-    for begin in range(0, made.numel(), _PIECE):
-        piece = theirs[begin : begin + _PIECE].to(made.dtype).to("cpu")
-        held = ours[begin : begin + _PIECE]
-        if ctypes.CDLL(None).memcmp(ctypes.c_void_p(held.data_ptr()), ctypes.c_void_p(piece.data_ptr()), held.nbytes):
-            return False
-    return True
+    pieces = zip(*(t.as_strided((t.numel(),), (1,)).split(_PIECE) for t in (made, values)), strict=True)
+    return all(same_bits(ours, theirs.to(made.dtype).to("cpu")) for ours, theirs in pieces)

@@ -7,7 +7,8 @@ import errno
 import mmap
 import os
 from dataclasses import dataclass
-from typing import Any
+from functools import cached_property
+from pathlib import Path
 
 import torch
 
@@ -21,36 +22,35 @@ from .mapping import Descriptor, map_file
 class WeightFile:
     """An open file of weights, from which all of them are read.
 
-    ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a file that must not change; None for any
-    other.  ``read_bytes``: those read so far.
+    ``name``: for errors.  ``stamp``: the inode and when it was modified, in ns, of a checkpoint, which must not change; None
+    for a scratch file.  ``read_bytes``: those read so far.  ``left``: the pages at the ends of weights that have left their
+    mappings of it; two weights may share one.
     """
 
-    def __init__(self, descriptor: Descriptor, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
-        self.descriptor = descriptor
+    def __init__(self, opened: Descriptor | Path, name: str, stamp: tuple[tuple[int, int], int] | None = None) -> None:
+        """``opened``: the file, or where it is: then it is opened when it is used first."""
         self.name = name
+        self.stamp = stamp
         self.read_bytes = 0
-        self._stamp = stamp
-        self._beside: Descriptor | None = None  # for reads beside the page cache
-        self._blocks = hasattr(os, "O_DIRECT")  # whether the file system may have them
+        self.left: set[int] = set()
+        self._opened = opened
 
-    @staticmethod
-    def checkpoint(path: str, inode: tuple[int, int], modified: int) -> WeightFile:
-        """That of a checkpoint.  Raises ChunkflowError if it is gone, or has changed."""
-        try:
-            number = os.open(path, os.O_RDONLY)
-        except OSError as error:
-            raise ChunkflowError(
-                f"The checkpoint {path} cannot be opened: {error.strerror or error}. Bring the file back, and load the model "
-                "again."
-            ) from error
-        found = WeightFile(Descriptor(number), f"the checkpoint {path}", (inode, modified))
-        found.check()  # another file may have its name by now
-        return found
+    @property
+    def descriptor(self) -> Descriptor:
+        """Raises ChunkflowError if the file is gone."""
+        if isinstance(self._opened, Path):
+            try:
+                self._opened = Descriptor(os.open(self._opened, os.O_RDONLY))
+            except OSError as error:
+                raise ChunkflowError(
+                    f"{self._title} cannot be opened: {error.strerror or error}. Bring the file back, and load the model "
+                    "again."
+                ) from error
+        return self._opened
 
     def read(self, target: torch.Tensor, offset: int) -> None:
         """Fill host bytes (uint8) from ``offset``.  Raises ChunkflowError if the drive fails or the file has changed."""
-        view = memoryview(memory_of(target)).cast("B")
-        self._fill(self.descriptor.number, view, offset, view, offset)
+        self._fill(self.descriptor.number, memory_of(target), offset, offset, target.numel())
 
     def read_beside(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
         """Read into ``memory`` without taking any of the page cache, where the file system can; return the bytes there.
@@ -59,47 +59,47 @@ class WeightFile:
         """
         begin = offset % BLOCK
         found = memory[begin : begin + nbytes]
-        blocks = memoryview(memory_of(memory[: -(-(begin + nbytes) // BLOCK) * BLOCK])).cast("B")
-        if (number := self._number_beside()) is not None:
+        if (beside := self._beside) is not None:
+            blocks = memory_of(memory[: -(-(begin + nbytes) // BLOCK) * BLOCK])
             try:
-                self._fill(number, blocks, offset - begin, memoryview(memory_of(found)).cast("B"), offset)
+                self._fill(beside.number, blocks, offset - begin, offset, nbytes)
                 return found
             except ChunkflowError as error:
                 if getattr(error.__cause__, "errno", None) != errno.EINVAL:
                     raise
-                self._blocks = False
+                self._beside = None
         self.read(found, offset)
         return found
 
-    def _number_beside(self) -> int | None:
+    @cached_property
+    def _beside(self) -> Descriptor | None:
         """The file opened for reads beside the page cache, None if the file system has none."""
-        if self._beside is None and self._blocks:
-            try:
-                # also a file without a name can be opened again there
-                self._beside = Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
-            except OSError:
-                self._blocks = False
-        return self._beside.number if self._beside is not None and self._blocks else None
-
-    def _fill(self, number: int, target: memoryview, begin: int, wanted: memoryview, offset: int) -> None:
-        """Fill ``target`` from ``begin`` on, with what is ``wanted`` from ``offset`` at least."""
-        least = offset + len(wanted) - begin
         try:
-            done = _read_into(number, target, begin, least) - (offset - begin)
+            # also a file without a name can be opened again there
+            return Descriptor(os.open(f"/proc/self/fd/{self.descriptor.number}", os.O_RDONLY | os.O_DIRECT))
+        except (OSError, AttributeError):
+            return None
+
+    def _fill(self, number: int, target: memoryview, begin: int, offset: int, nbytes: int) -> None:
+        """Fill ``target`` from ``begin`` of the file on, with the ``nbytes`` from ``offset`` at least."""
+        at, end = begin, offset + nbytes
+        try:
+            while at < end and (count := os.preadv(number, [target[at - begin :]], at)):
+                at += count
         except OSError as error:
             raise ChunkflowError(
                 f"{self._title} cannot be read at byte {offset}: {error.strerror or error}. Check the drive, or copy the "
                 "file to another one, and load the model again."
             ) from error
         self.check()
-        if done < len(wanted):
-            raise ChunkflowError(f"{self._title} ends at byte {offset + done}: load the model again.")
-        self.read_bytes += len(wanted)
+        if at < end:
+            raise ChunkflowError(f"{self._title} ends at byte {at}: load the model again.")
+        self.read_bytes += nbytes
 
     def check(self) -> None:
         """Raise ChunkflowError if a file that must not change has changed.  To touch a mapping of one that was cut would kill
         the process."""
-        if self._stamp is None:
+        if self.stamp is None:
             return
         try:
             status = os.fstat(self.descriptor.number)
@@ -107,7 +107,7 @@ class WeightFile:
             raise ChunkflowError(
                 f"{self._title} cannot be looked at: {error.strerror or error}. Check the drive, and load the model again."
             ) from error
-        if ((status.st_dev, status.st_ino), status.st_mtime_ns) != self._stamp:
+        if ((status.st_dev, status.st_ino), status.st_mtime_ns) != self.stamp:
             raise ChunkflowError(f"{self._title} was changed while its weights were read: load the model again.")
 
     @property
@@ -171,11 +171,3 @@ def take(target: torch.Tensor, source: Source) -> None:
         source.read(target)
     else:
         copy_host_bytes(target, source)
-
-
-def _read_into(number: int, target: Any, offset: int, least: int) -> int:
-    """Fill a buffer from ``offset`` of an open file, with ``least`` bytes at least; return how many, fewer at its end."""
-    view, done = memoryview(target).cast("B"), 0
-    while done < least and (count := os.preadv(number, [view[done:]], offset + done)):
-        done += count
-    return done

@@ -22,31 +22,33 @@ Record = Callable[[Any], None]
 class Staging:
     """``pinned``: whether the pieces could be pinned; if not, :meth:`to_device` and :meth:`to_host` must not be called."""
 
-    def __init__(self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], piece: int = PIECE) -> None:
-        """``allocate``: pinned memory of so many bytes, uint8; raises RuntimeError if there is none."""
-        self._piece = piece
+    def __init__(
+        self, allocate: Callable[[int], torch.Tensor], event: Callable[[], Any], copy: Copy, record: Record
+    ) -> None:
+        """``allocate``: pinned memory of so many bytes, uint8; raises RuntimeError if there is none.
+
+        ``copy``, ``record``: enqueue a copy, and a mark after it, on the stream to use.
+        """
+        self._copy = copy
+        self._record = record
         self._pieces: list[tuple[torch.Tensor, Any]] = []
         with contextlib.suppress(RuntimeError):
-            self._pieces = [(allocate(piece), event()) for _ in range(PIECES)]
+            self._pieces = [(allocate(PIECE), event()) for _ in range(PIECES)]
 
     @property
     def pinned(self) -> bool:
         return bool(self._pieces)
 
-    def to_device(self, target: torch.Tensor, source: Source, copy: Copy, record: Record) -> None:
-        """Copy bytes of the host or the drive to the device (uint8, equal sizes).
-
-        ``copy``, ``record``: enqueue a copy, and a mark after it, on the stream to use.  The host returns when the last
-        piece is enqueued.
-        """
+    def to_device(self, target: torch.Tensor, source: Source) -> None:
+        """Copy bytes of the host or the drive to the device (uint8, equal sizes); it returns when all is enqueued."""
         for (piece, free), span in self._spans(source.numel()):
             free.synchronize()
             part = piece[: span.stop - span.start]
             take(part, source[span])
-            copy(target[span], part)
-            record(free)
+            self._copy(target[span], part)
+            self._record(free)
 
-    def to_host(self, target: torch.Tensor, source: torch.Tensor, copy: Copy, record: Record) -> None:
+    def to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy device bytes to the host (uint8, equal sizes); they are there when it returns."""
         under_way: list[tuple[torch.Tensor, Any, slice]] = []
 
@@ -59,62 +61,55 @@ class Staging:
             if len(under_way) == PIECES:
                 take()
             part = piece[: span.stop - span.start]
-            copy(part, source[span])
-            record(over)
+            self._copy(part, source[span])
+            self._record(over)
             under_way.append((part, over, span))
         while under_way:
             take()
 
     def _spans(self, nbytes: int) -> Iterator[tuple[tuple[torch.Tensor, Any], slice]]:
-        for number, begin in enumerate(range(0, nbytes, self._piece)):
-            yield self._pieces[number % PIECES], slice(begin, min(begin + self._piece, nbytes))
-
-
-class GpuStaging:
-    """Tensors between pageable host memory and one GPU, on the caller's current stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        with torch.cuda.device(device):
-            self._staging = Staging(lambda n: torch.empty(n, dtype=torch.uint8, pin_memory=True), torch.cuda.Event)
-
-    def brought(self, host: torch.Tensor) -> torch.Tensor:
-        """A copy of a dense host tensor on the GPU.  Raises torch.OutOfMemoryError if there is no room."""
-        if host.is_pinned() or not self._staging.pinned:
-            return host.to(self._device, copy=True)
-        made = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=self._device)
-        with torch.cuda.device(self._device):
-            self._staging.to_device(flat_bytes(made), flat_bytes(host), _copy, torch.cuda.Event.record)
-        return made
-
-    def fetch(self, target: torch.Tensor, values: torch.Tensor) -> None:
-        """Copy a dense tensor of the GPU to host bytes (uint8)."""
-        source = flat_bytes(values)
-        if not self._staging.pinned:
-            target.copy_(source)
-            return
-        with torch.cuda.device(self._device):
-            self._staging.to_host(target, source, _copy, torch.cuda.Event.record)
+        for number, begin in enumerate(range(0, nbytes, PIECE)):
+            yield self._pieces[number % PIECES], slice(begin, min(begin + PIECE, nbytes))
 
 
 class GpuStagings:
-    """The stagings of one operation, such as restoring a model; their pinned memory is given back with it."""
+    """Tensors between pageable host memory and GPUs, on the caller's current streams, for one operation, such as restoring a
+    model: the pinned memory is given back with it."""
 
     def __init__(self) -> None:
-        self._made: dict[torch.device, GpuStaging] = {}
-
-    def of(self, device: torch.device) -> GpuStaging | None:
-        """The staging for a GPU; None for the CPU."""
-        if device.type != "cuda":
-            return None
-        if device not in self._made:
-            self._made[device] = GpuStaging(device)
-        return self._made[device]
+        self._made: dict[torch.device, Staging] = {}
 
     def brought(self, host: torch.Tensor, device: torch.device, copy: bool = False) -> torch.Tensor:
-        """The values of a host tensor on a device; on the CPU the tensor itself, unless a ``copy`` is wanted."""
-        staging = self.of(device)
-        return host.to(device, copy=copy) if staging is None else staging.brought(host)
+        """The values of a dense host tensor on a device; on the CPU the tensor itself, unless a ``copy`` is wanted.
+
+        Raises torch.OutOfMemoryError if there is no room.
+        """
+        if device.type != "cuda":
+            return host.to(device, copy=copy)
+        if host.is_pinned() or not (staging := self._of(device)).pinned:
+            return host.to(device, copy=True)
+        made = torch.empty_strided(host.shape, host.stride(), dtype=host.dtype, device=device)
+        with torch.cuda.device(device):
+            staging.to_device(flat_bytes(made), flat_bytes(host))
+        return made
+
+    def fetch(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy bytes of a device to host bytes (uint8, equal sizes)."""
+        if source.device.type != "cuda" or not (staging := self._of(source.device)).pinned:
+            target.copy_(source)
+            return
+        with torch.cuda.device(source.device):
+            staging.to_host(target, source)
+
+    def _of(self, device: torch.device) -> Staging:
+        if device not in self._made:
+            with torch.cuda.device(device):
+                self._made[device] = Staging(_pinned, torch.cuda.Event, _copy, torch.cuda.Event.record)
+        return self._made[device]
+
+
+def _pinned(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> None:

@@ -16,6 +16,7 @@ import torch.utils._pytree as pytree
 
 from chunkflow_compile.passes.errors import ChunkflowError
 
+from .bytes import same_bits
 from .host_buffer import HostBuffer
 
 _aten = torch.ops.aten
@@ -39,16 +40,13 @@ _UNSEEN = frozenset(
 )
 # They only read, and are over when another rank receives.
 _SENDS = frozenset(("c10d::send",))
-# Integers of the same size, in which equal means equal bit by bit.
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Weight(Protocol):
-    """An offloaded weight, as this module knows it: its memory, a view of that, and its name for errors."""
+    """An offloaded weight, as this module knows it: its memory, and a view of that."""
 
     buffer: HostBuffer
     host: torch.Tensor
-    label: str
 
     def fetch(self) -> torch.Tensor:
         """A copy of the values on the device; on the CPU the host memory itself."""
@@ -81,8 +79,8 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
     sends = func.name().partition(".")[0] in _SENDS
     if not sends and any(map(_coalesces, args)):
         raise ChunkflowError(
-            f"{func} writes {next(iter(weights.values())).label} with a batch of collectives, at a time that nothing tells: "
-            "call it outside the batch, or call chunkflow_compile.restore(model) first."
+            f"{func} writes {next(iter(weights.values())).buffer.name} with a batch of collectives, at a time that nothing "
+            "tells: call it outside the batch, or call chunkflow_compile.restore(model) first."
         )
     copies = {key: _copy(weight) for key, weight in weights.items()}
     found, named = pytree.tree_map_only(kind, lambda w: copies[id(w)], (tuple(args), dict(kwargs)))
@@ -98,8 +96,8 @@ def on_copies(kind: type[Any], func: Any, args: Sequence[Any], kwargs: Mapping[s
             return given.get(id(value), value)
         if value.layout == torch.strided and (weight := memory.get(value.untyped_storage()._cdata)) is not None:
             raise ChunkflowError(
-                f"{func} returns memory of {weight.label}, which its schema does not declare, so a write to it would go "
-                "unnoticed: let the op declare that, or return a copy; or call chunkflow_compile.restore(model) first."
+                f"{func} returns memory of {weight.buffer.name}, which its schema does not declare, so a write to it would "
+                "go unnoticed: let the op declare that, or return a copy; or call chunkflow_compile.restore(model) first."
             )
         return value
 
@@ -138,10 +136,3 @@ def _coalesces(value: Any) -> bool:
     if not _is_a("ProcessGroup", value):
         return False
     return dist.ProcessGroup.unbox(value) in dist.distributed_c10d._world.pg_coalesce_state
-
-
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of one dtype and shape are equal bit by bit."""
-    if one.is_complex():
-        one, other = torch.view_as_real(one), torch.view_as_real(other)
-    return torch.equal(*(t.view(_BITS[t.itemsize]) for t in (one, other)))

@@ -125,7 +125,7 @@ def copies(probe: Probe) -> Iterator[str]:
     stream = torch.cuda.Stream(probe.device)
     flat = torch.empty(probe.nbytes, dtype=torch.uint8)
     kinds: dict[str, Callable[[], torch.Tensor]] = {
-        "the runtime's own pages": lambda: empty_pages(flat, torch.uint8),
+        "the runtime's own pages": lambda: empty_pages(flat),
         "pages of 4 KiB": lambda: _pages(probe.nbytes, getattr(mmap, "MADV_NOHUGEPAGE", 15)),
         "a memfd": lambda: _memfd(probe.nbytes),
         "cudaHostAlloc": lambda: torch.empty(probe.nbytes, dtype=torch.uint8, pin_memory=True),

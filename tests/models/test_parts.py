@@ -124,7 +124,7 @@ def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
         assert torch.equal(*outputs)
         placement = placement_of(model)
         assert placement is not None
-        fetched.append(placement.store.fetched_bytes)
+        fetched.append(placement.store.counts.fetched_bytes)
         if by_kind:
             new = [(p, m) for p in programs(model) for m in p.measurements[before.get(id(p), 0) :]]
             ran = sum(buffer.nbytes for p, _ in new for buffer in p.buffers.values())

@@ -86,7 +86,7 @@ def test_a_pipeline(name: str, lowering: str, applied: Applied, capsys: pytest.C
     for phase in budget.phases:
         fetched = bytes_moved(phase)
         if phase.name == "vae":
-            fetched += placement_of(phase.root).store.fetched_bytes
+            fetched += placement_of(phase.root).store.counts.fetched_bytes
         assert phase.calls and fetched >= max(1, bytes_read(phase)), phase.name
         if phase.name.startswith("transformer"):  # encoders have weights that a generation does not read
             assert bytes_read(phase) == phase.streamed, phase.name

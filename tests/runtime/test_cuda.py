@@ -37,9 +37,10 @@ from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kin
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.runtime.read_thread import Order
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
-from chunkflow_compile.weights.host_memory import own_pages, parse_cpus
+from chunkflow_compile.weights.host_memory import empty_pages, fill, parse_cpus
 from chunkflow_compile.weights.mapping import Descriptor
 from chunkflow_compile.weights.source import DriveBytes, WeightFile
+from chunkflow_compile.weights.staging import GpuStagings
 
 EAGER = {**OPTIONS, "lowering": "eager"}
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without a GPU")
@@ -262,8 +263,8 @@ def test_an_event_that_is_gone_leaves_no_record() -> None:
 def test_pages_hold_a_weight_and_nothing_else(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     values = torch.randn(shape).to(dtype)
     values = values.T if values.dim() == 2 else values
-    cpus = frozenset(range(1))
-    found = own_pages(values, cpus)
+    found = empty_pages(values)
+    fill(found, values, frozenset(range(1)), GpuStagings())
     assert torch.equal(found, values) and found.stride() == values.stride() and found.dtype == values.dtype
     assert found.data_ptr() % 4096 == 0 and found.data_ptr() != values.data_ptr()
     assert found.untyped_storage().nbytes() == values.numel() * values.element_size()
@@ -403,7 +404,7 @@ def test_pages_that_a_device_reads_are_not_forked_by_old_kernels(
     release: str, forked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("platform.release", lambda: release)
-    pages = own_pages(torch.ones(1 << 16), frozenset())
+    pages = empty_pages(torch.ones(1 << 16))
     regions = Path("/proc/self/smaps").read_text().split("VmFlags:")
     for before, after in pairwise(regions):
         bounds = [line.split()[0].split("-") for line in before.splitlines() if "-" in line.split(" ")[0]]

@@ -21,8 +21,7 @@ from chunkflow_compile.passes.ring import ring_bytes, room
 from chunkflow_compile.runtime.read_ahead import ReadAhead
 from chunkflow_compile.runtime.read_thread import ReadThread
 from chunkflow_compile.weights import shared_ring
-from chunkflow_compile.weights.ring_memory import RingMemory
-from chunkflow_compile.weights.shared_ring import SharedRing
+from chunkflow_compile.weights.shared_ring import RingMemory, SharedRing
 
 
 @pytest.mark.parametrize("count", [2, 3])

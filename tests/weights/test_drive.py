@@ -8,6 +8,7 @@ import gc
 import logging
 import os
 import pickle
+import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -320,10 +321,14 @@ def test_copies_of_weights_on_the_drive(saved: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_scratch_file_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    with pytest.raises(
-        ChunkflowError, match=r"no room for a scratch file in /dev/shm: it is in memory itself \(tmpfs\)"
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(
+            ChunkflowError, match=r"no room for a scratch file in /dev/shm: it is in memory itself \(tmpfs\)"
+        ),
     ):
-        Scratch.made(Path("/dev/shm"), 8)
+        patch.setattr(tempfile, "tempdir", "/dev/shm")
+        Scratch.made(8)
     monkeypatch.setattr("chunkflow_compile.weights.drive.shutil.disk_usage", lambda _: type("", (), {"free": 3}))
     with pytest.raises(
         ChunkflowError, match=r"3 bytes are free\. Set TMPDIR to a folder on a drive, or raise host_memory"

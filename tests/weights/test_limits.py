@@ -15,8 +15,8 @@ from chunkflow_compile.models.small import Size, small_model
 from chunkflow_compile.weights import host_store, limits, loader
 from chunkflow_compile.weights.backing import SharedMemory
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
+from chunkflow_compile.weights.host_store import pin_all
 from chunkflow_compile.weights.limits import LEAST_RESERVED, HostMemory, Room, host_memory, no_room
-from chunkflow_compile.weights.pinning import pin_all
 
 GIB = 1 << 30
 V1 = "35 31 0:32 {mounted} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory"

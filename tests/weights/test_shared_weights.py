@@ -26,8 +26,9 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import ChunkflowError, cycles, offload, programs, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
+from chunkflow_compile.weights.backing import FileSlice
 from chunkflow_compile.weights.bytes import flat_bytes
-from chunkflow_compile.weights.checkpoint import CheckpointReader, FilePart
+from chunkflow_compile.weights.checkpoint import CheckpointReader
 from chunkflow_compile.weights.drive import Scratch
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.mapping import whole_pages
@@ -249,10 +250,10 @@ def slow_leader(patch: pytest.MonkeyPatch) -> None:
         time.sleep(0.02)
         write(self, *args)
 
-    def there(self: SharedPages, name: str) -> tuple[torch.Tensor, DriveBytes]:
-        host, found = kept(self, name)
-        assert torch.equal(found.read_all(), flat_bytes(host))
-        return host, found
+    def there(self: SharedPages, name: str) -> FileSlice:
+        found = kept(self, name)
+        assert found.bytes is not None and torch.equal(found.bytes.read_all(), flat_bytes(found.host))
+        return found
 
     patch.setattr(Scratch, "write", late)
     patch.setattr(SharedPages, "kept", there)
@@ -325,7 +326,7 @@ def count_reads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The bytes of each weight that this process reads from a checkpoint to place it."""
     plain, sizes = CheckpointReader.read, list[int]()
 
-    def read(self: CheckpointReader, part: FilePart, *args: Any) -> None:
+    def read(self: CheckpointReader, part: DriveBytes, *args: Any) -> None:
         plain(self, part, *args)
         sizes.append(part.nbytes)
 
