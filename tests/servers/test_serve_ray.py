@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from conftest import HERE, WITHIN
+from conftest import HANGS, HERE, WITHIN
 from PIL import Image
 from safetensors.torch import save_file
 from small_pipelines import small_pipeline
@@ -105,7 +105,7 @@ class Server:
             {"content-type": "application/json"},
         )
         try:
-            with urllib.request.urlopen(asked, timeout=WITHIN) as answer:
+            with urllib.request.urlopen(asked, timeout=HANGS) as answer:
                 return answer.status, json.load(answer)
         except urllib.error.HTTPError as refused:
             return refused.code, json.load(refused)
@@ -223,9 +223,9 @@ def test_a_replica_is_killed(tmp_path: Path, adapters: dict[str, str], plain: Ca
         killed.kill()
         assert sum(answer.done() for answer in asked) < len(asked)
         for request, answer in zip(mixed(), asked, strict=True):
-            assert equal(answer.result(WITHIN), plain(request)), request
+            assert equal(answer.result(HANGS), plain(request)), request
         for answer in refused:
-            status, said = answer.result(WITHIN)
+            status, said = answer.result(HANGS)
             assert status == 413 and "this server takes 5" in said["detail"]
         server.wait(lambda: {*server.children(REPLICA)} - {killed, other})
 
@@ -247,7 +247,7 @@ def test_a_group(tmp_path: Path) -> None:
         with ThreadPoolExecutor(1) as pool:
             under_way = pool.submit(server.frames, {**request, "steps": 30})
             rank.kill()
-            assert len(under_way.result(WITHIN)) == 5
+            assert len(under_way.result(HANGS)) == 5
         assert equal(server.frames(request), first)
         (another,) = server.children(RANK)
         assert another != rank
