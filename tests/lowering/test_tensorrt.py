@@ -146,6 +146,7 @@ def test_a_mask_is_kept() -> None:
     assert SETTINGS["attn_bias_is_causal"] is False
 
 
+@pytest.mark.long
 def test_a_region_without_any_supported_op(engines: Callable[[str], Engines], caplog: pytest.LogCaptureFixture) -> None:
     """torch-tensorrt returns its graph as it was: that is no engine."""
     found = engines("")  # which is in the name of every op

@@ -96,7 +96,7 @@ class Pair:
         assert graphs() == self.compiled, "nothing was compiled"
 
 
-@pytest.mark.parametrize("name", ["wan", "flux"])
+@pytest.mark.parametrize("name", ["wan", pytest.param("flux", marks=pytest.mark.long)])
 @pytest.mark.parametrize("whole", [False, pytest.param(True, marks=pytest.mark.long)])
 @pytest.mark.parametrize(("adapters", "calls"), [(4, 10), pytest.param(20, 60, marks=pytest.mark.long)])
 def test_adapters_in_random_order(name: str, whole: bool, adapters: int, calls: int) -> None:
@@ -199,7 +199,7 @@ def test_a_scale_of_a_call() -> None:
     pair.same_programs()
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("whole", [pytest.param(False, marks=pytest.mark.long), True])
 def test_two_at_once(whole: bool) -> None:
     pair = Pair("wan", whole, slots=2)
     pair.load(pair.library.adapter(0, 4), "a")
@@ -214,6 +214,7 @@ def test_two_at_once(whole: bool) -> None:
     pair.same_programs()
 
 
+@pytest.mark.long
 def test_what_needs_a_compilation_is_compiled_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
     pair = Pair(targets=["to_q", "to_k", "to_v"])
     pair.load(pair.library.adapter(0, 40), "large")
@@ -236,6 +237,7 @@ def test_what_needs_a_compilation_is_compiled_once_and_said(caplog: pytest.LogCa
     pair.same_programs()
 
 
+@pytest.mark.long
 def test_a_kind_that_slots_do_not_hold(caplog: pytest.LogCaptureFixture) -> None:
     """DoRA and a LoRA with a bias run PEFT's forward; a plain one has its programs again after them."""
     pair = Pair()
@@ -281,6 +283,7 @@ def on_a_rank(rank: int) -> None:
     assert graphs() == compiled and sum(m.collectives for p in programs(model) for m in p.measurements)
 
 
+@pytest.mark.long
 def test_two_ranks(on_ranks: Callable[..., None]) -> None:
     on_ranks(on_a_rank)
 
