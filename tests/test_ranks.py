@@ -26,7 +26,7 @@ def changes_its_process(rank: int) -> None:
     os.environ["CHANGED"] = "1"
     logging.getLogger("chunkflow_compile").addHandler(logging.NullHandler())
     torch.manual_seed(1)
-    dist.new_group([0, 1])
+    dist.barrier(dist.new_group([0, 1]))  # a rank that leaves before the other has connected would end that
     dist.destroy_process_group()
 
 
