@@ -15,8 +15,7 @@ from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import StepMeasurement
 
 from .arms import REPLAN_AFTER, Arm
-from .link_error import LinkError
-from .link_load import LinkLoad
+from .link import LinkError, LinkLoad
 from .regimes import Regime
 
 # The arm that the others are compared with: the same program with all weights on the device.

@@ -11,8 +11,7 @@ from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json
 from chunkflow_compile.runtime.measurement import StepMeasurement
 
 from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
-from .link_error import LinkError
-from .link_load import LinkLoad
+from .link import LinkError, LinkLoad
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -37,8 +37,7 @@ from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
-from .link_error import LinkError, link_error
-from .link_load import LinkLoad
+from .link import LinkError, LinkLoad, link_error
 from .pace import paced
 from .peers import OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
 from .subject import build, build_on_host, first

@@ -11,7 +11,7 @@ import torch
 
 from chunkflow_compile.bench.arms import Arm, parse_arms
 from chunkflow_compile.bench.job import Job
-from chunkflow_compile.bench.link_load import TO_BE_DERIVED
+from chunkflow_compile.bench.link import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise

@@ -10,7 +10,7 @@ from statistics import median
 
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import RESIDENT, Job
-from chunkflow_compile.bench.link_load import TO_BE_DERIVED
+from chunkflow_compile.bench.link import TO_BE_DERIVED
 from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO

@@ -14,7 +14,7 @@ import torch
 
 from chunkflow_compile.bench.arms import parse_arms
 from chunkflow_compile.bench.job import Job
-from chunkflow_compile.bench.link_load import TO_BE_DERIVED
+from chunkflow_compile.bench.link import TO_BE_DERIVED
 from chunkflow_compile.bench.pace import PACE
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
