@@ -54,7 +54,6 @@ class Job:
     device: str = "threads"
     hardware: str | None = None
     transport: Transport = "processes"
-    seed: int = 0
     folder: str = ""
     dump: str | None = None
     seconds: float | None = None

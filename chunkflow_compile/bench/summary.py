@@ -108,9 +108,7 @@ def _title(job: Job) -> str:
     """The model and its link, in one line."""
     size, link = job.regime.size, "" if job.link is None else ", on an emulated link"
     if job.model is not None and job.model in PRESETS:
-        sizes = job.sizes or PRESETS[job.model].sizes
-        frames = f"{sizes.frames} frames of " if sizes.frames > 1 else ""
-        return f"{job.model}, {frames}{sizes.height}x{sizes.width}, random weights{link}"
+        return f"{job.model}, {job.sizes or PRESETS[job.model].sizes}, random weights{link}"
     if job.model is not None:
         return f"{job.model}{link}"
     blocks = f"{size.layers} blocks" if job.regime.family == "wan" else f"{size.layers} + {size.singles} blocks"

@@ -16,7 +16,6 @@ from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.models.presets import PRESETS, OutputSizes
-from chunkflow_compile.models.sizes import Size
 from chunkflow_compile.models.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
@@ -130,9 +129,6 @@ def _regime(arguments: argparse.Namespace) -> Regime:
     if own:
         load_build(arguments.model)
     return Regime(
-        family="",
-        size=Size(),
-        load=0.0,
         chunk_bytes=DEFAULT_CHUNK_BYTES if arguments.device == "cuda" else DEFAULT_MIN_BYTES,
         arms=GPU_ARMS if arguments.device == "cuda" else PEERS,
         shows=arguments.model,

@@ -185,7 +185,6 @@ def _job(case: Case, steps: int, hardware: str) -> Job:
     regime = Regime(
         family="" if preset else case.model,
         size=DRY_SIZE,
-        load=0.0,
         chunk_bytes=DEFAULT_CHUNK_BYTES if preset else 1 << 16,
         arms=case.arms,
         shows=case.model,
