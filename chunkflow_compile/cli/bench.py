@@ -20,7 +20,7 @@ from chunkflow_compile.models.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
-from chunkflow_compile.report.bench_picture import draw_arms
+from chunkflow_compile.report.pictures import draw_arms
 from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate

@@ -20,7 +20,7 @@ from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
 from chunkflow_compile.passes.hardware import LinkEmulation
-from chunkflow_compile.report.bench_picture import draw_arms
+from chunkflow_compile.report.pictures import draw_arms
 
 RANKS = 2
 # As many as eight minutes have room for; a step of compute-rich takes three times as long as the others'.
