@@ -60,13 +60,7 @@ def _row(plan: Plan, weights: list[WeightPlan]) -> tuple[str, ...]:
     total = sum(w.nbytes for w in weights)
     streamed = sum(_streamed_bytes(plan, w) for w in weights)
     slacks = [w.slack_s for w in weights if w.slack_s is not None]
-    slack = (
-        "-"
-        if not slacks
-        else f"{min(slacks) * 1e3:.1f} ms"
-        if min(slacks) >= 0
-        else f"waits {-min(slacks) * 1e3:.1f} ms"
-    )
+    slack = f"{'waits ' * (min(slacks) < 0)}{seconds(abs(min(slacks)))}" if slacks else "-"
     return size(total), size(streamed), size(total - streamed), slack
 
 
