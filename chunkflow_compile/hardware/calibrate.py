@@ -270,8 +270,8 @@ def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | N
             crossing = size * (LINK_RANKS - 1) // LINK_RANKS
             points.append((crossing, median_seconds(device, _all_to_all(device, size, port), ROUNDS_BESIDE)))
         exchange, size = _all_to_all(device, COLLECTIVE_SIZES[-1], port), COPY_SIZES[-1] // 4
-        copy_alone = median_seconds(device, copier(device, size, port), own_stream=True)
-        exchange_alone = median_seconds(device, exchange, ROUNDS_BESIDE, own_stream=True)
+        copy_alone = median_seconds(device, copier(device, size, port))
+        exchange_alone = median_seconds(device, exchange, ROUNDS_BESIDE)
         copy_beside, exchange_beside = beside_copies(device, exchange, ROUNDS_BESIDE, copier(device, size, port))
         factors = factor(copy_beside, copy_alone), factor(exchange_beside, exchange_alone)
         slowdown = compute_slowdown(device, port, dist.barrier)
