@@ -12,17 +12,12 @@ from pathlib import Path
 
 import torch
 
-from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.job import Job
-from chunkflow_compile.bench.link import TO_BE_DERIVED
-from chunkflow_compile.bench.pace import PACE
+from chunkflow_compile.bench.job import job_of
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
-from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.pictures import draw_arms
 
-RANKS = 2
 # As many as eight minutes have room for; a step of compute-rich takes three times as long as the others'.
 STEPS = ("3", "compute-rich=2")
 
@@ -78,15 +73,7 @@ def main() -> None:
     sections = _sections(arguments.out)
     for name in arguments.only or REGIMES:
         regime, start = REGIMES[name], time.monotonic()
-        job = Job(
-            regime=regime,
-            link=LinkEmulation(bandwidth=TO_BE_DERIVED),
-            load=regime.load,
-            pace=PACE,
-            ranks=RANKS,
-            arms=parse_arms(regime.arms),
-            steps=steps[name],
-        )
+        job = job_of(regime, steps[name])
         found = summarise(job, run_job(job))
         picture = arguments.out.with_name(f"{arguments.out.stem}_{name}.png")
         draw_arms(found.record, found.predicted, picture)
