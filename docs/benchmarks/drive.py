@@ -12,7 +12,6 @@ import argparse
 import os
 import random
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -22,6 +21,7 @@ from typing import Any
 
 import diffusers
 import torch
+from runs import timed
 from tabulate import tabulate
 from torch import nn
 
@@ -126,12 +126,6 @@ def main() -> None:
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
-
-
-def timed(run: Callable[..., Any], inputs: dict[str, Any]) -> float:
-    begin = time.perf_counter()
-    run(**inputs)
-    return time.perf_counter() - begin
 
 
 def read_so_far(model: nn.Module) -> int:
