@@ -130,13 +130,12 @@ def _findings(found: BenchRecord) -> Iterator[str]:
                 f"residency {share} %: {step[ours] / bound:.3f} of max(resident, streamed bytes / link), and "
                 f"{found.ratio(theirs, ours):.2f}x as fast as a leading prefix of whole layers in the same bytes"
             )
-    off = {n: p.step_s / step[n] - 1 for n, p in found.predicted.items() if p.step_s}
-    worst = max(off, key=lambda n: abs(off[n]))
+    worst = max(found.off, key=lambda n: abs(found.off[n]))
     waits = {n: (p.exposed_h2d_s or 0.0) - (arms[n].exposed_h2d_s or 0.0) for n, p in found.predicted.items()}
     longest = max(waits, key=lambda n: abs(waits[n]) / step[n])
     equal = all(arm.equal_to_resident for arm in arms.values())
     yield (
-        f"the predicted step is off by at most {100 * abs(off[worst]):.1f} % ({worst}), the predicted wait by at most "
+        f"the predicted step is off by at most {100 * abs(found.off[worst]):.1f} % ({worst}), the predicted wait by at most "
         f"{1e3 * abs(waits[longest]):.0f} ms, {100 * abs(waits[longest]) / step[longest]:.1f} % of the step ({longest})"
     )
     yield f"outputs are {'equal' if equal else 'NOT EQUAL'} bit for bit over all arms and steps"
