@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from chunkflow_compile.lowering.lower import Lowering
 from chunkflow_compile.models.presets import OutputSizes
@@ -14,9 +14,9 @@ from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.runtime.measurement import StepMeasurement
 
-from .arms import REPLAN_AFTER, Arm
-from .link_error import LinkError
-from .link_load import LinkLoad
+from .arms import REPLAN_AFTER, Arm, parse_arms
+from .link import TO_BE_DERIVED, LinkError, LinkLoad
+from .pace import PACE
 from .regimes import Regime
 
 # The arm that the others are compared with: the same program with all weights on the device.
@@ -55,7 +55,6 @@ class Job:
     device: str = "threads"
     hardware: str | None = None
     transport: Transport = "processes"
-    seed: int = 0
     folder: str = ""
     dump: str | None = None
     seconds: float | None = None
@@ -78,6 +77,20 @@ class Job:
     def marks_apart(self) -> bool:
         """Whether the parts of a step are measured in a step of their own, because the marks between them take time."""
         return self.device == "cuda"
+
+
+def job_of(regime: Regime, steps: int, **other: Any) -> Job:
+    """A regime on two ranks: the link is what its load makes of it, and regions are held to their pace."""
+    return Job(
+        regime=regime,
+        link=LinkEmulation(bandwidth=TO_BE_DERIVED),
+        load=regime.load,
+        pace=PACE,
+        ranks=2,
+        arms=parse_arms(regime.arms),
+        steps=steps,
+        **other,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,7 +8,7 @@ another speed.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from chunkflow_compile.models.sizes import Size
 
@@ -22,15 +22,16 @@ BUDGETS = (0, 20, 40, 60)
 
 @dataclass(frozen=True, kw_only=True)
 class Regime:
-    """A small model of ``family``, the load of its link (``share`` of :class:`LinkLoad`), and the default arms.
+    """A small model of ``family``, the load of its link (``share`` of :class:`LinkLoad`), and the default arms.  Without
+    a family, for a model that a :class:`Job` names.
 
     ``shows``: what the measurement demonstrates.  ``most``: largest share of all weight bytes for the budget of
     chunkflow, which is otherwise the bytes of layerwise.
     """
 
-    family: str
-    size: Size
-    load: float
+    family: str = ""
+    size: Size = field(default_factory=Size)
+    load: float = 0.0
     chunk_bytes: int
     arms: tuple[str, ...]
     shows: str

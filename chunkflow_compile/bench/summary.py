@@ -11,8 +11,7 @@ from chunkflow_compile.report.record import ArmRecord, ComparisonRecord, as_json
 from chunkflow_compile.runtime.measurement import StepMeasurement
 
 from .job import RESIDENT, ArmRun, Job, ProgramRun, RankRun
-from .link_error import LinkError
-from .link_load import LinkLoad
+from .link import LinkError, LinkLoad
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +49,12 @@ class BenchRecord:
     def quartiles_s(self) -> dict[str, tuple[float, float]]:
         """The first and third quartiles of each arm's steps."""
         return {name: _quartiles(found) for name, found in self.steps_s.items()}
+
+    @property
+    def off(self) -> dict[str, float]:
+        """By what share of the measured step each predicted one is off, 0.05 for 5 % too long."""
+        steps = {name: arm.step_s for name, arm in self.record.arms.items()}
+        return {n: p.step_s / s - 1 for n, p in self.predicted.items() if p.step_s and (s := steps[n])}
 
     def ratio(self, arm: str, base: str) -> float:
         """The step time of ``arm`` divided by that of ``base``: the median of the ratios of all rounds.
@@ -109,9 +114,7 @@ def _title(job: Job) -> str:
     """The model and its link, in one line."""
     size, link = job.regime.size, "" if job.link is None else ", on an emulated link"
     if job.model is not None and job.model in PRESETS:
-        sizes = job.sizes or PRESETS[job.model].sizes
-        frames = f"{sizes.frames} frames of " if sizes.frames > 1 else ""
-        return f"{job.model}, {frames}{sizes.height}x{sizes.width}, random weights{link}"
+        return f"{job.model}, {job.sizes or PRESETS[job.model].sizes}, random weights{link}"
     if job.model is not None:
         return f"{job.model}{link}"
     blocks = f"{size.layers} blocks" if job.regime.family == "wan" else f"{size.layers} + {size.singles} blocks"
@@ -146,8 +149,7 @@ def bench_table(found: BenchRecord) -> str:
         columns["copied at"] = {n: "-" if r is None else f"{r / 1e9:.1f} GB/s" for n, r in found.copy_rate.items()}
         columns["differs by"] = {n: "-" if d is None else f"{d:.1e}" if d else "0" for n, d in found.difference.items()}
     columns["predicted step"] = {n: seconds(a.step_s) for n, a in found.predicted.items()}
-    off = {n: p.step_s / s - 1 if p.step_s and (s := arms[n].step_s) else None for n, p in found.predicted.items()}
-    columns["off"] = {n: _percent(x) for n, x in off.items()}
+    columns["off"] = {n: _percent(found.off.get(n)) for n in found.predicted}
     columns["predicted wait"] = {n: seconds(a.exposed_h2d_s) for n, a in found.predicted.items()}
     return table(found.record, columns)
 
@@ -187,14 +189,7 @@ def _measured_record(ranks: Sequence[ArmRun], programs: Sequence[ProgramRun], to
 
 def _predicted(ranks: Sequence[ProgramRun], total: int) -> ArmRecord:
     slow = max(ranks, key=lambda r: r.predicted.step_s)
-    return ArmRecord(
-        step_s=slow.predicted.step_s,
-        exposed_h2d_s=slow.predicted.exposed_s,
-        collective_s=slow.predicted.collective_s,
-        weights_device_bytes=slow.plan.device_bytes,
-        weights_total_bytes=total,
-        moved_bytes_per_step=slow.plan.moved_bytes,
-    )
+    return ArmRecord.predicted(slow.plan, slow.predicted, total)
 
 
 def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:

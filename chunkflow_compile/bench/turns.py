@@ -37,8 +37,7 @@ from chunkflow_compile.simulate.arms import play_program
 
 from .arms import REPLAN_AFTER, REPLANNED, settings_of
 from .job import REHEARSAL, RESIDENT, ArmRun, Job, ProgramRun, RankRun
-from .link_error import LinkError, link_error
-from .link_load import LinkLoad
+from .link import LinkError, LinkLoad, link_error
 from .pace import paced
 from .peers import OFFLOADED, describe_calls, make_peer, peer_calls, peer_of
 from .subject import build, build_on_host, first
@@ -100,8 +99,7 @@ class Turns:
         self._log = None if job.log is None or rank else Path(job.log)
         self.progress = progress
         self.device = torch.device("cuda" if job.device == "cuda" else "cpu")
-        machine = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
-        self.hardware = machine
+        self.hardware = load_profile(job.hardware or (default_profile(self.device) if job.device == "cuda" else CPU))
         self.profile = Path(job.folder) / f"hardware{rank}.json"
         self.arms: dict[str, RunningArm] = {}
 
@@ -118,7 +116,7 @@ class Turns:
         self.progress.update()
         self._make_programs(timings)
         self._make_peers()
-        order = random.Random(job.seed)  # the same on every rank, because collectives need all ranks in the same arm
+        order = random.Random(0)  # the same on every rank, because collectives need all ranks in the same arm
         if (replanned := self.arms.get(REPLANNED)) is not None:
             self._rehearse(replanned)
         arms = sorted(self.arms.values(), key=lambda arm: arm.name)
@@ -126,7 +124,9 @@ class Turns:
             round_began = time.monotonic()
             for arm in order.sample(arms, len(arms)):
                 self._turn(arm, range(begin, min(begin + job.turn, job.steps)))
-            if self._out_of_time(time.monotonic() - round_began):
+            now = time.monotonic()
+            another = now + (now - round_began) - self._began  # when another round would end
+            if job.seconds is not None and max(self._gather(another)) > job.seconds:
                 break
         resident = self.arms.get(RESIDENT)
         if resident is not None and resident.code is not None:
@@ -140,12 +140,6 @@ class Turns:
             load=load,
             machine=device_name(self.device),
         )
-
-    def _out_of_time(self, round_s: float) -> bool:
-        """Whether another round would pass the job's time, on any rank."""
-        if self.job.seconds is None:
-            return False
-        return max(self._gather(time.monotonic() - self._began + round_s)) > self.job.seconds
 
     @property
     def _session(self) -> Session:
@@ -277,7 +271,7 @@ class Turns:
         """The call that a code is of, without the profile and the measured times that it is planned from."""
         settings = code.settings
         options: dict[str, Any] = {"policy": settings.policy, "lowering": self.job.lowering}
-        options |= {"chunk_bytes": settings.chunk_bytes}
+        options["chunk_bytes"] = settings.chunk_bytes
         options |= {} if settings.memory is None else {"memory": settings.memory}
         return describe_calls({"torch.compile": {"backend": "chunkflow", "fullgraph": True, "options": options}})
 
@@ -305,11 +299,11 @@ class Turns:
         foreign = self._foreign(arm)
         before, inputs = self.inputs(steps[0]), [self.inputs(step) for step in steps]
         if apart:  # of a program that goes on; a new one has its first steps marked
-            self._mark(2)
+            self._session.arena.streams.measure(2)
         call(**before)
         if apart:
             call(**before)
-            self._mark(0)
+            self._session.arena.streams.measure(0)
         dist.barrier()  # so that no rank's step has the time by which another is late
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
@@ -318,7 +312,6 @@ class Turns:
         seconds = watch.stop() / len(steps)
         if self.device.type == "cuda":
             arm.peak_bytes = max(torch.cuda.max_memory_allocated(self.device) - foreign, arm.peak_bytes or 0)
-        if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
         host = self._issued(call, before) if apart else seconds
         arm.steps_s.append(seconds)
@@ -330,10 +323,6 @@ class Turns:
             session = self._session
             arm.measurements += session.measurements[-(1 if apart else len(steps)) :]
             arm.code = session.current.code
-
-    def _mark(self, steps: int) -> None:
-        """Let the next ``steps`` have marks, and none after them."""
-        self._session.arena.streams.measure(steps)
 
     def _issued(self, call: Callable[..., Any], inputs: Mapping[str, Any]) -> float:
         """Seconds until a call returns; nothing is queued on the device.

@@ -28,6 +28,7 @@ def add_model(parser: argparse.ArgumentParser, *, or_plan: bool = False, or_bloc
     drive.
     """
     add, known = parser.add_argument, f"{', '.join(PRESETS)}, or file.py:function for your own"
+    parser.set_defaults(regional=False, host_memory=None, drive=None, disable_pass=())
     if or_plan:
         add("model", metavar="MODEL|PLAN", help=f"{known}; or a plan file")
     else:

@@ -11,17 +11,16 @@ import torch
 
 from chunkflow_compile.bench.arms import Arm, parse_arms
 from chunkflow_compile.bench.job import Job
-from chunkflow_compile.bench.link_load import TO_BE_DERIVED
+from chunkflow_compile.bench.link import TO_BE_DERIVED
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import GPU_ARMS, PEERS, REGIMES, Regime
 from chunkflow_compile.bench.summary import bench_table, conditions, summarise
 from chunkflow_compile.models.presets import PRESETS, OutputSizes
-from chunkflow_compile.models.sizes import Size
 from chunkflow_compile.models.weightless import load_build
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.names import DEFAULT_CHUNK_BYTES, DEFAULT_MIN_BYTES
-from chunkflow_compile.report.bench_picture import draw_arms
+from chunkflow_compile.report.pictures import draw_arms
 from chunkflow_compile.report.record import check_writable
 from chunkflow_compile.runtime.device import check_device
 from chunkflow_compile.units import parse_rate
@@ -130,9 +129,6 @@ def _regime(arguments: argparse.Namespace) -> Regime:
     if own:
         load_build(arguments.model)
     return Regime(
-        family="",
-        size=Size(),
-        load=0.0,
         chunk_bytes=DEFAULT_CHUNK_BYTES if arguments.device == "cuda" else DEFAULT_MIN_BYTES,
         arms=GPU_ARMS if arguments.device == "cuda" else PEERS,
         shows=arguments.model,

@@ -8,20 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
-from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.job import RESIDENT, Job
-from chunkflow_compile.bench.link_load import TO_BE_DERIVED
-from chunkflow_compile.bench.pace import PACE
+from chunkflow_compile.bench.job import RESIDENT, job_of
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import DEMO
 from chunkflow_compile.bench.summary import BenchRecord, conditions, summarise
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import table
 
 from .output import say, write_json
-
-RANKS = 2
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,17 +25,8 @@ def run(arguments: argparse.Namespace) -> int:
     dump = _made_folder(arguments.dump)
     found: dict[str, BenchRecord] = {}
     for name, regime in DEMO.items():
-        job = Job(
-            regime=replace(regime, size=replace(regime.size, **given)),
-            link=LinkEmulation(bandwidth=TO_BE_DERIVED),
-            load=regime.load,
-            pace=PACE,
-            ranks=RANKS,
-            arms=parse_arms(regime.arms),
-            steps=arguments.steps,
-            lowering=arguments.lowering,
-            dump=str(dump / name),
-        )
+        sized = replace(regime, size=replace(regime.size, **given))
+        job = job_of(sized, arguments.steps, lowering=arguments.lowering, dump=str(dump / name))
         ranks = run_job(job)
         found[name] = measured = summarise(job, ranks)
         ratios = {arm: f"{measured.ratio(arm, RESIDENT):.3f}" for arm in measured.record.arms}

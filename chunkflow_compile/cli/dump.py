@@ -81,7 +81,7 @@ def _last(arguments: argparse.Namespace) -> StageName:
     name = arguments.stage or STAGES[-1]
     for stage in STAGES:
         if stage == name:
-            if arguments.stage and stage == "verified" and "verify" in (arguments.disable_pass or ()):
+            if arguments.stage and stage == "verified" and "verify" in arguments.disable_pass:
                 raise ChunkflowError("--stage verified: --disable-pass verify leaves it out. Use one of the two.")
             return stage
     close = difflib.get_close_matches(name, STAGES, n=1, cutoff=0.0)[0]

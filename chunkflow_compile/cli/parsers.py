@@ -94,6 +94,7 @@ def _plan(parser: ArgumentParser) -> None:
 def _pipeline(parser: ArgumentParser) -> None:
     add = parser.add_argument
     add("pipeline", metavar="PIPELINE", help=", ".join(PUBLISHED))
+    parser.set_defaults(nodes=1, ulysses=1, cfg_parallel=1)  # it is planned for one card
     add("--memory", metavar="SIZE", help="most bytes on the device, such as 12GiB (default: the least that fits)")
     add_hardware(parser, "rtx-4090-pcie")
     add_kernels(parser)
@@ -142,7 +143,7 @@ def _dump(parser: ArgumentParser) -> None:
     add("--annotate", action="store_true", help="end lines with cost, window, slot, bytes and slack")
     add("--full", action="store_true", help="fold nothing, shorten nothing")
     add("--out", metavar="DIR", help="write NN_stage.py, NN_stage.diff, plan.json and report.txt there")
-    add("--disable-pass", action="append", metavar="NAME", help="leave out a pass; may be repeated")
+    add("--disable-pass", action="append", default=[], metavar="NAME", help="leave out a pass; may be repeated")
     add("--verbose", action="store_true", help="print on stderr the time of each stage, and what was proved")
     add("--verify-each", action="store_true", help="check the contract of every stage")
     add_json(parser, "the op counts of each stage")

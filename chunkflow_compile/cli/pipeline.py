@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from chunkflow_compile.hardware.profiles import load_profile
-from chunkflow_compile.models.eager_cost import EagerCost, calling, eager_cost
+from chunkflow_compile.models.eager_cost import EagerCost, eager_cost
 from chunkflow_compile.models.presets import OutputSizes
 from chunkflow_compile.models.published import Published, published
 from chunkflow_compile.models.weightless import trace_without_weights
@@ -68,19 +68,19 @@ def _components(
     """The phases of a generation, in order."""
     for encoder in found.encoders:
         with progress.phase(f"tracing {encoder.name}"):
-            cost = eager_cost(calling(encoder.model_and_inputs), torch.bfloat16)
+            cost = eager_cost(encoder.model_and_inputs, torch.bfloat16)
             traced = trace_without_weights(encoder.model_and_inputs, 1, DEFAULT_MIN_BYTES, torch.bfloat16)
             yield _component(encoder.name, cost, encoder.calls, make_cut(replace(traced, fused=fused)).problem)
     transformer = found.transformer
     with progress.phase(f"tracing {transformer.name}, half a minute for 10,000 nodes"):
         problem = make_cut(replace(transformer.trace(1, sizes), fused=fused)).problem
-        cost = eager_cost(calling(partial(transformer.build, sizes, torch.device("cpu"))), torch.bfloat16)
+        cost = eager_cost(partial(transformer.build, sizes, torch.device("cpu")), torch.bfloat16)
     for expert in range(found.experts):  # each takes its share of the steps
         mine = steps // found.experts + (expert < steps % found.experts)
         name = "transformer" + (f"_{expert + 1}" if expert else "")
         yield _component(name, cost, mine * transformer.forwards, problem)
     with progress.phase("decoding"):
-        cost = eager_cost(found.decode(sizes), torch.bfloat16)
+        cost = eager_cost(partial(found.vae_and_latents, sizes), torch.bfloat16, "decode")
     yield replace(_component("vae", cost, 1), seconds=cost.seconds(hardware))
 
 

@@ -107,7 +107,7 @@ def options_of(arguments: argparse.Namespace) -> Options:
         chunk_bytes=parse_bytes(arguments.chunk_bytes, "--chunk-bytes"),
         min_bytes=parse_bytes(arguments.min_bytes, "--min-bytes"),
         group_bytes=parse_bytes(arguments.group_bytes, "--group-bytes"),
-        disable=tuple(getattr(arguments, "disable_pass", None) or ()),
+        disable=tuple(arguments.disable_pass),
     )
 
 
@@ -207,12 +207,12 @@ def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
     """
     if arguments.attention != "auto":
         hardware = hardware.attending_by(arguments.attention)
-    nodes, ranks = getattr(arguments, "nodes", 1), getattr(arguments, "ulysses", 1)
+    nodes, ranks = arguments.nodes, arguments.ulysses
     if nodes < 1 or ranks % nodes:
         raise ChunkflowError(
             f"--nodes {nodes} does not divide --ulysses {ranks}: a node has equally many ranks of a group, and at least one."
         )
-    if nodes > 1 and getattr(arguments, "cfg_parallel", 1) > 1:
+    if nodes > 1 and arguments.cfg_parallel > 1:
         raise ChunkflowError(
             "--nodes with --cfg-parallel: which ranks share a node is not known. Leave out --nodes where each branch has a "
             "node of its own, or --cfg-parallel."
@@ -221,9 +221,9 @@ def machine(hardware: Hardware, arguments: argparse.Namespace) -> Hardware:
 
 
 def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, settings: Settings, forwards: int) -> Target:
-    host_memory, drive = getattr(arguments, "host_memory", None), getattr(arguments, "drive", None)
-    if drive is not None:
-        settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=parse_rate(drive, "--drive")))
+    if arguments.drive is not None:
+        rate = parse_rate(arguments.drive, "--drive")
+        settings = replace(settings, hardware=replace(settings.hardware, drive_bandwidth=rate))
     return Target(
         title=title,
         traced=replace(traced, fused=arguments.lowering == "inductor"),
@@ -231,8 +231,8 @@ def _target_of(title: str, traced: Traced, arguments: argparse.Namespace, settin
         forwards=forwards,
         settings=settings,
         cfg_parallel=arguments.cfg_parallel,
-        regional=getattr(arguments, "regional", False),
-        host_memory=None if host_memory is None else parse_bytes(host_memory, "--host-memory"),
+        regional=arguments.regional,
+        host_memory=None if arguments.host_memory is None else parse_bytes(arguments.host_memory, "--host-memory"),
     )
 
 

@@ -87,7 +87,7 @@ def compute_slowdown(
     copy, found = copier(device, size, port, _WALK), []
     for _ in range(TURNS):
         meet()
-        alone = median_seconds(device, blocks, 1, own_stream=True)
+        alone = median_seconds(device, blocks, 1)
         meet()
         found.append(factor(beside_copies(device, blocks, 1, copy)[1], alone))
     return round(statistics.median(found), 3)
@@ -120,7 +120,7 @@ def beside_copies(
         copying.add_done_callback(lambda _: begun.set())  # in case copying fails
         begun.wait()
         try:
-            beside = median_seconds(device, work, repeats, own_stream=True)
+            beside = median_seconds(device, work, repeats)
         finally:
             over.set()
         return statistics.median(copying.result()), beside
@@ -144,21 +144,12 @@ def _copies_back_to_back(
     return [a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)]
 
 
-def median_seconds(
-    device: torch.device, work: Callable[[], object], repeats: int = REPEATS, own_stream: bool = False
-) -> float:
-    """Median seconds of ``work``, after one run that does not count.  ``own_stream``: time CUDA work by events of the
-    caller's stream, without waiting for other streams."""
+def median_seconds(device: torch.device, work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median seconds of ``work``, after one run that does not count.  On a GPU, of the caller's stream: another thread may
+    keep issuing work on other streams."""
     times = []
     for _ in range(1 + repeats):
-        if own_stream:  # another thread may keep issuing work on other streams
-            watch = Stopwatch(device)
-            work()
-            times.append(watch.stop())
-            continue
-        start = time.perf_counter()
+        watch = Stopwatch(device)
         work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - start)
+        times.append(watch.stop())
     return float(f"{statistics.median(times[1:]):.4g}")  # further digits are noise

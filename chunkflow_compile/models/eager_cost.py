@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,15 +36,15 @@ class EagerCost:
         return self.flops / hardware.flops("bfloat16") + self.traffic / hardware.memory_rate
 
 
-def eager_cost(build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]], dtype: torch.dtype) -> EagerCost:
-    """The cost of a call without weights.  ``build``: returns a model and a function that calls it."""
+def eager_cost(build: Build, dtype: torch.dtype, method: str = "__call__") -> EagerCost:
+    """The cost of a call without weights.  ``build``: returns a model, and the keyword arguments of its ``method``."""
     with FakeTensorMode(allow_non_fake_inputs=True), default_dtype(dtype), torch.no_grad():
-        model, call = build()
-        model.eval()
+        model, inputs = build()
+        call = getattr(model.eval(), method)
         weights = {t.untyped_storage()._cdata: t.nbytes for t in (*model.parameters(), *model.buffers())}
         live, counter = _LiveBytes(set(weights)), FlopCounterMode(display=False)
         with counter, live:
-            call(model)
+            call(**inputs)
     return EagerCost(
         weights=sum(weights.values()),
         small=sum(nbytes for nbytes in weights.values() if nbytes < DEFAULT_MIN_BYTES),
@@ -54,16 +52,6 @@ def eager_cost(build: Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]
         flops=counter.get_total_flops(),
         traffic=live.traffic,
     )
-
-
-def calling(build: Build) -> Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]:
-    """Makes the model of ``build``, and a function that calls it with the inputs."""
-
-    def made() -> tuple[nn.Module, Callable[[nn.Module], Any]]:
-        model, inputs = build()
-        return model, lambda m: m(**inputs)
-
-    return made
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -6,7 +6,7 @@ model is made, as ``presets`` does.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -57,22 +57,17 @@ class Published:
     def name(self) -> str:
         return self.transformer.name
 
-    def decode(self, sizes: OutputSizes) -> Callable[[], tuple[nn.Module, Callable[[nn.Module], Any]]]:
-        """Returns the VAE and a call that decodes latents of ``sizes``."""
-        frames = self.transformer.shape(sizes).frames
-        still = (sizes.batch, self.channels, sizes.height // self.scale, sizes.width // self.scale)
+    def vae_and_latents(self, sizes: OutputSizes) -> tuple[nn.Module, dict[str, Any]]:
+        """The VAE, and the arguments with which its ``decode`` makes an output of ``sizes``."""
+        import torch
 
-        def build() -> tuple[nn.Module, Callable[[nn.Module], Any]]:
-            import torch
-
-            vae: Any = build_model(self.vae, **self.vae_config)
-            if self.tiled:
-                vae.enable_tiling()
-            video = "3d" in type(getattr(vae, "decoder", vae)).__name__.lower()
-            latents = torch.randn((*still[:2], frames, *still[2:]) if video else still)
-            return vae, lambda model: model.decode(latents)
-
-        return build
+        vae: Any = build_model(self.vae, **self.vae_config)
+        if self.tiled:
+            vae.enable_tiling()
+        video = "3d" in type(getattr(vae, "decoder", vae)).__name__.lower()
+        frames = (self.transformer.shape(sizes).frames,) if video else ()
+        edges = sizes.height // self.scale, sizes.width // self.scale
+        return vae, {"z": torch.randn(sizes.batch, self.channels, *frames, *edges)}
 
 
 def published(name: str) -> Published:

@@ -27,11 +27,10 @@ class Shape:
     text: int
 
 
-@dataclass(frozen=True)
-class Size:
-    """Sizes of a small model.  ``layers``: blocks of the first kind; ``singles``: of the second, if the class has two.
-    Width is ``heads * head_dim``.  ``frames``, ``height`` and ``width`` are latent sizes; ``text``: text tokens; ``batch``:
-    samples in a call."""
+@dataclass(frozen=True, kw_only=True)
+class Size(Shape):
+    """Sizes of a small model, and of a call of it.  ``layers``: blocks of the first kind; ``singles``: of the second, if the
+    class has two.  Width is ``heads * head_dim``."""
 
     layers: int = 2
     singles: int = 2
@@ -41,7 +40,6 @@ class Size:
     height: int = 8
     width: int = 8
     text: int = 8
-    batch: int = 1
 
     @property
     def rope(self) -> tuple[int, int, int]:

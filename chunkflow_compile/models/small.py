@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .families import FAMILIES
-from .sizes import Config, Shape, Size
+from .sizes import Config, Size
 
 TEXT_WIDTH = 32
 
@@ -81,6 +81,5 @@ def small_model(name: str, size: Size, seed: int = 0) -> nn.Module:
 
 def small_inputs(name: str, size: Size, seed: int) -> dict[str, Any]:
     """Random inputs of one denoising step of ``small_model(name, size)``; the timestep depends on the seed too."""
-    shape = Shape(batch=size.batch, frames=size.frames, height=size.height, width=size.width, text=size.text)
-    inputs = FAMILIES[name].inputs(SMALL_MODELS[name](size), shape, torch.Generator().manual_seed(seed))
+    inputs = FAMILIES[name].inputs(SMALL_MODELS[name](size), size, torch.Generator().manual_seed(seed))
     return {**inputs, "timestep": inputs["timestep"] / (1 + seed % 50)}

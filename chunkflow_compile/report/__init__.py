@@ -2,5 +2,5 @@
 
 Read record.py (units, records) first.  Listings: lines.py, annotate.py, listings.py, stages.py, logs.py.  Plans:
 plan_tables.py, plan_diff.py, story.py.  Predicted steps: lanes.py, perfetto.py, pictures.py, timeline_picture.py.
-Measurements: explain.py, bench_picture.py.  Machines: health.py.
+Measurements: explain.py, pictures.py.  Machines: health.py.
 """

@@ -11,11 +11,11 @@ from chunkflow_compile.passes.hardware import Hardware
 from chunkflow_compile.passes.ops import Prefetch
 from chunkflow_compile.passes.placement.schedule import Collect, Compute, Evict, Wait
 from chunkflow_compile.passes.placement.timeline import Simulator
-from chunkflow_compile.passes.plan import Plan, WeightPlan, span_name
+from chunkflow_compile.passes.plan import Lane, Plan, WeightPlan, span_name
 from chunkflow_compile.passes.problem import Problem
 
 from .lines import Line
-from .record import size
+from .record import fine, size
 
 # Most characters of a reason at the end of a line; chunkflow why prints all of it.
 _SAID = 48
@@ -41,19 +41,14 @@ class Note:
 
     def __str__(self) -> str:
         cells = (
-            "" if self.cost_s is None else f"{self.cost_s * 1e3:.3f} ms",
+            "" if self.cost_s is None else fine(self.cost_s),
             "" if self.window is None else f"window {self.window}",
             "" if self.slot is None else f"at {size(self.slot)}",
             "" if self.nbytes is None else size(self.nbytes),
         )
+        last = self.said
         if self.slack_s is not None:
-            last = (
-                f"slack {self.slack_s * 1e3:.3f} ms"
-                if self.slack_s >= 0
-                else f"{self.late} {-self.slack_s * 1e3:.3f} ms"
-            )
-        else:
-            last = self.said
+            last = f"{'slack' if self.slack_s >= 0 else self.late} {fine(abs(self.slack_s))}"
         return f"{cells[0]:>12} {cells[1]:>9} {cells[2]:>13} {cells[3]:>11}  {last}".rstrip()
 
 
@@ -84,16 +79,13 @@ class Annotator(FlopNotes):
         self.weights: dict[str, WeightPlan] = {w.name: w for w in plan.weights} if plan is not None else {}
         self.sizes = {w.name: w.nbytes for w in problem.weights}
         spans = plan.predicted.spans if plan is not None and plan.predicted is not None else ()
-        self.took = {s.name: s.end - s.start for s in spans if s.lane == "collective"}
-        # Predicted by the plan, perhaps for other hardware; includes what copies and collectives add to each other.
-        self.planned = {s.name: s.end - s.start for s in spans if s.lane in ("compute", "copy")}
+        self.spans = {(s.lane, s.name): s for s in spans}
         self.same = plan is None or plan.hardware == hardware.name
         self.starts = [s.start for s in spans if s.lane == "compute"]
         self.waits: dict[int, float] = {}
         for weight in self.weights.values():
             if weight.slack_s is not None and weight.slack_s < 0:
                 self.waits[weight.first_use] = self.waits.get(weight.first_use, 0.0) - weight.slack_s
-        self.arrival = {s.name: s.end for s in spans if s.lane == "copy"}
 
     def note(self, line: Line) -> Note | None:
         """The note on a line, None if the line costs nothing."""
@@ -101,19 +93,28 @@ class Annotator(FlopNotes):
         if isinstance(item, Compute):
             cost = self.problem.regions[item.region].cost
             region = self.problem.regions[item.region].name
-            seconds = self.planned.get(region, self.simulator.compute_s[item.region])
+            seconds = self._seconds("compute", region, self.simulator.compute_s[item.region])
             return Note(cost_s=seconds, window=item.region, said=_flops(cost.flops))
         if isinstance(item, Collect):
             collective = self.problem.collectives[item.collective]
-            seconds = self.took.get(collective.name, self.simulator.collective_s[item.collective])
-            more = seconds - self.simulator.collective_s[item.collective]
-            said = f"{more * 1e3:.3f} ms of it by copies" if more > 1e-8 and self.same else ""
+            alone = self.simulator.collective_s[item.collective]
+            seconds = self._seconds("collective", collective.name, alone)
+            more = seconds - alone
+            said = f"{fine(more)} of it by copies" if more > 1e-8 and self.same else ""
             return Note(cost_s=seconds, nbytes=collective.nbytes, said=said)
         if isinstance(item, (Prefetch, Wait, Evict)):
             return self._transfer(item)
-        if line.weight in self.weights or line.weight in self.sizes:
+        if line.weight in self.sizes:
             return self._weight(line.weight)
         return super().note(line)
+
+    def _seconds(self, lane: Lane, name: str, alone: float) -> float:
+        """What the plan predicts, perhaps for other hardware; includes what copies and collectives add to each other.
+
+        ``alone``: in place of that, without a prediction.
+        """
+        span = self.spans.get((lane, name))
+        return alone if span is None else span.end - span.start
 
     def _transfer(self, item: Prefetch | Wait | Evict) -> Note | None:
         weight = self.weights.get(item.weight)
@@ -126,7 +127,7 @@ class Annotator(FlopNotes):
             return Note(slot=weight.offset, slack_s=None if item.barrier else weight.slack_s, said=said)
         begin, end = self.plan.span(weight, item.first, item.end)
         return Note(
-            cost_s=self.planned.get(_copied(item), self.simulator.copy_seconds(item.weight, item.first, item.end)),
+            cost_s=self._seconds("copy", _copied(item), self.simulator.copy_seconds(item.weight, item.first, item.end)),
             window=item.window,
             slot=weight.offset + begin,
             nbytes=end - begin,
@@ -136,11 +137,11 @@ class Annotator(FlopNotes):
 
     def _slack(self, item: Prefetch, reader: int) -> float | None:
         """Seconds from the arrival of a copy until compute reaches its reader, which may be in the next step."""
-        arrival = self.arrival.get(_copied(item))
-        if arrival is None or self.plan is None or self.plan.predicted is None:
+        copy = self.spans.get(("copy", _copied(item)))
+        if copy is None or self.plan is None or self.plan.predicted is None:
             return None
-        later = item.next_step and arrival >= self.starts[item.window]  # else it arrives in the step that reads it
-        return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - arrival
+        later = item.next_step and copy.end >= self.starts[item.window]  # else it arrives in the step that reads it
+        return self.starts[reader] - self.waits.get(reader, 0.0) + later * self.plan.predicted.step_s - copy.end
 
     def _weight(self, name: str) -> Note:
         weight = self.weights.get(name)

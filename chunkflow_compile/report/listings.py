@@ -11,7 +11,7 @@ from chunkflow_compile.passes.placement.schedule import Compute
 
 from .annotate import HEADER, FlopNotes, Note
 from .lines import INPUTS, Line
-from .record import size
+from .record import fine, size
 
 # Columns of program text: enough for a region's call with its first inputs.  A line with notes has 160.
 COLUMN = 96
@@ -102,7 +102,7 @@ def _folded(first: _Part, others: Sequence[_Part], annotator: FlopNotes | None) 
     slacks = [(n.slack_s, part.name) for part, found in zip(others, notes, strict=True) for _, n in found]
     least = min(((s, name) for s, name in slacks if s is not None), default=None)
     if least is not None:
-        said.append(f"least {'slack' if least[0] >= 0 else 'slack: waits'} {abs(least[0]) * 1e3:.3f} ms in {least[1]}")
+        said.append(f"least {'slack' if least[0] >= 0 else 'slack: waits'} {fine(abs(least[0]))} in {least[1]}")
     return f"{head}: {'; '.join(s for s in said if s)}" if any(said) else head
 
 

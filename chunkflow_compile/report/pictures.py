@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.curve import Point
+
+from .record import ArmRecord, ComparisonRecord
+
+_PART_COLOURS = {"compute, and the host": "#4c78a8", "collectives": "#f2a541", "waiting for weights": "#d64545"}
 
 
 def new_axes(
@@ -52,3 +56,38 @@ def draw_curve(points: Sequence[Point], forwards: int, title: str, path: Path) -
     axes.set_ylim(bottom=0)
     axes.set_title(title, fontsize=10)
     save_figure(figure, path)
+
+
+def draw_arms(record: ComparisonRecord, predicted: Mapping[str, ArmRecord], path: Path) -> None:
+    """Draw a bar for each arm, a diamond at its predicted step, and a dotted line at the step of the resident arm."""
+    names = list(record.arms)
+    figure, axes = new_axes(8.0, 1.5 + 0.42 * len(names))
+    begins = [0.0] * len(names)
+    parts = zip(*map(_parts_of_step, record.arms.values()), strict=True)
+    for (part, colour), found in zip(_PART_COLOURS.items(), parts, strict=True):
+        lengths = [1e3 * seconds for seconds in found]
+        axes.barh(names, lengths, left=begins, color=colour, label=part, height=0.62)
+        begins = [a + b for a, b in zip(begins, lengths, strict=True)]
+    steps = {name: 1e3 * (p.step_s or 0.0) for name, p in predicted.items()}
+    axes.plot(list(steps.values()), list(steps), "D", color="black", markersize=4, label="predicted step")
+    for name, end in zip(names, begins, strict=True):
+        arm = record.arms[name]
+        if arm.weights_device_bytes is None:
+            continue
+        share = arm.weights_device_bytes / (arm.weights_total_bytes or 1)
+        beside = max(end, steps.get(name, 0.0)), name
+        axes.annotate(f"   {100 * share:.0f} % of weights on device", beside, va="center", fontsize=8)
+    if (resident := record.arms.get("resident")) is not None and resident.step_s:
+        axes.axvline(1e3 * resident.step_s, linestyle=":", color="gray")
+    axes.invert_yaxis()
+    axes.set_xlim(0, 1.35 * max([*begins, *steps.values()]))
+    axes.set_xlabel("a step, ms (medians, slowest rank)")
+    axes.set_title(record.model, fontsize=10)
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4, frameon=False)
+    save_figure(figure, path)
+
+
+def _parts_of_step(arm: ArmRecord) -> tuple[float, float, float]:
+    """Seconds of each part, in the order of the colours."""
+    waits, collectives = arm.exposed_h2d_s or 0.0, arm.collective_s or 0.0
+    return max(0.0, (arm.step_s or 0.0) - collectives - waits), collectives, waits

@@ -119,7 +119,7 @@ class Story:
         return tabulate(rows, headers=headers, disable_numparse=True)
 
 
-def tell(known: Weight, plan: Plan, changes: Iterable[Change] = ()) -> Story:
+def tell(known: Weight, plan: Plan, changes: Iterable[Change]) -> Story:
     """The story of a weight, which must be in the plan."""
     name = known.name
     weight = next(w for w in plan.weights if w.name == name)

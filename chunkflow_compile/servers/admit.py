@@ -29,7 +29,7 @@ from torch import nn
 
 from chunkflow_compile.hardware.headroom import budget_for
 from chunkflow_compile.model.placement import placement_of
-from chunkflow_compile.models.eager_cost import calling, eager_cost
+from chunkflow_compile.models.eager_cost import eager_cost
 from chunkflow_compile.models.families import FAMILIES, Family
 from chunkflow_compile.models.presets import PRESETS
 from chunkflow_compile.models.sizes import Shape
@@ -276,7 +276,7 @@ class Admitter:
             weights = (replace(w, nbytes=min(w.nbytes, self.nbytes.get(w.name, w.nbytes))) for w in problem.weights)
             problems.append(replace(problem, weights=tuple(weights)))
             tokens.append(_tokens(at))
-            activations.append(eager_cost(calling(build), self.dtype).activations if self.counted else 0)
+            activations.append(eager_cost(build, self.dtype).activations if self.counted else 0)
         return _Forecast(self.chosen.settings(), tuple(tokens), tuple(problems), tuple(activations))
 
 

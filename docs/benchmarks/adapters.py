@@ -6,9 +6,8 @@ python docs/benchmarks/adapters.py --out docs/benchmarks/adapters.md
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -16,6 +15,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from runs import timed
+from step_cache import as_fast
 from tabulate import tabulate
 from torch import nn
 from torch._dynamo.utils import counters
@@ -23,11 +24,9 @@ from torch._dynamo.utils import counters
 import chunkflow_compile
 from chunkflow_compile import programs
 from chunkflow_compile.frontend.slots import Slotted
-from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.machine import device_name
-from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.passes.hardware import Hardware, LinkEmulation
+from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.report.record import seconds, size
 
 SIZE = Size(layers=6, frames=1, heads=16, head_dim=64, text=64, height=32, width=32)
@@ -85,9 +84,8 @@ class Arm:
     steps: list[float] = field(default_factory=list)
 
     def call(self, seed: int) -> float:
-        before, begin = counters["stats"]["unique_graphs"], time.perf_counter()
-        self.model(**small_inputs("wan", SIZE, seed))
-        found = time.perf_counter() - begin
+        before = counters["stats"]["unique_graphs"]
+        found = timed(self.model, small_inputs("wan", SIZE, seed))
         self.graphs += counters["stats"]["unique_graphs"] - before
         return found
 
@@ -172,7 +170,7 @@ def _on_a_link() -> str:
     link = LinkEmulation(bandwidth=weights / (LOAD * longest))
     with TemporaryDirectory() as folder:
         profile = Path(folder) / "hardware.json"
-        profile.write_text(_as_fast(on_emulated_link(load_profile(CPU), link, 1), resident, longest).to_json())
+        profile.write_text(as_fast(link, plain, longest).to_json())
         options = {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights), "replan_after": 4}
         torch._dynamo.reset()
         arms = [Arm(small_model("wan", SIZE), swap) for swap in (_nothing, _choose)]
@@ -218,14 +216,6 @@ def _choose(model: Any, number: int) -> None:
 
 def _times(arm: Arm) -> tuple[str, str]:
     return seconds(median(arm.first)), seconds(median(arm.steps))
-
-
-def _as_fast(machine: Hardware, resident: Arm, longest: float) -> Hardware:
-    """The profile with the speed of compute that was measured."""
-    plans = [p.plan.predicted for p in programs(resident.model)]
-    ratio = longest / sum(p.resident_step_s for p in plans if p is not None)
-    peaks = {dtype: peak / ratio for dtype, peak in machine.gemm_flops.items()}
-    return replace(machine, gemm_flops=peaks, memory_bandwidth=machine.memory_bandwidth / ratio)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What a card needs for models of a few blocks at full width, by kind of kernel, beside the prediction.
 
 python docs/benchmarks/card_models.py --measure models.jsonl                          on a card
-python docs/benchmarks/card_models.py --measured models.jsonl --hardware PROFILE --out models.md
+python docs/benchmarks/card_models.py --measured models.jsonl --hardware PROFILE > models.md
 
 Each case leaves a line as it ends.  A step is a call of the model: the median of seven, between two events.
 """

@@ -18,8 +18,6 @@ import platform
 import random
 import re
 import statistics
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -33,6 +31,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from runs import in_a_process, timed
 from tabulate import tabulate
 from torch import nn
 from torch._dynamo.utils import counters
@@ -94,15 +93,6 @@ ARMS: dict[str, Callable[[nn.Module], Any]] = {
 }
 
 
-def sizes_in_a_process(blocks: int, cache: str) -> Any:
-    """The result of measure_sizes in a process of its own, whose caches are in a folder."""
-    command = [sys.executable, __file__, "--sizes-only", "--blocks", str(blocks)]
-    # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
-    output = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(output.splitlines()[-1])
-
-
 def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
     model_inputs = small_inputs("wan", size, 0)
     compiled = {}
@@ -115,9 +105,7 @@ def measure_steps(size: Size, steps: int) -> dict[str, list[float]]:
         order = random.Random(0)
         for _ in tqdm(range(steps), desc=f"step, {size.heads * size.head_dim} wide"):
             for arm in order.sample(list(ARMS), len(ARMS)):
-                start = time.perf_counter()
-                compiled[arm](**model_inputs)
-                seconds[arm].append(time.perf_counter() - start)
+                seconds[arm].append(timed(compiled[arm], model_inputs))
     torch._dynamo.reset()
     return seconds
 
@@ -247,7 +235,7 @@ def main() -> None:
 
 def sizes_section(blocks: int) -> str:
     with tempfile.TemporaryDirectory() as cache:
-        found = sizes_in_a_process(blocks, cache)
+        found = in_a_process(__file__, ("--sizes-only", "--blocks", str(blocks)), cache)
     kinds = "\n".join(
         f"* {kind}: {ten}, and {more} with the other batches" for kind, (ten, more) in found["kinds"].items()
     )

@@ -12,17 +12,12 @@ from pathlib import Path
 
 import torch
 
-from chunkflow_compile.bench.arms import parse_arms
-from chunkflow_compile.bench.job import Job
-from chunkflow_compile.bench.link_load import TO_BE_DERIVED
-from chunkflow_compile.bench.pace import PACE
+from chunkflow_compile.bench.job import job_of
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import BUDGETS, REGIMES
 from chunkflow_compile.bench.summary import BenchRecord, bench_table, conditions, summarise
-from chunkflow_compile.passes.hardware import LinkEmulation
-from chunkflow_compile.report.bench_picture import draw_arms
+from chunkflow_compile.report.pictures import draw_arms
 
-RANKS = 2
 # As many as eight minutes have room for; a step of compute-rich takes three times as long as the others'.
 STEPS = ("3", "compute-rich=2")
 
@@ -78,15 +73,7 @@ def main() -> None:
     sections = _sections(arguments.out)
     for name in arguments.only or REGIMES:
         regime, start = REGIMES[name], time.monotonic()
-        job = Job(
-            regime=regime,
-            link=LinkEmulation(bandwidth=TO_BE_DERIVED),
-            load=regime.load,
-            pace=PACE,
-            ranks=RANKS,
-            arms=parse_arms(regime.arms),
-            steps=steps[name],
-        )
+        job = job_of(regime, steps[name])
         found = summarise(job, run_job(job))
         picture = arguments.out.with_name(f"{arguments.out.stem}_{name}.png")
         draw_arms(found.record, found.predicted, picture)
@@ -143,13 +130,12 @@ def _findings(found: BenchRecord) -> Iterator[str]:
                 f"residency {share} %: {step[ours] / bound:.3f} of max(resident, streamed bytes / link), and "
                 f"{found.ratio(theirs, ours):.2f}x as fast as a leading prefix of whole layers in the same bytes"
             )
-    off = {n: p.step_s / step[n] - 1 for n, p in found.predicted.items() if p.step_s}
-    worst = max(off, key=lambda n: abs(off[n]))
+    worst = max(found.off, key=lambda n: abs(found.off[n]))
     waits = {n: (p.exposed_h2d_s or 0.0) - (arms[n].exposed_h2d_s or 0.0) for n, p in found.predicted.items()}
     longest = max(waits, key=lambda n: abs(waits[n]) / step[n])
     equal = all(arm.equal_to_resident for arm in arms.values())
     yield (
-        f"the predicted step is off by at most {100 * abs(off[worst]):.1f} % ({worst}), the predicted wait by at most "
+        f"the predicted step is off by at most {100 * abs(found.off[worst]):.1f} % ({worst}), the predicted wait by at most "
         f"{1e3 * abs(waits[longest]):.0f} ms, {100 * abs(waits[longest]) / step[longest]:.1f} % of the step ({longest})"
     )
     yield f"outputs are {'equal' if equal else 'NOT EQUAL'} bit for bit over all arms and steps"

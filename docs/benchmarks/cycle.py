@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from runs import timed
 from tabulate import tabulate
 from torch import nn
 
@@ -86,7 +87,7 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
 
     inputs = [small_inputs("wan", size, step) for step in range(8)]
     resident = torch.compile(make(), backend="chunkflow", options={"policy": "resident"})
-    compute = _agreed(median([_timed(resident, inputs[i % 8]) for i in range(5)][1:]), ranks)
+    compute = _agreed(median([timed(resident, inputs[i % 8]) for i in range(5)][1:]), ranks)
     (program,) = programs(resident)
     problem = program.program.problem
     weights = sum(w.nbytes for w in problem.weights if w.keep is None)
@@ -105,10 +106,10 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
     }
     models["blocks"].compile_repeated_blocks(backend="chunkflow", options=options)  # type: ignore[operator]
     for i in range(3):
-        _timed(runs["whole"], inputs[i])
+        timed(runs["whole"], inputs[i])
     apart = []  # the steps while the cycle is planned, without the first, which compiles
     for i in range(MOST_LEARNING):
-        took = _timed(runs["blocks"], inputs[i % 8])
+        took = timed(runs["blocks"], inputs[i % 8])
         if _all(bool(cycles(models["blocks"])), ranks):
             break
         apart += [took] if i else []
@@ -118,8 +119,8 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
     for step in range(told["rounds"]):
         for name in order.sample(sorted(runs), len(runs)):
             for i in range(WARM):
-                _timed(runs[name], inputs[i])
-            times[name].append(_timed(runs[name], inputs[step % 8]))
+                timed(runs[name], inputs[i])
+            times[name].append(timed(runs[name], inputs[step % 8]))
             if name == "blocks":
                 primed += sum(p.measurements[-1].primed_bytes for p in programs(models[name]))
     plans = {"whole": programs(models["whole"])[0].plan, "blocks": cycles(models["blocks"])[0].cycle.plan}
@@ -135,12 +136,6 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
     (Path(folder) / f"{rank}.json").write_text(json.dumps(found))
     if ranks > 1:
         dist.barrier()
-
-
-def _timed(run: Callable[..., Any], inputs: dict[str, Any]) -> float:
-    begin = time.perf_counter()
-    run(**inputs)
-    return time.perf_counter() - begin
 
 
 def _agreed(seconds: float, ranks: int) -> float:

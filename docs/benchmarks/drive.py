@@ -12,7 +12,6 @@ import argparse
 import os
 import random
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import date
@@ -22,6 +21,7 @@ from typing import Any
 
 import diffusers
 import torch
+from runs import timed
 from tabulate import tabulate
 from torch import nn
 
@@ -30,6 +30,7 @@ from chunkflow_compile.hardware.emulated import on_emulated_link
 from chunkflow_compile.hardware.profiles import CPU, load_profile
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.hardware import LinkEmulation
+from chunkflow_compile.report.plan_tables import streamed_bytes
 from chunkflow_compile.report.record import seconds, size
 from chunkflow_compile.weights.host_buffer import buffer_of
 
@@ -128,12 +129,6 @@ def main() -> None:
         arguments.out.write_text(text)
 
 
-def timed(run: Callable[..., Any], inputs: dict[str, Any]) -> float:
-    begin = time.perf_counter()
-    run(**inputs)
-    return time.perf_counter() - begin
-
-
 def read_so_far(model: nn.Module) -> int:
     """Bytes that the drive has brought."""
     buffers = [buffer for p in model.parameters() if (buffer := buffer_of(p)) is not None]
@@ -147,10 +142,7 @@ def figures(model: nn.Module, step: float, compute: float, read: int) -> tuple[s
     drive = {
         buffer.name: buffer.nbytes for p in model.parameters() if (buffer := buffer_of(p)) and buffer.drive is not None
     }
-    streamed = {
-        w.name: plan.chunk_bytes * sum(x is not None for x in w.windows) for w in plan.streamed if w.name in drive
-    }
-    planned = sum(min(nbytes, drive[name]) for name, nbytes in streamed.items())
+    planned = sum(streamed_bytes(plan, w) for w in plan.streamed if w.name in drive)
     # of layerwise, the prediction is from the profile's rates, not from a run
     ahead = f"{plan.predicted.step_s / step:.3f} of it" if plan.policy == "chunkflow" else ""
     kept = size(sum(drive.values()) - planned)

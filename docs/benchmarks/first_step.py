@@ -17,7 +17,6 @@ import platform
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +27,7 @@ from typing import Any
 
 import diffusers
 import torch
+from runs import in_a_process
 from tabulate import tabulate
 from torch import nn
 
@@ -135,18 +135,6 @@ def peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def in_a_process(arm: str, name: str, state: str, cache: str, saved: str) -> dict[str, Any]:
-    command = [sys.executable, __file__, "--once", arm, "--models", name, "--state", state, "--saved", saved]
-    command += ["--started", str(time.time())]
-    # Inductor's precompiled header is in the folder for temporary files, whatever its cache folder.
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": f"{cache}/inductor", "TMPDIR": cache}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"{arm}, {name}, {state}:\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
-
-
 def measure(names: list[str], repeats: int, once_each: bool) -> dict[str, dict[str, dict[str, list[dict[str, Any]]]]]:
     """Model -> arm -> what the process finds -> a result for each run."""
     order = [(n, a) for n in names for a in (REPEATED, BY_KIND) for _ in range(repeats)]
@@ -158,7 +146,8 @@ def measure(names: list[str], repeats: int, once_each: bool) -> dict[str, dict[s
             seen = LOADED in found.get(name, {}).get(arm, {})
             for state in (COLD, SECOND) if arm in ONCE or seen else (COLD, SECOND, LOADED):
                 place = other if state == LOADED else cache
-                result = in_a_process(arm, name, state, place, f"{cache}/saved")
+                of_it = ("--once", arm, "--models", name, "--state", state, "--saved", f"{cache}/saved")
+                result = in_a_process(__file__, (*of_it, "--started", str(time.time())), place)
                 found.setdefault(name, {}).setdefault(arm, {}).setdefault(state, []).append(result)
                 print(
                     f"{number}/{len(order)} {name}, {arm}, {state}: {result['total']:.1f} s",

@@ -185,7 +185,6 @@ def _job(case: Case, steps: int, hardware: str) -> Job:
     regime = Regime(
         family="" if preset else case.model,
         size=DRY_SIZE,
-        load=0.0,
         chunk_bytes=DEFAULT_CHUNK_BYTES if preset else 1 << 16,
         arms=case.arms,
         shows=case.model,
@@ -227,9 +226,8 @@ def _findings(found: BenchRecord, profile: Hardware) -> Iterator[str]:
     for name in ("layerwise", "chunkflow"):
         if (inflation := found.inflation.get(name)) is not None:
             yield f"collectives are inflated by {100 * inflation:.1f} % under {name}"
-    off = {n: (p.step_s or 0.0) / (arms[n].step_s or 1.0) - 1 for n, p in found.predicted.items()}
-    worst = max(off, key=lambda n: abs(off[n]))
-    yield f"the prediction is off by at most {100 * abs(off[worst]):.1f} % ({worst})"
+    worst = max(found.off, key=lambda n: abs(found.off[n]))
+    yield f"the prediction is off by at most {100 * abs(found.off[worst]):.1f} % ({worst})"
     for name, calls in found.settings.items():
         yield f"{name}: `{calls}`"
 

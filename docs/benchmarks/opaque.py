@@ -27,7 +27,6 @@ from chunkflow_compile.bench.job import Job
 from chunkflow_compile.bench.ranks import run_job
 from chunkflow_compile.bench.regimes import Regime
 from chunkflow_compile.bench.summary import summarise
-from chunkflow_compile.models.sizes import Size
 from chunkflow_compile.passes.hardware import LinkEmulation
 
 RANKS, LAYERS, WIDTH, HEADS, TOKENS = 2, 4, 512, 8, 1024
@@ -126,7 +125,7 @@ def declared() -> tuple[nn.Module, dict[str, Any]]:
 
 def measure(kind: str, steps: int) -> list[list[str]]:
     """Rows of a model: arm, step, exchanges of a step, and how much longer these are than in the resident arm."""
-    regime = Regime(family="wan", size=Size(), load=0, chunk_bytes=1 << 20, arms=ARMS, shows="")
+    regime = Regime(chunk_bytes=1 << 20, arms=ARMS, shows="")
     job = Job(
         regime=regime,
         link=LinkEmulation(bandwidth=BANDWIDTH),

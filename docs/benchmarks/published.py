@@ -15,10 +15,11 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, median
+from typing import Any
 
 from tabulate import tabulate
 from tqdm import tqdm
@@ -88,29 +89,20 @@ class Compared:
 
 def read(path: Path) -> list[Row]:
     with path.open() as file:
-        return [
-            Row(
-                model=r["model"],
-                variant=r["variant"],
-                height=int(r["height"]),
-                width=int(r["width"]),
-                frames=int(r["frames"]) if r["model"].startswith(("wan", "hunyuan")) else 1,
-                card=r["card"],
-                hardware=r["hardware"],
-                ulysses=int(r["ulysses"]),
-                dtype=r["dtype"],
-                engine=r["engine"],
-                fused=r["lowering"] == "inductor",
-                attention=r["attention"],
-                kernel_stated=r["kernel_stated"] == "yes",
-                offload=r["offload"],
-                policy=r["policy"],
-                total=r["measured"] == "total",
-                seconds=float(r["seconds"]),
-                source=r["source"],
-            )
-            for r in csv.DictReader(file)
-        ]  # type: ignore[arg-type]
+        return [_row(told) for told in csv.DictReader(file)]
+
+
+def _row(told: dict[str, str]) -> Row:
+    found: dict[str, Any] = {field.name: told[field.name] for field in fields(Row) if field.name in told}
+    found |= {name: int(told[name]) for name in ("height", "width", "ulysses")}
+    found |= {
+        "frames": int(told["frames"]) if told["model"].startswith(("wan", "hunyuan")) else 1,
+        "fused": told["lowering"] == "inductor",
+        "kernel_stated": told["kernel_stated"] == "yes",
+        "total": told["measured"] == "total",
+        "seconds": float(told["seconds"]),
+    }
+    return Row(**found)
 
 
 def trace(what: Traced) -> tuple[Traced, Problem, Problem]:

@@ -37,6 +37,7 @@ from tabulate import tabulate
 from chunkflow_compile import offload, programs
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.models.ulysses import enable_ulysses
+from chunkflow_compile.report.plan_tables import streamed_bytes
 from chunkflow_compile.report.record import seconds, size
 
 MOUNT = Path("/sys/fs/cgroup")
@@ -69,26 +70,29 @@ RANKS = (
 
 
 class Group:
-    """A memory control group of its own.  Gone after :meth:`remove`."""
+    """A memory control group of its own, which is gone after the context."""
 
     def __init__(self, limit: int | None = None) -> None:
-        """Raises OSError if there is none to make."""
+        """Raises SystemExit if there is none to make."""
         v2 = MOUNT / "cgroup.subtree_control"
         self._v1 = not (v2.exists() and "memory" in v2.read_text().split())
-        mount = MOUNT / "memory" if self._v1 else MOUNT
-        if not (mount / "cgroup.procs").exists():
-            raise OSError(f"{MOUNT} has no memory controller")
-        self.folder = mount / f"chunkflow-shared-drive-{os.getpid()}"
-        self.folder.mkdir()
+        self.folder = (MOUNT / "memory" if self._v1 else MOUNT) / f"chunkflow-shared-drive-{os.getpid()}"
         try:
+            self.folder.mkdir()
             if limit is not None:
                 (self.folder / ("memory.limit_in_bytes" if self._v1 else "memory.max")).write_text(str(limit))
                 swap = self.folder / ("memory.swappiness" if self._v1 else "memory.swap.max")
                 if swap.exists():
                     swap.write_text("0")
-        except OSError:
+        except OSError as error:
             self.remove()
-            raise
+            sys.exit(f"No memory control group can be made here ({error}): run this as root, on Linux.")
+
+    def __enter__(self) -> Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     def processes(self) -> list[int]:
         return [int(line) for line in (self.folder / "cgroup.procs").read_text().split()]
@@ -168,17 +172,12 @@ def rank_of(rank: int, ranks: Ranks, folder: str, group: str, size_: Size, steps
         output = run(**inputs[step % len(inputs)])[0]
         times.append(time.perf_counter() - begin)
         torch.testing.assert_close(output, expected[step % len(inputs)], atol=1e-4, rtol=1e-3)
-    (program,) = programs(model)
-    parent.send((times[WARM:], planned(program.plan, {n: p.nbytes for n, p in model.named_parameters()})))
+    (plan,) = (program.plan for program in programs(model))
+    planned = sum(streamed_bytes(plan, w) for w in plan.streamed if w.nbytes >= LARGE)
+    parent.send((times[WARM:], planned))
     parent.recv()
     dist.barrier()
     parent.send("over")
-
-
-def planned(plan: Any, nbytes: dict[str, int]) -> int:
-    """Bytes of weights on the drive that the copies of a step take.  ``nbytes``: of each weight."""
-    copied = {w.name: plan.chunk_bytes * sum(x is not None for x in w.windows) for w in plan.streamed}
-    return sum(min(copied[name], nbytes[name]) for name in copied if nbytes[name] >= LARGE)
 
 
 @dataclass
@@ -261,7 +260,7 @@ def run(ranks: Ranks, limit: int | None, folder: str, size_: Size, steps: int) -
     """Of one arm; ``limit``: bytes of the group.  Raises SystemExit if a rank ends."""
     out_of_the_page_cache(next(Path(folder).glob("wan/*.safetensors")))
     (Path(folder) / f"meet-chunkflow-shared-drive-{os.getpid()}").unlink(missing_ok=True)
-    with group_of(limit) as group, started(ranks, folder, group, size_, steps) as crew:
+    with Group(limit) as group, started(ranks, folder, group, size_, steps) as crew:
         crew.hear()
         before, first = quiet(group), len(crew.seen)
         began = time.perf_counter()
@@ -284,18 +283,6 @@ def run(ranks: Ranks, limit: int | None, folder: str, size_: Size, steps: int) -
             most=max(own for _, own in crew.seen),
             peak=group.peak(),
         )
-
-
-@contextlib.contextmanager
-def group_of(limit: int | None) -> Iterator[Group]:
-    try:
-        group = Group(limit)
-    except OSError as error:
-        raise SystemExit(f"No memory control group can be made here ({error}): run this as root, on Linux.") from None
-    try:
-        yield group
-    finally:
-        group.remove()
 
 
 def quiet(group: Group) -> Counts:
@@ -360,7 +347,7 @@ def main() -> None:
     os.environ["OMP_NUM_THREADS"] = os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # of the ranks
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    with group_of(None):
+    with Group(None):
         pass  # before the model takes time
     size_ = Size(layers=arguments.layers, heads=arguments.heads, head_dim=64, frames=1, text=8)
     found = dict[tuple[Ranks, int | None], list[Found]]()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import random
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import date
@@ -17,7 +16,9 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from runs import timed
 from tabulate import tabulate
+from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import cycles, programs
@@ -108,9 +109,7 @@ class Cached:
                 inputs = small_inputs("wan", SIZE, step + 1)
             before = {id(p): len(p.measurements) for p in programs(self.model)}
             with self.model.cache_context("cond"):  # type: ignore[operator]
-                begin = time.perf_counter()
-                self.model(**inputs)
-                step_s = time.perf_counter() - begin
+                step_s = timed(self.model, inputs)
             new = [m for p in programs(self.model) for m in p.measurements[before.get(id(p), 0) :]]
             found.append(Measured(step_s, sum(m.moved_bytes + m.primed_bytes for m in new)))
         return found
@@ -153,7 +152,7 @@ def _rows(kind: Kind) -> list[tuple[str, ...]]:
     link = LinkEmulation(bandwidth=weights / (LOAD * longest))
     with TemporaryDirectory() as folder:
         profile = Path(folder) / "hardware.json"
-        profile.write_text(_as_fast(on_emulated_link(load_profile(CPU), link, 1), resident, longest).to_json())
+        profile.write_text(as_fast(link, resident.model, longest).to_json())
         streamed = Cached(
             kind, {"hardware": str(profile), "chunk_bytes": CHUNK, "memory": int(BUDGET * weights), "replan_after": 4}
         )
@@ -169,9 +168,10 @@ def _rows(kind: Kind) -> list[tuple[str, ...]]:
     return [_row(kind[0], pairs, jumps, hit) for hit in (False, True)]
 
 
-def _as_fast(machine: Hardware, resident: Cached, longest: float) -> Hardware:
-    """The profile with the speed of compute that was measured on the longest step."""
-    plans = [p.plan.predicted for p in programs(resident.model)]  # a call of each
+def as_fast(link: LinkEmulation, resident: nn.Module, longest: float) -> Hardware:
+    """A CPU on an emulated link, as fast as this one: a step of ``resident``, compiled so, takes ``longest``."""
+    machine = on_emulated_link(load_profile(CPU), link, 1)
+    plans = [p.plan.predicted for p in programs(resident)]  # a call of each
     ratio = longest / sum(p.resident_step_s for p in plans if p is not None)
     peaks = {dtype: peak / ratio for dtype, peak in machine.gemm_flops.items()}
     return replace(machine, gemm_flops=peaks, memory_bandwidth=machine.memory_bandwidth / ratio)

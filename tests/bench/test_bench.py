@@ -23,8 +23,7 @@ from torch import nn
 from chunkflow_compile import Arena, ChunkflowError, programs
 from chunkflow_compile.bench.arms import block_bytes, parse_arms
 from chunkflow_compile.bench.job import Job
-from chunkflow_compile.bench.link_error import link_error
-from chunkflow_compile.bench.link_load import LinkLoad
+from chunkflow_compile.bench.link import LinkLoad, link_error
 from chunkflow_compile.bench.pace import paced
 from chunkflow_compile.bench.peers import (
     GROUP_OFFLOAD,

@@ -30,7 +30,7 @@ def test_what_an_eager_call_takes() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.one(x) + self.two(x)
 
-    cost = eager_cost(lambda: (Sum(), lambda m: m(torch.randn(16, 64))), torch.float32)
+    cost = eager_cost(lambda: (Sum(), {"x": torch.randn(16, 64)}), torch.float32)
     weight, inputs, output = 64 * 32 * 4, 16 * 64 * 4, 16 * 32 * 4
     assert cost.weights == 2 * weight
     assert cost.flops == 2 * 2 * 16 * 64 * 32

@@ -1,18 +1,24 @@
-"""The bandwidth of an emulated link, derived from the compute measured on this machine.
+"""The emulated link of a measurement: the bandwidth that its load sets, and how exactly it is emulated.
 
 A link of fixed bandwidth is nearly full on one machine and idle on another.  A fixed load means the same on both.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 
 from chunkflow_compile.hardware.emulated import EXCHANGE_S
 from chunkflow_compile.passes.errors import ChunkflowError
+from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.problem import Problem
+from chunkflow_compile.runtime.link import LANES, LaneName, Port
 
 # Bytes/s in place of the bandwidth of a link until its load sets it.
 TO_BE_DERIVED = 1e9
+_TRANSFER = 1 << 20
+# Seconds of link time in a measurement: long compared with the milliseconds by which a thread wakes up late.
+_TRANSFERS_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -57,3 +63,40 @@ class LinkLoad:
                 "Give a smaller load."
             )
         return needed / (self.share * alone)
+
+
+@dataclass(frozen=True)
+class LinkError:
+    """Bytes/s.  ``requested``: as asked for.  ``alone``: reached by copies alone.  ``shared``: by all lanes together."""
+
+    requested: float
+    alone: float
+    shared: float
+
+    def __str__(self) -> str:
+        off = [f"{100 * (rate / self.requested - 1):+.1f} %" for rate in (self.alone, self.shared)]
+        return (
+            f"a link of {self.requested / 1e6:.1f} MB/s is emulated: copies alone reach {self.alone / 1e6:.1f} MB/s "
+            f"({off[0]}), copies and collectives together {self.shared / 1e6:.1f} MB/s ({off[1]})"
+        )
+
+
+def link_error(link: LinkEmulation) -> LinkError:
+    """Measure ``link`` on private ports.  On a shared port, the traffic of other ranks would appear as an error."""
+    link = replace(link, shared="", latency_s=0.0)
+    count = max(4, round(_TRANSFERS_S * link.bandwidth / _TRANSFER))
+    return LinkError(link.bandwidth, chain(Port(link), "copy", count), together(Port(link), count))
+
+
+def chain(port: Port, lane: LaneName, count: int) -> float:
+    """Bytes/s of ``count`` transfers of 1 MiB in one lane, each sent when the one before has ended."""
+    start = since = port.clock.now()
+    for _ in range(count):
+        since = port.send(lane, _TRANSFER, since)
+    return count * _TRANSFER / (since - start)
+
+
+def together(port: Port, count: int) -> float:
+    """Bytes/s of all lanes in sum, while all of them send."""
+    with ThreadPoolExecutor(len(LANES)) as threads:
+        return sum(threads.map(lambda lane: chain(port, lane, count), LANES))
