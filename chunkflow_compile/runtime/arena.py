@@ -28,7 +28,7 @@ from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
-from .call_site import Bound, CallKey, Learnt, Tenant
+from .call_site import Bound, CallKey, CallSite, Learnt
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .locks import ProcessLock
@@ -104,7 +104,7 @@ class Arena:
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
-        self._tenants: list[weakref.ref[Tenant]] = []
+        self._tenants: list[weakref.ref[CallSite]] = []
         # what is bound -> the weights that it keeps on the device beside the memory; several have the same copies
         self._residents: weakref.WeakKeyDictionary[Bound, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
@@ -247,7 +247,7 @@ class Arena:
             self._reader.alone()
 
     @property
-    def tenants(self) -> Sequence[Tenant]:
+    def tenants(self) -> Sequence[CallSite]:
         """The programs that are bound to the memory, oldest first."""
         return [t for ref in self._tenants if (t := ref()) is not None]
 
@@ -264,7 +264,7 @@ class Arena:
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
-    def join(self, tenant: Tenant, *, kind: DeviceKind | None = None) -> None:
+    def join(self, tenant: CallSite, *, kind: DeviceKind | None = None) -> None:
         """Add a tenant.  Raises ChunkflowError if the other tenants use another ``kind`` of device."""
         kind = kind or DeviceKind()
         with self.lock():
@@ -318,7 +318,7 @@ class Arena:
             self._streams.release()
         self._states.clear()
 
-    def leave(self, tenant: Tenant) -> None:
+    def leave(self, tenant: CallSite) -> None:
         """Remove a tenant.  When the last one leaves, the memory is freed and the streams are closed."""
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not tenant]

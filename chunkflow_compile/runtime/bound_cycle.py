@@ -28,7 +28,7 @@ from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Binding
-from .call_site import CallKey, CallSite, bare
+from .call_site import CallKey, CallSite, bare, file_step
 from .executor import Executor
 from .measurement import Passes, StepMeasurement, as_one, measured, save, warm_timings
 
@@ -265,7 +265,8 @@ class BoundCycle:
         if self.keys:
             self.arena.release_alone([site.key])  # its own plan keeps other weights on the device
         binding = replace(self._bound(site.code.pin_bytes), marks=marks)
-        file = partial(site.file, self._call_seconds[call]), partial(self._passes.file, call)
+        file_call = partial(file_step, site.measured, site.counts, self._call_seconds[call])
+        file = file_call, partial(self._passes.file, call)
         return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file, self._versions)
 
     def _program(self, site: CallSite, call: int, placed: Call) -> tuple[Program, Arrivals]:
