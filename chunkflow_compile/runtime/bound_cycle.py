@@ -205,7 +205,8 @@ class BoundCycle:
             for executor in list(executors.values()):
                 executor.vacate()
             executors.clear()
-        self._end_turn()
+        if self._binding is not None and self.arena.holder is self._binding.state:
+            self.arena.holder = None  # the next call starts cold
         self._binding = None
 
     def release(self) -> None:
@@ -219,11 +220,6 @@ class BoundCycle:
             return
         with contextlib.suppress(OSError, ChunkflowError):
             save(self.folder, measured(self.cycle.plan, [as_one(calls) for calls in self._measured(wait)]))
-
-    def _end_turn(self) -> None:
-        """Let the next call start cold."""
-        if self._binding is not None and self.arena.holder is self._binding.state:
-            self.arena.holder = None
 
     def _renew(self, names: Sequence[str]) -> None:
         """Renew the copies beside the memory of those weights that were written since.
