@@ -169,12 +169,9 @@ class BoundCycle:
         found = (c % count for c in range(self.position, self.position + count) if self.keys[c % count] is key)
         return next(found, None)
 
-    def begin(self, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor:
-        """The executor of a call that begins now.  Raises ChunkflowError if the arena has no room.
-
-        ``versions``: of the values of its offloaded weights, in their order.
-        """
-        found = self.executor(site, call, versions)
+    def begin(self, site: CallSite, call: int) -> Executor:
+        """The executor of a call that begins now.  Raises ChunkflowError if the arena has no room."""
+        found = self.executor(site, call)
         self.position = (call + 1) % len(self.calls)
         if call == 0:
             if self._begun and not self._begun & (self._begun - 1):  # after passes 1, 2, 4, 8, ...: a run may be killed
@@ -182,20 +179,20 @@ class BoundCycle:
             self._begun += 1
         return found
 
-    def executor(self, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor:
+    def executor(self, site: CallSite, call: int) -> Executor:
         """The executor of a call's site in its place.  Raises ChunkflowError if the arena has no room.
 
         It copies the weights of the call again that were written since they were copied.
         """
-        seen = self._seen[call] == versions
+        seen = self._seen[call] == site.versions
         if not seen:
             self._renew([self._name(buffer, call) for buffer in site.buffers.values()])
         found = self._executors[call].get(site)
         if found is None:
             found = self._executors[call][site] = self._make(site, call)
         if not seen:
-            found.written |= dict(zip((self._name(b, call) for b in site.buffers.values()), versions, strict=True))
-            self._seen[call] = versions
+            found.written |= dict(zip((self._name(b, call) for b in site.buffers.values()), site.versions, strict=True))
+            self._seen[call] = site.versions
         return found
 
     def unbind(self) -> None:

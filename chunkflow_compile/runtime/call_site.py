@@ -49,10 +49,12 @@ class CallSite:
     ``code``: that it runs; ``current``: that the next call runs.  ``key``: what its calls read, None if it is never a call of
     a cycle.  ``buffers``: of its offloaded weights.  ``in_place``: its other weights, which have ``kept_bytes``.  ``model``:
     of which it is a program.  ``counts``: of this model.  ``measured``: its newest steps.  ``closed``: whether it has ended.
+    ``versions``: of the values of its offloaded weights, in the order of ``buffers``.
     """
 
     key: CallKey | None = None
     closed = False
+    versions: tuple[int, ...] = ()
 
     def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
         self.current = current

@@ -122,11 +122,8 @@ class Cycles:
             if any(id(ref()) in chosen for ref in bound.buffers.values()):
                 self._forget(bound)
 
-    def executor(self, site: CallSite, versions: tuple[int, ...]) -> Executor | None:
-        """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock.
-
-        ``versions``: of the values of its offloaded weights, in their order.
-        """
+    def executor(self, site: CallSite) -> Executor | None:
+        """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock."""
         key = site.key
         assert key is not None
         previous = self._history[-1] if self._history else None
@@ -137,10 +134,10 @@ class Cycles:
             bound = self.current
         if bound is not None and bound.keys[bound.position] is key:
             self._unexpected = 0
-            return self._run(bound, site, bound.position, versions)
+            return self._run(bound, site, bound.position)
         if bound is None and key is previous and not site.part:
             return None  # a whole model, again and again
-        return self._unforeseen(key, previous, site, versions)
+        return self._unforeseen(key, previous, site)
 
     def wait_planned(self) -> None:
         """Wait for a cycle that is being planned; the next call runs in it."""
@@ -174,9 +171,7 @@ class Cycles:
         self.known.clear()
         self.current = self._job = self._fresh = None
 
-    def _unforeseen(
-        self, key: CallKey, previous: CallKey | None, site: CallSite, versions: tuple[int, ...]
-    ) -> Executor | None:
+    def _unforeseen(self, key: CallKey, previous: CallKey | None, site: CallSite) -> Executor | None:
         """A call that the current cycle does not expect, or that no cycle runs."""
         self.prune()
         self._unexpected += 1
@@ -194,10 +189,10 @@ class Cycles:
             bound.jumps += off
             site.counts.off_cycle += off
             self.current = bound
-            return self._run(bound, site, call, versions)
+            return self._run(bound, site, call)
         return None
 
-    def _run(self, bound: BoundCycle, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor | None:
+    def _run(self, bound: BoundCycle, site: CallSite, call: int) -> Executor | None:
         if call == 0 and self._job is not None:
             again = self._job.instead is bound
             made = self._finished()
@@ -208,7 +203,7 @@ class Cycles:
         if call == 0 and bound.replan_after and self._job is None:
             self._replan(bound, bound.replan_after)
         try:
-            return bound.begin(site, call, versions)
+            return bound.begin(site, call)
         except ChunkflowError as error:  # the program alone still runs
             _log.warning("%s calls do not run as a cycle: %s", len(bound.keys), error)
             self._refused.append(bound.keys)

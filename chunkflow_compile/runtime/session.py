@@ -53,7 +53,7 @@ class Session(CallSite):
         self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
         self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
         self._as_they_are = [state_of(parameters[name]) for name in self.buffers]
-        self._versions = _versions(self._as_they_are)
+        self.versions = _versions(self._as_they_are)
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
         self._others = tuple_getter([order.index(name) for name in self.in_place])
@@ -74,7 +74,7 @@ class Session(CallSite):
                     self.key, key.site = key, weakref.ref(self)
                 self.alone = self._as_a_cycle()
                 self.alone.replan_after = code.replan_after
-                self.alone.executor(self, 0, self._versions)
+                self.alone.executor(self, 0)
             except BaseException:
                 arena.leave(self)
                 raise
@@ -89,7 +89,7 @@ class Session(CallSite):
         """The executor of the program outside cycles.  Raises ChunkflowError if the session is closed."""
         if self.closed:
             raise ChunkflowError("This program has ended: call the compiled model again.")
-        return self.alone.executor(self, 0, self._versions)
+        return self.alone.executor(self, 0)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
@@ -127,7 +127,7 @@ class Session(CallSite):
                 # other numbers: it was written, so copies of it on the device are out of date
                 if any(new[0] is not old[0] for new, old in zip(found, self._as_they_are, strict=True)):
                     return False  # another buffer: it was restored, replaced, or given other memory
-                self._as_they_are, self._versions = found, _versions(found)
+                self._as_they_are, self.versions = found, _versions(found)
         except AttributeError:  # it is an ordinary tensor now
             return False
         others = self._others(weights)
@@ -149,8 +149,8 @@ class Session(CallSite):
         if self.arena.outdated:
             self.arena.close_outlived()
         self.arena.called(self._groups)
-        in_cycle = None if self.key is None else self.cycles.executor(self, self._versions)
-        executor = in_cycle or self.alone.begin(self, 0, self._versions)
+        in_cycle = None if self.key is None else self.cycles.executor(self)
+        executor = in_cycle or self.alone.begin(self, 0)
         self.arena.running = os.getpid(), self._called
         try:
             outputs = executor.run(inputs)
