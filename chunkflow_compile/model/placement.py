@@ -85,12 +85,9 @@ class Placement:
         A session of the same program on the same weights ends now: it ran a compilation that Dynamo made before the
         weights moved, and calls no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
-        gone: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one attaches a program for each block
+        for arena in dict.fromkeys(s.arena for s in (*self.sessions, session)):
+            arena.close_outlived()
         for other in self.sessions:
-            if not other.closed and other.reads not in gone:
-                gone[other.reads] = other.outlived
-            if not other.closed and gone[other.reads]:
-                other.close()
             if not other.closed and other is not session and session.repeats(other):
                 session.adopt(other)
                 other.close()

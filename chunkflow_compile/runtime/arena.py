@@ -327,8 +327,11 @@ class Arena:
     def close_outlived(self) -> None:
         """Close the tenants that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
         self.outdated = False
+        outlived: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one joins a program for each block
         for tenant in self.tenants:
-            if tenant.outlived:
+            if tenant.reads not in outlived:
+                outlived[tenant.reads] = tenant.outlived
+            if outlived[tenant.reads]:
                 tenant.close()
 
     def sweep(self) -> None:

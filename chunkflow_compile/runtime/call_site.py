@@ -67,6 +67,7 @@ class CallSite:
         self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
         self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
         self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
 
     @property
     def part(self) -> bool:

@@ -51,7 +51,6 @@ class Session(CallSite):
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
         self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
-        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
         self._as_they_are = [state_of(parameters[name]) for name in self.buffers]
         self.versions = _versions(self._as_they_are)
         order = list(parameters)
