@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,7 +31,7 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 from .arena import Arena, Binding
 from .call_site import CallKey, CallSite, bare, file_step
 from .executor import Executor
-from .measurement import Passes, StepMeasurement, as_one, measured, save, warm_timings
+from .measurement import KEPT_MEASUREMENTS, StepMeasurement, as_one, measured, save, warm_timings
 
 # The buffers of the weights of a cycle, by their names in it.
 BufferRefs = Mapping[str, weakref.ref[HostBuffer]]
@@ -72,7 +73,8 @@ class BoundCycle:
         self._names = [{id(buffers[n]()): n for n in call.names.values() if n in buffers} for call in calls]
         # of each call, the versions of its weights that it ran on
         self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
-        self._passes = Passes(len(calls))
+        self._passes: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)  # whole ones
+        self._pass: list[StepMeasurement] = []  # the newest, until it is whole
         self._begun = 0  # passes
         self._marks = marks
         self._binding: Binding | None = None
@@ -104,7 +106,7 @@ class BoundCycle:
 
     def adopt(self, other: BoundCycle) -> None:
         """Take over the measurements of a cycle that this one replaces."""
-        self._passes.whole.extend(other._passes.whole)
+        self._passes.extend(other._passes)
 
     def timings(self, passes: int) -> Timings | None:
         """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
@@ -117,7 +119,17 @@ class BoundCycle:
         """The newest passes, each the measurements of its calls."""
         if self._binding is not None:
             self.arena.streams.collect(wait)
-        return list(self._passes.whole)
+        return list(self._passes)
+
+    def _file(self, call: int, found: StepMeasurement) -> None:
+        """Keep the measurement of a call.  A pass that a jump has ended, or of which a call was not measured, is none."""
+        if call != len(self._pass):
+            self._pass = []
+        if call == len(self._pass):
+            self._pass.append(found)
+        if len(self._pass) == len(self.calls):
+            self._passes.append(tuple(self._pass))
+            self._pass = []
 
     def predicted(self, keys: Collection[CallKey | None]) -> float | None:
         """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
@@ -259,7 +271,7 @@ class BoundCycle:
             self.arena.release_alone([site.key])  # its own plan keeps other weights on the device
         binding = replace(self._bound(site.code.pin_bytes), marks=marks)
         file_call = partial(file_step, site.measured, site.counts, self._call_seconds[call])
-        file = file_call, partial(self._passes.file, call)
+        file = file_call, partial(self._file, call)
         return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file, self._versions)
 
     def _program(self, site: CallSite, call: int, placed: Call) -> tuple[Program, Arrivals]:

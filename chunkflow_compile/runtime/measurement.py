@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -84,27 +83,6 @@ class StepMeasurement(NamedTuple):
     idle_s: float = 0.0
     plan: str = ""
     begin_s: float = 0.0
-
-
-class Passes:
-    """The measured passes over the calls of a cycle.  A pass that a jump has ended, or of which a call was not measured, is
-    none.
-    """
-
-    def __init__(self, calls: int) -> None:
-        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
-        self._calls = calls
-        self._newest: list[StepMeasurement] = []
-
-    def file(self, call: int, found: StepMeasurement) -> None:
-        """Add the measurement of a call, by its place in the cycle."""
-        if call != len(self._newest):
-            self._newest = []
-        if call == len(self._newest):
-            self._newest.append(found)
-        if len(self._newest) == self._calls:
-            self.whole.append(tuple(self._newest))
-            self._newest = []
 
 
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
