@@ -209,7 +209,7 @@ class Arena:
         """Release the programs with these keys outside cycles: a cycle has their weights in the memory."""
         for tenant in self.tenants:
             if tenant.key in keys:
-                tenant.release()
+                tenant.alone.release()
 
     def _evict_for(self, nbytes: int, beside: int) -> None:
         """Evict all if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.

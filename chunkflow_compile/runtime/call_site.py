@@ -49,8 +49,11 @@ class CallSite:
     ``code``: that it runs; ``current``: that the next call runs.  ``key``: what its calls read, None if it is never a call of
     a cycle.  ``buffers``: of its offloaded weights.  ``in_place``: its other weights, which have ``kept_bytes``.  ``model``:
     of which it is a program.  ``counts``: of this model.  ``measured``: its newest steps.  ``closed``: whether it has ended.
-    ``versions``: of the values of its offloaded weights, in the order of ``buffers``.
+    ``versions``: of the values of its offloaded weights, in the order of ``buffers``.  ``alone``: the program outside cycles
+    of several calls.
     """
+
+    alone: Bound
 
     key: CallKey | None = None
     closed = False
@@ -93,10 +96,6 @@ class CallSite:
             return self.model, None
         return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
 
-    def release(self) -> None:
-        """Unbind the program outside cycles, and let go of the weights that it keeps on the device."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Leave the arena.  The next call of the program creates another site."""
         raise NotImplementedError
@@ -122,6 +121,9 @@ class Bound(Protocol):
 
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory, which is allocated again."""
+
+    def release(self) -> None:
+        """Unbind, and let go of the weights that it keeps on the device beside the memory."""
 
 
 class Learnt(Protocol):

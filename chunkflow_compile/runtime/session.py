@@ -71,8 +71,7 @@ class Session(CallSite):
                 self.cycles = Cycles.of(arena)
                 if (key := self._key()) is not None:
                     self.key, key.site = key, weakref.ref(self)
-                self.alone = self._as_a_cycle()
-                self.alone.replan_after = code.replan_after
+                self.alone: BoundCycle = self._as_a_cycle()
                 self.alone.executor(self, 0)
             except BaseException:
                 arena.leave(self)
@@ -177,9 +176,6 @@ class Session(CallSite):
         if code.program.plan.placement != self.plan.placement:
             self.current.code, self.current.by_itself = code, True
 
-    def release(self) -> None:
-        self.alone.release()
-
     def close(self) -> None:
         """Wait for the step and the copies in flight, then leave the arena."""
         with self.arena.lock():
@@ -200,7 +196,7 @@ class Session(CallSite):
         buffers = {name: weakref.ref(buffer) for name, buffer in self.buffers.items()}
         call = self.call({weight.name: weight.name for weight in self.program.problem.weights})
         made = BoundCycle(self.arena, [call], buffers, code.settings, cycle, arrivals(cycle), advice=code.advice)
-        made.folder = code.folder
+        made.folder, made.replan_after = code.folder, code.replan_after
         return made
 
     def _name(self) -> str:
