@@ -25,11 +25,12 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Binding
-from .call_site import CallKey, CallSite, bare, file_step
+from .call_site import CallKey, CallSite, bare
 from .executor import Executor
 from .measurement import KEPT_MEASUREMENTS, StepMeasurement, as_one, measured, save, warm_timings
 
@@ -121,8 +122,17 @@ class BoundCycle:
             self.arena.streams.collect(wait)
         return list(self._passes)
 
-    def _file(self, call: int, found: StepMeasurement) -> None:
-        """Keep the measurement of a call.  A pass that a jump has ended, or of which a call was not measured, is none."""
+    def _file(self, call: int, steps: deque[StepMeasurement], counts: Counts, found: StepMeasurement) -> None:
+        """Keep the measurement of a call, and count it.  A pass that a jump has ended, or that lacks a call, is none.
+
+        ``steps``, ``counts``: of the call's site, which its executor must not keep.
+        """
+        steps.append(found)
+        counts.measured += 1
+        counts.measured_s += found.step_s
+        counts.predicted_s += self._call_seconds[call]
+        counts.stalled_s += found.exposed_h2d_s
+        counts.collective_s += found.collective_s
         if call != len(self._pass):
             self._pass = []
         if call == len(self._pass):
@@ -270,8 +280,7 @@ class BoundCycle:
         if self.keys:
             self.arena.release_alone([site.key])  # its own plan keeps other weights on the device
         binding = replace(self._bound(site.code.pin_bytes), marks=marks)
-        file_call = partial(file_step, site.measured, site.counts, self._call_seconds[call])
-        file = file_call, partial(self._file, call)
+        file = partial(self._file, call, site.measured, site.counts)
         return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file, self._versions)
 
     def _program(self, site: CallSite, call: int, placed: Call) -> tuple[Program, Arrivals]:

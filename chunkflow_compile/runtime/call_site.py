@@ -133,16 +133,6 @@ class Learnt(Protocol):
         """Unbind for good."""
 
 
-def file_step(measured: deque[StepMeasurement], counts: Counts, predicted_s: float, found: StepMeasurement) -> None:
-    """Keep the measurement of a call, and count it.  Of a site it gets these only: executors must not keep their site."""
-    measured.append(found)
-    counts.measured += 1
-    counts.measured_s += found.step_s
-    counts.predicted_s += predicted_s
-    counts.stalled_s += found.exposed_h2d_s
-    counts.collective_s += found.collective_s
-
-
 def sites_of(keys: Iterable[CallKey]) -> list[CallSite] | None:
     """The newest site of each key, None if one has ended."""
     found = [key.site() for key in keys]

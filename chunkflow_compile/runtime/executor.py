@@ -69,12 +69,12 @@ class Executor:
         binding: Binding,
         poison: bool = False,
         cycle: Cycle | None = None,
-        file: Sequence[Callable[[StepMeasurement], None]] = (),
+        file: Callable[[StepMeasurement], None] | None = None,
         versions: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
 
-        ``cycle``: that of which the program is a call.  ``file``: functions that take the measurement of each step.
+        ``cycle``: that of which the program is a call.  ``file``: takes the measurement of each step.
         ``versions``: returns those of the values of all weights of the cycle.
         """
         self.program = program
@@ -174,8 +174,8 @@ class Executor:
             plan=self._plan,
             begin_s=begin,
         )
-        for file in self._file:
-            file(found)
+        if self._file is not None:
+            self._file(found)
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
