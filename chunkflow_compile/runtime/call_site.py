@@ -1,4 +1,4 @@
-"""What programs tell their arena and the cycles in it, and what the calls of a cycle have in common."""
+"""What arenas and cycles know of a program, and what the calls of a cycle have in common."""
 
 from __future__ import annotations
 
