@@ -32,7 +32,7 @@ from chunkflow_compile.weights.source import DriveBytes, Source
 from .arena import Arena, Binding
 from .call_site import CallKey, CallSite, bare
 from .executor import Executor
-from .measurement import KEPT_MEASUREMENTS, StepMeasurement, as_one, measured, save, warm_timings
+from .measurement import KEPT_MEASUREMENTS, MEASURED_FILE, StepMeasurement, as_one, measured, warm_timings
 
 # The buffers of the weights of a cycle, by their names in it.
 BufferRefs = Mapping[str, weakref.ref[HostBuffer]]
@@ -237,8 +237,11 @@ class BoundCycle:
         """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
         if self.folder is None:
             return
+        path = self.folder / MEASURED_FILE
+        part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
         with contextlib.suppress(OSError, ChunkflowError):
-            save(self.folder, measured(self.cycle.plan, [as_one(calls) for calls in self._measured(wait)]))
+            part.write_text(measured(self.cycle.plan, [as_one(calls) for calls in self._measured(wait)]).to_json())
+            part.replace(path)
 
     def _renew(self, names: Sequence[str]) -> None:
         """Renew the copies beside the memory of those weights that were written since.

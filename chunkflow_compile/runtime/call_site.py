@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
@@ -151,18 +151,13 @@ def calls_of(sites: Sequence[CallSite]) -> tuple[list[Call], dict[str, HostBuffe
     for site in sites:
         names: dict[str, str] = {}
         for name, wanted in site.names().items():
-            names[name] = next(n for n in _numbered(wanted) if n not in taken)
+            numbered = (f"{wanted} ({i})" for i in itertools.count(2))
+            names[name] = next(n for n in itertools.chain([wanted], numbered) if n not in taken)
             taken.add(names[name])
             if name in site.buffers:
                 buffers[names[name]] = site.buffers[name]
         calls.append(site.call(names))
     return calls, buffers
-
-
-def _numbered(name: str) -> Iterator[str]:
-    """A name, and variants of it."""
-    yield name
-    yield from (f"{name} ({i})" for i in itertools.count(2))
 
 
 def bare(settings: Settings) -> Settings:

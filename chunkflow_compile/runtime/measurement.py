@@ -6,7 +6,6 @@ import json
 from array import array
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -160,14 +159,6 @@ class Measured:
 def _ratio(whole: float, parts: Sequence[float]) -> float:
     """``whole`` over the sum of ``parts``; 1 if the sum is 0."""
     return whole / total if (total := sum(parts)) else 1.0
-
-
-def save(folder: Path, found: Measured) -> None:
-    """Write a measurement beside its plan.  Raises OSError."""
-    path = folder / MEASURED_FILE
-    part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
-    part.write_text(found.to_json())
-    part.replace(path)
 
 
 def warm_timings(
