@@ -53,7 +53,7 @@ class Placement:
         self.root = root
         self.min_bytes = min_bytes
         self.store = HostStore(weakref.ref(root), device, partial(_quiet, weakref.ref(self)))
-        self.guards = Guards(root, self.store, partial(_free, weakref.ref(self)))
+        self.guards = Guards(root, self.store, partial(_call_if_alive, weakref.WeakMethod(self.free)))
         self.sessions: list[Session] = []
         self.lock = ProcessLock()
         self._carried: list[tuple[torch.Tensor, torch.Tensor]] = []  # and its values where it came from
@@ -85,12 +85,9 @@ class Placement:
         A session of the same program on the same weights ends now: it ran a compilation that Dynamo made before the
         weights moved, and calls no more.  So does one whose weights are gone or have other memory, which it would keep.
         """
-        gone: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one attaches a program for each block
+        for arena in dict.fromkeys(s.arena for s in (*self.sessions, session)):
+            arena.close_outlived()
         for other in self.sessions:
-            if not other.closed and other.reads not in gone:
-                gone[other.reads] = other.outlived
-            if not other.closed and gone[other.reads]:
-                other.close()
             if not other.closed and other is not session and session.repeats(other):
                 session.adopt(other)
                 other.close()
@@ -166,7 +163,7 @@ class Placement:
             fill = weakref.WeakMethod(module.fill)
             for name in module.chunkflow_filled:
                 if (buffer := buffer_of(module._buffers[name])) is not None:
-                    buffer.fill = partial(_fill, fill)
+                    buffer.fill = partial(_call_if_alive, fill)
 
     def carry(self, tensors: Iterable[tuple[str, torch.Tensor]], dtype_of: DtypeOf = keep_dtype) -> None:
         """Move the tensors that are not in the store to the store's device, and cast them.
@@ -242,16 +239,10 @@ def _quiet(ref: weakref.ref[Placement]) -> Iterator[None]:
         yield
 
 
-def _fill(ref: Callable[[], Callable[[], None] | None]) -> None:
-    """Let a module fill its buffer, if it still exists."""
-    if (fill := ref()) is not None:
-        fill()
-
-
-def _free(ref: weakref.ref[Placement]) -> None:
-    """``Placement.free`` for the guards of a module, which may outlive the placement."""
-    if (placement := ref()) is not None:
-        placement.free()
+def _call_if_alive(ref: Callable[[], Callable[[], None] | None]) -> None:
+    """Call a method of what may no longer exist: its module, or a placement that guards and buffers outlive."""
+    if (method := ref()) is not None:
+        method()
 
 
 def unwrap(model: nn.Module) -> nn.Module:

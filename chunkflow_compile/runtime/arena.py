@@ -27,7 +27,7 @@ from chunkflow_compile.weights.shared_ring import Number, SharedRing
 from chunkflow_compile.weights.source import Source
 from chunkflow_compile.weights.staging import GpuStagings
 
-from .call_site import Bound, CallKey, Learnt, Tenant
+from .call_site import Bound, CallKey, CallSite, Learnt
 from .device import DeviceKind, check_device, make_device
 from .device_base import Device
 from .locks import ProcessLock
@@ -103,7 +103,7 @@ class Arena:
         self._streams: Device | None = None
         self._reader: ReadAhead | None = None
         self._memory: torch.Tensor | None = None
-        self._tenants: list[weakref.ref[Tenant]] = []
+        self._tenants: list[weakref.ref[CallSite]] = []
         # what is bound -> the weights that it keeps on the device beside the memory; several have the same copies
         self._residents: weakref.WeakKeyDictionary[Bound, weakref.WeakKeyDictionary[HostBuffer, torch.Tensor]] = (
             weakref.WeakKeyDictionary()
@@ -208,7 +208,7 @@ class Arena:
         """Release the programs with these keys outside cycles: a cycle has their weights in the memory."""
         for tenant in self.tenants:
             if tenant.key in keys:
-                tenant.release()
+                tenant.alone.release()
 
     def _evict_for(self, nbytes: int, beside: int) -> None:
         """Evict all if ``nbytes`` of memory and ``beside`` more bytes beside it would exceed the budgets of the models.
@@ -246,7 +246,7 @@ class Arena:
             self._reader.alone()
 
     @property
-    def tenants(self) -> Sequence[Tenant]:
+    def tenants(self) -> Sequence[CallSite]:
         """The programs that are bound to the memory, oldest first."""
         return [t for ref in self._tenants if (t := ref()) is not None]
 
@@ -263,7 +263,7 @@ class Arena:
                 self._proved[theirs].add(mine)
                 self._proved.setdefault(mine, weakref.WeakSet()).add(theirs)
 
-    def join(self, tenant: Tenant, *, kind: DeviceKind | None = None) -> None:
+    def join(self, tenant: CallSite, *, kind: DeviceKind | None = None) -> None:
         """Add a tenant.  Raises ChunkflowError if the other tenants use another ``kind`` of device."""
         kind = kind or DeviceKind()
         with self.lock():
@@ -317,7 +317,7 @@ class Arena:
             self._streams.release()
         self._states.clear()
 
-    def leave(self, tenant: Tenant) -> None:
+    def leave(self, tenant: CallSite) -> None:
         """Remove a tenant.  When the last one leaves, the memory is freed and the streams are closed."""
         with self.lock():
             self._tenants = [ref for ref in self._tenants if ref() is not tenant]
@@ -326,8 +326,11 @@ class Arena:
     def close_outlived(self) -> None:
         """Close the tenants that have outlived a weight, such as an adapter's, and would keep the memory of all others."""
         self.outdated = False
+        outlived: dict[tuple[int, ...], bool] = {}  # asked once for all sizes: a new one joins a program for each block
         for tenant in self.tenants:
-            if tenant.outlived:
+            if tenant.reads not in outlived:
+                outlived[tenant.reads] = tenant.outlived
+            if outlived[tenant.reads]:
                 tenant.close()
 
     def sweep(self) -> None:

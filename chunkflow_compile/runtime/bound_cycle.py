@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property, partial
@@ -24,13 +25,14 @@ from chunkflow_compile.passes.program.cycle import Call, Cycle, rewritten
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.passes.program.verify import verify_call
 from chunkflow_compile.weights.bytes import flat_bytes
+from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.host_buffer import HostBuffer
 from chunkflow_compile.weights.source import DriveBytes, Source
 
 from .arena import Arena, Binding
 from .call_site import CallKey, CallSite, bare
 from .executor import Executor
-from .measurement import Passes, StepMeasurement, as_one, measured, save, warm_timings
+from .measurement import KEPT_MEASUREMENTS, MEASURED_FILE, StepMeasurement, as_one, measured, warm_timings
 
 # The buffers of the weights of a cycle, by their names in it.
 BufferRefs = Mapping[str, weakref.ref[HostBuffer]]
@@ -72,7 +74,8 @@ class BoundCycle:
         self._names = [{id(buffers[n]()): n for n in call.names.values() if n in buffers} for call in calls]
         # of each call, the versions of its weights that it ran on
         self._seen: list[tuple[int, ...] | None] = [None for _ in calls]
-        self._passes = Passes(len(calls))
+        self._passes: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)  # whole ones
+        self._pass: list[StepMeasurement] = []  # the newest, until it is whole
         self._begun = 0  # passes
         self._marks = marks
         self._binding: Binding | None = None
@@ -104,7 +107,7 @@ class BoundCycle:
 
     def adopt(self, other: BoundCycle) -> None:
         """Take over the measurements of a cycle that this one replaces."""
-        self._passes.whole.extend(other._passes.whole)
+        self._passes.extend(other._passes)
 
     def timings(self, passes: int) -> Timings | None:
         """The times of the warm passes so far and of the time between calls; None if they are fewer than ``passes``."""
@@ -117,7 +120,26 @@ class BoundCycle:
         """The newest passes, each the measurements of its calls."""
         if self._binding is not None:
             self.arena.streams.collect(wait)
-        return list(self._passes.whole)
+        return list(self._passes)
+
+    def _file(self, call: int, steps: deque[StepMeasurement], counts: Counts, found: StepMeasurement) -> None:
+        """Keep the measurement of a call, and count it.  A pass that a jump has ended, or that lacks a call, is none.
+
+        ``steps``, ``counts``: of the call's site, which its executor must not keep.
+        """
+        steps.append(found)
+        counts.measured += 1
+        counts.measured_s += found.step_s
+        counts.predicted_s += self._call_seconds[call]
+        counts.stalled_s += found.exposed_h2d_s
+        counts.collective_s += found.collective_s
+        if call != len(self._pass):
+            self._pass = []
+        if call == len(self._pass):
+            self._pass.append(found)
+        if len(self._pass) == len(self.calls):
+            self._passes.append(tuple(self._pass))
+            self._pass = []
 
     def predicted(self, keys: Collection[CallKey | None]) -> float | None:
         """Predicted seconds of those of the calls that have these keys, each until the next one begins."""
@@ -169,12 +191,9 @@ class BoundCycle:
         found = (c % count for c in range(self.position, self.position + count) if self.keys[c % count] is key)
         return next(found, None)
 
-    def begin(self, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor:
-        """The executor of a call that begins now.  Raises ChunkflowError if the arena has no room.
-
-        ``versions``: of the values of its offloaded weights, in their order.
-        """
-        found = self.executor(site, call, versions)
+    def begin(self, site: CallSite, call: int) -> Executor:
+        """The executor of a call that begins now.  Raises ChunkflowError if the arena has no room."""
+        found = self.executor(site, call)
         self.position = (call + 1) % len(self.calls)
         if call == 0:
             if self._begun and not self._begun & (self._begun - 1):  # after passes 1, 2, 4, 8, ...: a run may be killed
@@ -182,20 +201,20 @@ class BoundCycle:
             self._begun += 1
         return found
 
-    def executor(self, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor:
+    def executor(self, site: CallSite, call: int) -> Executor:
         """The executor of a call's site in its place.  Raises ChunkflowError if the arena has no room.
 
         It copies the weights of the call again that were written since they were copied.
         """
-        seen = self._seen[call] == versions
+        seen = self._seen[call] == site.versions
         if not seen:
             self._renew([self._name(buffer, call) for buffer in site.buffers.values()])
         found = self._executors[call].get(site)
         if found is None:
             found = self._executors[call][site] = self._make(site, call)
         if not seen:
-            found.written |= dict(zip((self._name(b, call) for b in site.buffers.values()), versions, strict=True))
-            self._seen[call] = versions
+            found.written |= dict(zip((self._name(b, call) for b in site.buffers.values()), site.versions, strict=True))
+            self._seen[call] = site.versions
         return found
 
     def unbind(self) -> None:
@@ -205,7 +224,8 @@ class BoundCycle:
             for executor in list(executors.values()):
                 executor.vacate()
             executors.clear()
-        self._end_turn()
+        if self._binding is not None and self.arena.holder is self._binding.state:
+            self.arena.holder = None  # the next call starts cold
         self._binding = None
 
     def release(self) -> None:
@@ -217,13 +237,11 @@ class BoundCycle:
         """Write the measurements to the dump folder, if there are any.  A full disk or a failed device is no error."""
         if self.folder is None:
             return
+        path = self.folder / MEASURED_FILE
+        part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
         with contextlib.suppress(OSError, ChunkflowError):
-            save(self.folder, measured(self.cycle.plan, [as_one(calls) for calls in self._measured(wait)]))
-
-    def _end_turn(self) -> None:
-        """Let the next call start cold."""
-        if self._binding is not None and self.arena.holder is self._binding.state:
-            self.arena.holder = None
+            part.write_text(measured(self.cycle.plan, [as_one(calls) for calls in self._measured(wait)]).to_json())
+            part.replace(path)
 
     def _renew(self, names: Sequence[str]) -> None:
         """Renew the copies beside the memory of those weights that were written since.
@@ -265,7 +283,7 @@ class BoundCycle:
         if self.keys:
             self.arena.release_alone([site.key])  # its own plan keeps other weights on the device
         binding = replace(self._bound(site.code.pin_bytes), marks=marks)
-        file = partial(site.file, self._call_seconds[call]), partial(self._passes.file, call)
+        file = partial(self._file, call, site.measured, site.counts)
         return Executor(cycle.calls[call], site.code.regions, binding, site.code.poison, cycle, file, self._versions)
 
     def _program(self, site: CallSite, call: int, placed: Call) -> tuple[Program, Arrivals]:

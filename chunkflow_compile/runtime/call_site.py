@@ -1,22 +1,24 @@
-"""What programs tell their arena and the cycles in it, and what the calls of a cycle have in common."""
+"""What arenas and cycles know of a program, and what the calls of a cycle have in common."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol
 
+from torch import nn
+
 from chunkflow_compile.passes.pipeline import Settings
 from chunkflow_compile.passes.program.cycle import Call, block_of
-from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.counts import Counts
-from chunkflow_compile.weights.host_buffer import HostBuffer
+from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 
-from .codes import Code
-from .measurement import StepMeasurement
+from .codes import CurrentCode
+from .measurement import KEPT_MEASUREMENTS, StepMeasurement
 
 # Why a weight stays that other calls of the same code stream.
 _NOT_OFFLOADED = "on the device: not offloaded"
@@ -25,7 +27,7 @@ _NOT_OFFLOADED = "on the device: not offloaded"
 class CallKey:
     """What a call reads: the buffers of its weights.  Calls that read the same weights in the same regions have one key.
 
-    ``settings``: of the newest program with this key.  ``site``: what it tells, None if it has ended.
+    ``settings``: of the newest program with this key.  ``site``: that program, None if it no longer exists.
     """
 
     def __init__(self, buffers: Iterable[HostBuffer], settings: Settings) -> None:
@@ -39,32 +41,64 @@ class CallKey:
         return all(ref() is not None for ref in self._buffers)
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class CallSite:
-    """What a program tells the cycles of its arena.  It ends with the program's session.
+    """A program on the weights of one model: what its arena, and the cycles there, know of it.
 
-    ``key``: None if it is never a call of a cycle.  ``buffers``: of its offloaded weights.  ``in_place``: its other weights,
-    which have ``kept_bytes``.  ``model``: of which it is a program.  ``counts``: of this model.  ``file``: takes the
-    predicted seconds and the measurement of each step.
+    The memory holds the chunks of one program at a time, or of one cycle of them.
+
+    ``code``: that it runs; ``current``: that the next call runs.  ``key``: what its calls read, None if it is never a call of
+    a cycle.  ``buffers``: of its offloaded weights.  ``in_place``: its other weights, which have ``kept_bytes``.  ``model``:
+    of which it is a program.  ``counts``: of this model.  ``measured``: its newest steps.  ``closed``: whether it has ended.
+    ``versions``: of the values of its offloaded weights, in the order of ``buffers``.  ``alone``: the program outside cycles
+    of several calls.
     """
 
-    key: CallKey | None
-    code: Code
-    buffers: Mapping[str, HostBuffer]
-    in_place: tuple[str, ...]
-    kept_bytes: int
-    model: int
-    counts: Counts
-    file: Callable[[float, StepMeasurement], None]
+    alone: Bound
 
-    def __post_init__(self) -> None:
-        if self.key is not None:
-            self.key.site = weakref.ref(self)
+    key: CallKey | None = None
+    closed = False
+    versions: tuple[int, ...] = ()
+
+    def __init__(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.current = current
+        self.code = current.code
+        self.program = current.code.program
+        self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
+        self.in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
+        self.kept_bytes = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.buffers)
+        # not the root module: it may be gone, and its id another's
+        self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
+        self.counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
+        self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self.reads = tuple(map(id, (*self.buffers.values(), *self.in_place.values())))  # equal for the same weights
 
     @property
     def part(self) -> bool:
         """Whether the program is a part of a model, and so runs in turns with others."""
         return self.code.settings.part
+
+    @property
+    def outlived(self) -> bool:
+        """Whether a weight was dropped, moved or given other memory, so that the program can never run again."""
+        gone = any(buffer.weight is None for buffer in self.buffers.values())
+        return gone or any(buffer_of(p) is not None for p in self.in_place.values())
+
+    @property
+    def budget(self) -> tuple[int, int | None]:
+        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any.
+
+        A program without such weights is not known to be one of a model's, and needs no budget.
+        """
+        if not self.buffers:
+            return self.model, 0
+        settings = self.current.code.settings
+        if settings.memory is None:
+            return self.model, None
+        return self.model, max(0, settings.memory - settings.outside - self.kept_bytes)
+
+    def close(self) -> None:
+        """Leave the arena.  The next call of the program creates another site."""
+        raise NotImplementedError
 
     def call(self, names: Mapping[str, str]) -> Call:
         """The program as a call of a cycle.  ``names``: of its weights in the cycle."""
@@ -76,7 +110,7 @@ class CallSite:
         """The names of its weights in their model.  A graph that was compiled for another block has the names of that."""
         found = {name: buffer.name for name, buffer in self.buffers.items()}
         blocks = {block_of(old): block_of(new) for old, new in found.items()}
-        for weight in self.code.program.problem.weights:
+        for weight in self.program.problem.weights:
             block = block_of(weight.name)
             found.setdefault(weight.name, blocks.get(block, block) + weight.name.removeprefix(block))
         return found
@@ -88,28 +122,8 @@ class Bound(Protocol):
     def unbind(self) -> None:
         """Wait for work in flight and drop every reference to the memory, which is allocated again."""
 
-
-class Tenant(Protocol):
-    """A program that runs in an arena.  The memory holds the chunks of one tenant at a time, or of one cycle of them."""
-
-    program: Program
-
-    key: CallKey | None
-    """What its calls read, if it may run in a cycle."""
-
-    @property
-    def outlived(self) -> bool:
-        """Whether a weight of the tenant is gone, so that it can never run again."""
-
-    @property
-    def budget(self) -> tuple[int, int | None]:
-        """The model, and most bytes of its offloaded weights on the device; None for any."""
-
     def release(self) -> None:
-        """Unbind the program outside cycles, and let go of the weights that it keeps on the device."""
-
-    def close(self) -> None:
-        """Leave the arena.  The next call of the program creates a new tenant."""
+        """Unbind, and let go of the weights that it keeps on the device beside the memory."""
 
 
 class Learnt(Protocol):
@@ -122,7 +136,7 @@ class Learnt(Protocol):
 def sites_of(keys: Iterable[CallKey]) -> list[CallSite] | None:
     """The newest site of each key, None if one has ended."""
     found = [key.site() for key in keys]
-    sites = [site for site in found if site is not None]
+    sites = [site for site in found if site is not None and not site.closed]
     return sites if len(sites) == len(found) else None
 
 
@@ -137,18 +151,13 @@ def calls_of(sites: Sequence[CallSite]) -> tuple[list[Call], dict[str, HostBuffe
     for site in sites:
         names: dict[str, str] = {}
         for name, wanted in site.names().items():
-            names[name] = next(n for n in _numbered(wanted) if n not in taken)
+            numbered = (f"{wanted} ({i})" for i in itertools.count(2))
+            names[name] = next(n for n in itertools.chain([wanted], numbered) if n not in taken)
             taken.add(names[name])
             if name in site.buffers:
                 buffers[names[name]] = site.buffers[name]
         calls.append(site.call(names))
     return calls, buffers
-
-
-def _numbered(name: str) -> Iterator[str]:
-    """A name, and variants of it."""
-    yield name
-    yield from (f"{name} ({i})" for i in itertools.count(2))
 
 
 def bare(settings: Settings) -> Settings:

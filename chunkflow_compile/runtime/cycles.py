@@ -50,8 +50,8 @@ class _Job:
     """A cycle that is being planned on another thread.
 
     ``settings``: without measured times.  ``folder``: of the dump of one of its calls, if there is one.  ``instead``: the
-    cycle that runs on these calls now, if it is planned again.  ``result``: None until it ends, and if the process exits.
-    ``hurried``: whether another thread waits for it.
+    cycle that runs on these calls now, if it is planned again, from ``timings``.  ``result``: None until it ends, and if the
+    process exits.  ``hurried``: whether another thread waits for it.
     """
 
     keys: tuple[CallKey, ...]
@@ -60,20 +60,19 @@ class _Job:
     settings: Settings
     folder: Path | None
     instead: BoundCycle | None = None
-    thread: threading.Thread | None = None
+    timings: Timings | None = None
     result: tuple[Cycle, Arrivals] | ChunkflowError | None = None
     hurried: bool = False
 
-    def start(self, timings: Timings | None = None) -> None:
-        settings = replace(self.settings, timings=timings)
+    def __post_init__(self) -> None:
         # Not a daemon: Python would stop it inside C++ code when the process exits, which aborts the process.
-        self.thread = threading.Thread(target=self.plan, args=(settings,), name="chunkflow-plan")
+        self.thread = threading.Thread(target=self._plan, name="chunkflow-plan")
         self.thread.start()
 
-    def plan(self, settings: Settings) -> None:
+    def _plan(self) -> None:
         give_way(self._hurried)
         try:
-            cycle = make_cycle(self.calls, settings)
+            cycle = make_cycle(self.calls, replace(self.settings, timings=self.timings))
             self.result = cycle, arrivals(cycle)
         except ChunkflowError as error:
             self.result = error.with_traceback(None)
@@ -92,7 +91,7 @@ class Cycles:
         self._keys: weakref.WeakValueDictionary[object, CallKey] = weakref.WeakValueDictionary()
         self._history: deque[CallKey] = deque(maxlen=2 * MOST_CALLS + 1)
         self._job: _Job | None = None
-        self._refused: set[tuple[CallKey, ...]] = set()
+        self._refused: deque[tuple[CallKey, ...]] = deque(maxlen=4 * _MOST_CYCLES)
         self._unexpected = 0
         self._fresh: BoundCycle | None = None  # planned, and not yet asked whether it has the call that comes
         self.known: list[BoundCycle] = []
@@ -123,11 +122,8 @@ class Cycles:
             if any(id(ref()) in chosen for ref in bound.buffers.values()):
                 self._forget(bound)
 
-    def executor(self, site: CallSite, versions: tuple[int, ...]) -> Executor | None:
-        """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock.
-
-        ``versions``: of the values of its offloaded weights, in their order.
-        """
+    def executor(self, site: CallSite) -> Executor | None:
+        """The executor for the call that follows; None for that of the program alone.  The caller holds the arena's lock."""
         key = site.key
         assert key is not None
         previous = self._history[-1] if self._history else None
@@ -138,14 +134,14 @@ class Cycles:
             bound = self.current
         if bound is not None and bound.keys[bound.position] is key:
             self._unexpected = 0
-            return self._run(bound, site, bound.position, versions)
+            return self._run(bound, site, bound.position)
         if bound is None and key is previous and not site.part:
             return None  # a whole model, again and again
-        return self._unforeseen(key, previous, site, versions)
+        return self._unforeseen(key, previous, site)
 
     def wait_planned(self) -> None:
         """Wait for a cycle that is being planned; the next call runs in it."""
-        if self._job is not None and self._job.thread is not None:
+        if self._job is not None:
             self._job.hurried = True
             self._job.thread.join()
 
@@ -175,9 +171,7 @@ class Cycles:
         self.known.clear()
         self.current = self._job = self._fresh = None
 
-    def _unforeseen(
-        self, key: CallKey, previous: CallKey | None, site: CallSite, versions: tuple[int, ...]
-    ) -> Executor | None:
+    def _unforeseen(self, key: CallKey, previous: CallKey | None, site: CallSite) -> Executor | None:
         """A call that the current cycle does not expect, or that no cycle runs."""
         self.prune()
         self._unexpected += 1
@@ -195,10 +189,10 @@ class Cycles:
             bound.jumps += off
             site.counts.off_cycle += off
             self.current = bound
-            return self._run(bound, site, call, versions)
+            return self._run(bound, site, call)
         return None
 
-    def _run(self, bound: BoundCycle, site: CallSite, call: int, versions: tuple[int, ...]) -> Executor | None:
+    def _run(self, bound: BoundCycle, site: CallSite, call: int) -> Executor | None:
         if call == 0 and self._job is not None:
             again = self._job.instead is bound
             made = self._finished()
@@ -209,10 +203,10 @@ class Cycles:
         if call == 0 and bound.replan_after and self._job is None:
             self._replan(bound, bound.replan_after)
         try:
-            return bound.begin(site, call, versions)
+            return bound.begin(site, call)
         except ChunkflowError as error:  # the program alone still runs
             _log.warning("%s calls do not run as a cycle: %s", len(bound.keys), error)
-            self._refuse(bound.keys)
+            self._refused.append(bound.keys)
             self._forget(bound)
             return None
 
@@ -269,12 +263,11 @@ class Cycles:
         regions = sum(len(s.code.program.problem.regions) for s in sites)
         again = any(a is b and not s.part for a, b, s in zip(keys, (*keys[1:], keys[0]), sites, strict=True))
         if settings is None or regions > MOST_REGIONS or again:  # again: a whole model, which is a cycle already
-            self._refuse(keys)
+            self._refused.append(keys)
             return False
         calls, buffers = calls_of(sites)
         refs = {name: weakref.ref(buffer) for name, buffer in buffers.items()}
         self._job = _Job(keys, calls, refs, settings, folder_of(sites))
-        self._job.start()
         return True
 
     def _replan(self, bound: BoundCycle, passes: int) -> bool:
@@ -283,32 +276,23 @@ class Cycles:
         settings = None if sites is None else common(sites)
         if sites is None or settings is None or timings is None:
             return False
-        self._job = _Job(bound.keys, bound.calls, bound.buffers, settings, folder_of(sites), instead=bound)
-        self._job.start(timings)
+        self._job = _Job(bound.keys, bound.calls, bound.buffers, settings, folder_of(sites), bound, timings)
         return True
-
-    def _refuse(self, keys: tuple[CallKey, ...]) -> None:
-        if len(self._refused) >= 4 * _MOST_CYCLES:
-            self._refused.clear()
-        self._refused.add(keys)
 
     def _finished(self) -> BoundCycle | None:
         """The cycle that has been planned since the last call."""
         job = self._job
-        if job is None or (job.thread is not None and job.thread.is_alive()):
+        if job is None or job.thread.is_alive():
             return None
         self._job = None
         if not isinstance(job.result, tuple):
             self._not_planned(job)
             return None
         cycle, marks = job.result
-        made, before = (
-            BoundCycle(self._arena, job.calls, job.buffers, job.settings, cycle, marks, keys=job.keys),
-            job.instead,
-        )
+        made = BoundCycle(self._arena, job.calls, job.buffers, job.settings, cycle, marks, keys=job.keys)
         if not made.lasts:
             return None
-        if before is None:
+        if (before := job.instead) is None:
             made.replan_after = max((s.code.replan_after for s in sites_of(job.keys) or ()), default=0)
         elif before.replan_after and before.cycle.plan.placement == cycle.plan.placement:
             before.replan_after = 0
@@ -331,7 +315,7 @@ class Cycles:
             job.instead.replan_after = 0
             _log.warning("the current plan of %s calls is kept: %s", len(job.keys), job.result)
             return
-        self._refuse(job.keys)
+        self._refused.append(job.keys)
         if job.result is not None:
             _log.warning(
                 "%s calls repeat, but each runs under its own plan and fetches its weights when it starts: %s",

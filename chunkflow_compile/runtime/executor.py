@@ -34,7 +34,7 @@ from chunkflow_compile.passes.ops import prefetch_of
 from chunkflow_compile.passes.plan import runs
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle, border
-from chunkflow_compile.passes.program.reads import Reads, reads_from
+from chunkflow_compile.passes.program.reads import reads_from
 from chunkflow_compile.passes.program.rewrite import Program
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.shared_ring import Number
@@ -50,13 +50,13 @@ from .read_thread import Order
 class _Cold:
     """What a cold start copies: ``kept`` chunks as weight, slot bytes and host bytes, then ``prefetches`` by their weights.
 
-    ``waits``: whether compute waits for all of it.  ``reads``: what the drive brings from this call on.
+    ``waits``: whether compute waits for all of it.  ``order``: in which the drive is read from this call on.
     """
 
     kept: Sequence[tuple[str, torch.Tensor, Source]]
     prefetches: Sequence[tuple[str, Issue]]
     waits: bool
-    reads: Reads
+    order: Order
 
 
 class Executor:
@@ -69,12 +69,12 @@ class Executor:
         binding: Binding,
         poison: bool = False,
         cycle: Cycle | None = None,
-        file: Sequence[Callable[[StepMeasurement], None]] = (),
+        file: Callable[[StepMeasurement], None] | None = None,
         versions: Callable[[], dict[str, int]] = dict,
     ) -> None:
         """``poison``: whether to overwrite the bytes of an evicted weight, so a late reader sees NaN.
 
-        ``cycle``: that of which the program is a call.  ``file``: functions that take the measurement of each step.
+        ``cycle``: that of which the program is a call.  ``file``: takes the measurement of each step.
         ``versions``: returns those of the values of all weights of the cycle.
         """
         self.program = program
@@ -174,8 +174,8 @@ class Executor:
             plan=self._plan,
             begin_s=begin,
         )
-        for file in self._file:
-            file(found)
+        if self._file is not None:
+            self._file(found)
 
     def forget(self) -> None:
         """Wait for work in flight and discard the chunks in the arena: the next step starts cold."""
@@ -222,8 +222,8 @@ class Executor:
         arena.holder = None  # if this is interrupted, the chunks of no program are complete
         compute.record(self._handover)
         copy.wait(self._handover)
-        if cold.reads.repeated and not ready:
-            copy.run(partial(self._read, cold.reads, self._number()))
+        if cold.order.repeated and not ready:
+            copy.run(partial(arena.reader.reset, cold.order, self.cycle.plan.drive_rate, self._number(), self._ring))
         for weight, target, source in kept:
             self._issuer.copy(target, source, f"keep {weight}")
             self._issuer.mark(weight)
@@ -244,16 +244,11 @@ class Executor:
     def _make_cold(self) -> _Cold:
         found = border(self.cycle, self.call)
         ops = [(p, n) for n in found.prefetches if (p := prefetch_of(n))]
-        reads = reads_from(self.cycle, self.call, found, self._issuer.on_drive)
         prefetches = [(p.weight, self._issuer.prefetch(p, n)) for p, n in ops]
-        return _Cold(list(self._kept()), prefetches, found.waits, reads)
-
-    def _read(self, reads: Reads, call: Number) -> None:
-        """Let the drive be read in the order of the copies from this call on."""
+        reads = reads_from(self.cycle, self.call, found, self._issuer.on_drive)
         first, repeated = ([self._issuer.reading(op).source for op in ops] for ops in (reads.first, reads.repeated))
         plan = "" if self._ring is None else repr(self.cycle.plan.placement)
-        order = Order(first, repeated, reads.begin, plan)
-        self.binding.arena.reader.reset(order, self.cycle.plan.drive_rate, call, self._ring)
+        return _Cold(list(self._kept()), prefetches, found.waits, Order(first, repeated, reads.begin, plan))
 
     def _kept(self) -> Iterator[tuple[str, torch.Tensor, Source]]:
         """Weight, slot bytes and host bytes of the chunks that stay in their slots until the arena is handed over."""

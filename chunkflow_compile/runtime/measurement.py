@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections import deque
 from collections.abc import Iterable, MutableSequence, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -86,27 +84,6 @@ class StepMeasurement(NamedTuple):
     begin_s: float = 0.0
 
 
-class Passes:
-    """The measured passes over the calls of a cycle.  A pass that a jump has ended, or of which a call was not measured, is
-    none.
-    """
-
-    def __init__(self, calls: int) -> None:
-        self.whole: deque[tuple[StepMeasurement, ...]] = deque(maxlen=KEPT_MEASUREMENTS)
-        self._calls = calls
-        self._newest: list[StepMeasurement] = []
-
-    def file(self, call: int, found: StepMeasurement) -> None:
-        """Add the measurement of a call, by its place in the cycle."""
-        if call != len(self._newest):
-            self._newest = []
-        if call == len(self._newest):
-            self._newest.append(found)
-        if len(self._newest) == self._calls:
-            self.whole.append(tuple(self._newest))
-            self._newest = []
-
-
 def as_one(calls: Sequence[StepMeasurement]) -> StepMeasurement:
     """The calls of a cycle as one step, without the time between them."""
     columns = ([s for c in calls for s in c.windows[i]] for i in range(len(WindowSeconds._fields)))
@@ -182,14 +159,6 @@ class Measured:
 def _ratio(whole: float, parts: Sequence[float]) -> float:
     """``whole`` over the sum of ``parts``; 1 if the sum is 0."""
     return whole / total if (total := sum(parts)) else 1.0
-
-
-def save(folder: Path, found: Measured) -> None:
-    """Write a measurement beside its plan.  Raises OSError."""
-    path = folder / MEASURED_FILE
-    part = path.with_suffix(".part")  # renamed below: a reader never sees half a file
-    part.write_text(found.to_json())
-    part.replace(path)
 
 
 def warm_timings(

@@ -10,7 +10,6 @@ import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -136,7 +135,9 @@ class Runner:
         wanted = current.code.program.offloaded
         try:
             with dynamo_timed("chunkflow.bind"):
-                fresh = self._place(parameters, wanted, partial(self._start, current, parameters))
+                fresh = self._place(
+                    parameters, wanted, lambda arena: Session(current, self._arena or arena, parameters)
+                )
         except BaseException as error:
             if stale is None or current.code is stale.code:
                 raise
@@ -161,9 +162,6 @@ class Runner:
             code = self.codes.code(sizes, self._changed(parameters))
             self._current[key] = weakref.ref(first), CurrentCode(code)
         return self._current[key][1]
-
-    def _start(self, current: CurrentCode, parameters: Mapping[str, nn.Parameter], arena: Arena) -> Session:
-        return Session(current, self._arena or arena, parameters)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

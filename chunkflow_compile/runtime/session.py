@@ -7,7 +7,6 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
@@ -21,7 +20,6 @@ from chunkflow_compile.passes.graph.discover import group_names
 from chunkflow_compile.passes.plan import Plan
 from chunkflow_compile.passes.program.arrivals import arrivals
 from chunkflow_compile.passes.program.cycle import Cycle, block_of
-from chunkflow_compile.weights.counts import Counts
 from chunkflow_compile.weights.groups import ranks_of
 from chunkflow_compile.weights.host_buffer import buffer_of
 from chunkflow_compile.weights.host_weight import HostWeight, state_of
@@ -34,44 +32,31 @@ from .cycles import Cycles
 from .device import check_kind, refuse_capture
 from .executor import Executor
 from .instructions import tuple_getter
-from .measurement import KEPT_MEASUREMENTS, StepMeasurement
+from .measurement import StepMeasurement
 
 _log = logging.getLogger(__name__)
 
 
-class Session:
+class Session(CallSite):
     """A program bound to memory: its place in an arena, and its resident copies."""
 
     def __init__(self, current: CurrentCode, arena: Arena, parameters: Mapping[str, nn.Parameter]) -> None:
         """Raises ChunkflowError if the arena has no room, or if the program is not safe beside another in it."""
-        self.current = current
-        self.code = code = current.code
-        self._replan_after = code.replan_after
-        self.program = code.program
-        self.arena = arena
+        super().__init__(current, parameters)
+        code, self.arena = self.code, arena
         check_kind(arena.device, code.kind, code.program.plan.policy)
         refuse_capture(arena.device)
         self.steps = 0  # so far
         self.started = time.monotonic()
-        self.closed = False
-        self.buffers = {name: buffer for name, p in parameters.items() if (buffer := buffer_of(p)) is not None}
-        # not the root module: it may be gone, and its id another's
-        self.model = next((id(buffer.store) for buffer in self.buffers.values()), 0)
-        self._counts = next((buffer.store.counts for buffer in self.buffers.values()), Counts())
-        self._in_place = {name: p for name, p in parameters.items() if name not in self.buffers}
-        # bytes of its weights that never leave the device
-        self.in_place = sum(w.nbytes for w in self.program.problem.weights if w.name not in self.buffers)
         self._fills = [buffer.fill for buffer in self.buffers.values() if buffer.fill is not None]
         self._stores = [*{id(buffer.store): buffer.store for buffer in self.buffers.values()}.values()]
-        self._bare = [p for p in self._in_place.values() if isinstance(p, HostWeight)]
-        self.reads = tuple(map(id, (*self.buffers.values(), *self._in_place.values())))  # equal for the same weights
+        self._bare = [p for p in self.in_place.values() if isinstance(p, HostWeight)]
         self._as_they_are = [state_of(parameters[name]) for name in self.buffers]
-        self._versions = _versions(self._as_they_are)
+        self.versions = _versions(self._as_they_are)
         order = list(parameters)
         self._offloaded = tuple_getter([order.index(name) for name in self.buffers])
-        self._others = tuple_getter([order.index(name) for name in self._in_place])
-        self._kinds = [type(p) for p in self._in_place.values()]
-        self.measured: deque[StepMeasurement] = deque(maxlen=KEPT_MEASUREMENTS)
+        self._others = tuple_getter([order.index(name) for name in self.in_place])
+        self._kinds = [type(p) for p in self.in_place.values()]
         died = partial(_weight_died, weakref.ref(arena))
         self._weights = [weakref.ref(buffer.weight, died) for buffer in self.buffers.values()]
         self._gone = weakref.finalize(self, _sweep, weakref.ref(arena))
@@ -84,14 +69,14 @@ class Session:
             arena.join(self, kind=code.kind)
             try:
                 self.cycles = Cycles.of(arena)
-                self.key = self._key()
-                self._site: CallSite | None = self._described()
-                self.alone = self._as_a_cycle(self._site)
-                self.alone.executor(self._site, 0, self._versions)
+                if (key := self._key()) is not None:
+                    self.key, key.site = key, weakref.ref(self)
+                self.alone: BoundCycle = self._as_a_cycle()
+                self.alone.executor(self, 0)
             except BaseException:
                 arena.leave(self)
                 raise
-        self._counts.programs += 1
+        self.counts.programs += 1
 
     @property
     def plan(self) -> Plan:
@@ -100,14 +85,9 @@ class Session:
     @property
     def executor(self) -> Executor:
         """The executor of the program outside cycles.  Raises ChunkflowError if the session is closed."""
-        if self._site is None:
+        if self.closed:
             raise ChunkflowError("This program has ended: call the compiled model again.")
-        return self.alone.executor(self._site, 0, self._versions)
-
-    @property
-    def part(self) -> bool:
-        """Whether the program is a part of a model, and so runs in turns with others."""
-        return self.code.settings.part
+        return self.alone.executor(self, 0)
 
     @property
     def measurements(self) -> tuple[StepMeasurement, ...]:
@@ -145,20 +125,14 @@ class Session:
                 # other numbers: it was written, so copies of it on the device are out of date
                 if any(new[0] is not old[0] for new, old in zip(found, self._as_they_are, strict=True)):
                     return False  # another buffer: it was restored, replaced, or given other memory
-                self._as_they_are, self._versions = found, _versions(found)
+                self._as_they_are, self.versions = found, _versions(found)
         except AttributeError:  # it is an ordinary tensor now
             return False
         others = self._others(weights)
-        if not all(map(is_, others, self._in_place.values())):
+        if not all(map(is_, others, self.in_place.values())):
             return False
         # one that has become offloaded is the same object of another class
         return list(map(type, others)) == self._kinds and not any(map(buffer_of, self._bare))
-
-    @property
-    def outlived(self) -> bool:
-        """Whether a weight of the session was dropped, moved or given other memory, so it can never run again."""
-        gone = any(buffer.weight is None for buffer in self.buffers.values())
-        return gone or any(buffer_of(p) is not None for p in self._in_place.values())
 
     def repeats(self, other: Session) -> bool:
         """Whether it is the same program on the same weights."""
@@ -173,29 +147,27 @@ class Session:
         if self.arena.outdated:
             self.arena.close_outlived()
         self.arena.called(self._groups)
-        site = self._site
-        assert site is not None, "it fits"
-        in_cycle = None if self.key is None else self.cycles.executor(site, self._versions)
-        executor = in_cycle or self.alone.begin(site, 0, self._versions)
+        in_cycle = None if self.key is None else self.cycles.executor(self)
+        executor = in_cycle or self.alone.begin(self, 0)
         self.arena.running = os.getpid(), self._called
         try:
             outputs = executor.run(inputs)
         finally:
             self.arena.running = None
         self.steps += 1
-        counts, cost = self._counts, executor.cost
+        counts, cost = self.counts, executor.cost
         counts.calls += 1
         counts.moved_bytes += cost.moved + cost.primed
         counts.cold_starts += cost.primed > 0
-        if self._replan_after and in_cycle is None and not (self.part and self.key):  # a cycle plans itself again
+        if self.alone.replan_after and in_cycle is None and not (self.part and self.key):  # a cycle plans itself again
             self._replan()
         return outputs
 
     def _replan(self) -> None:
         """After ``replan_after`` warm steps, plan from their times; a new placement runs from the next step on."""
-        if (timings := self.alone.timings(self._replan_after)) is None:
+        if (timings := self.alone.timings(self.alone.replan_after)) is None:
             return
-        self._replan_after = 0
+        self.alone.replan_after = 0
         try:
             code = self.code.remade(timings=timings)
         except ChunkflowError as error:  # the current plan still works
@@ -203,10 +175,6 @@ class Session:
             return
         if code.program.plan.placement != self.plan.placement:
             self.current.code, self.current.by_itself = code, True
-
-    def release(self) -> None:
-        """Unbind the program outside cycles, and let go of the weights that it keeps on the device."""
-        self.alone.release()
 
     def close(self) -> None:
         """Wait for the step and the copies in flight, then leave the arena."""
@@ -216,32 +184,19 @@ class Session:
                     self.alone.release()
                     self.cycles.release()  # its programs move the weights of this session too
                 finally:  # also after an interrupt: the memory must be released
-                    self.closed, self._site = True, None
-                    self.buffers, self._in_place, self._weights = {}, {}, []
+                    self.closed = True
+                    self.buffers, self.in_place, self._weights = {}, {}, []
                     self._as_they_are, self._bare, self._stores, self._fills = [], [], [], []
                     self._gone.detach()
                     self.arena.leave(self)
 
-    @property
-    def budget(self) -> tuple[int, int | None]:
-        """The model, and most bytes of its offloaded weights on the device, by the newest goal; None for any.
-
-        A program without such weights is not known to be one of a model's, and needs no budget.
-        """
-        if not self.buffers:
-            return self.model, 0
-        settings = self.current.code.settings
-        if settings.memory is None:
-            return self.model, None
-        return self.model, max(0, settings.memory - settings.outside - self.in_place)
-
-    def _as_a_cycle(self, site: CallSite) -> BoundCycle:
+    def _as_a_cycle(self) -> BoundCycle:
         """The program outside cycles of several calls."""
         code, cycle = self.code, Cycle.of(self.program)
         buffers = {name: weakref.ref(buffer) for name, buffer in self.buffers.items()}
-        call = site.call({weight.name: weight.name for weight in self.program.problem.weights})
+        call = self.call({weight.name: weight.name for weight in self.program.problem.weights})
         made = BoundCycle(self.arena, [call], buffers, code.settings, cycle, arrivals(cycle), advice=code.advice)
-        made.folder = code.folder
+        made.folder, made.replan_after = code.folder, code.replan_after
         return made
 
     def _name(self) -> str:
@@ -266,33 +221,10 @@ class Session:
         collectives = tuple((c.kind, c.before, c.until) for c in problem.collectives)
         return self.cycles.key(regions, collectives, settings)
 
-    def _described(self) -> CallSite:
-        """What the program tells the cycles that run it."""
-        return CallSite(
-            key=self.key,
-            code=self.code,
-            buffers=self.buffers,
-            in_place=tuple(self._in_place),
-            kept_bytes=self.in_place,
-            model=self.model,
-            counts=self._counts,
-            file=partial(_file, self.measured, self._counts),  # not a method: a site must not keep its session
-        )
-
 
 def _versions(states: Iterable[tuple[Any, ...]]) -> tuple[int, ...]:
     """:attr:`HostBuffer.version` of each weight, from what :func:`state_of` returns."""
     return tuple(sum(counts) for _, *counts in states)
-
-
-def _file(measured: deque[StepMeasurement], counts: Counts, predicted_s: float, found: StepMeasurement) -> None:
-    """Keep the measurement of a call, and count it."""
-    measured.append(found)
-    counts.measured += 1
-    counts.measured_s += found.step_s
-    counts.predicted_s += predicted_s
-    counts.stalled_s += found.exposed_h2d_s
-    counts.collective_s += found.collective_s
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

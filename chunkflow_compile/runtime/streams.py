@@ -158,7 +158,7 @@ class Engine:
         self._running = len(self._threads)
         for thread in self._threads:
             thread.start()
-        atexit.register(self._close_at_exit)  # threads that still compute would abort an exiting process
+        atexit.register(self.close, EXIT_SECONDS)  # threads that still compute would abort an exiting process
 
     def pause(self) -> None:
         with self.bell.lock:
@@ -198,9 +198,6 @@ class Engine:
             if thread is not threading.current_thread() and os.getpid() == self._process:
                 thread.join(timeout)
 
-    def _close_at_exit(self) -> None:
-        self.close(EXIT_SECONDS)
-
     def _check_process(self) -> None:
         if os.getpid() != self._process:
             raise ChunkflowError(
@@ -228,7 +225,7 @@ class Engine:
         with self.bell.lock:
             self._running -= 1
             if not self._running:
-                atexit.unregister(self._close_at_exit)  # the registration would keep the engine alive
+                atexit.unregister(self.close)  # the registration would keep the engine alive
 
     def _ready(self, share: Sequence[str]) -> bool:
         """Whether there is an item that a thread may run, or no more will come."""

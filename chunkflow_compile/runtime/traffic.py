@@ -20,14 +20,6 @@ class Copied(NamedTuple):
     alone_s: float = 0.0
     alone_bytes: int = 0
 
-    def plus(self, other: Copied) -> Copied:
-        return Copied(
-            self.seconds + other.seconds,
-            self.nbytes + other.nbytes,
-            self.alone_s + other.alone_s,
-            self.alone_bytes + other.alone_bytes,
-        )
-
 
 _NOTHING = Copied()
 
@@ -88,13 +80,11 @@ class Traffic:
         ended: list[Transfer] = []
         while self._copies and self._copies[0].end <= now:
             ended.append(self._copies.popleft())
-        over = _NOTHING
-        for copy, beside in _beside(ended, list(self._settled)):
-            seconds, alone = copy.end - copy.begin, not beside
-            over = over.plus(Copied(seconds, copy.nbytes, seconds * alone, copy.nbytes * alone))
+        alone = [copy for copy, beside in _beside(ended, list(self._settled)) if not beside]
         since = min((c.begin for c in list(self._copies)), default=now)
         while self._settled and self._settled[0].end <= since:
             self._settled.popleft()
+        over = Copied(*_sums(ended), *_sums(alone))
         self._counted += over.nbytes
         return over
 
@@ -109,6 +99,11 @@ class Traffic:
         self._copies.clear()
         self._collectives.clear()
         self._settled.clear()
+
+
+def _sums(copies: Sequence[Transfer]) -> tuple[float, int]:
+    """Seconds and bytes."""
+    return sum((copy.end - copy.begin for copy in copies), 0.0), sum(copy.nbytes for copy in copies)
 
 
 def _beside(transfers: Sequence[Transfer], others: Sequence[Transfer]) -> Iterator[tuple[Transfer, bool]]:
