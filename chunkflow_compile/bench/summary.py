@@ -189,14 +189,7 @@ def _measured_record(ranks: Sequence[ArmRun], programs: Sequence[ProgramRun], to
 
 def _predicted(ranks: Sequence[ProgramRun], total: int) -> ArmRecord:
     slow = max(ranks, key=lambda r: r.predicted.step_s)
-    return ArmRecord(
-        step_s=slow.predicted.step_s,
-        exposed_h2d_s=slow.predicted.exposed_s,
-        collective_s=slow.predicted.collective_s,
-        weights_device_bytes=slow.plan.device_bytes,
-        weights_total_bytes=total,
-        moved_bytes_per_step=slow.plan.moved_bytes,
-    )
+    return ArmRecord.predicted(slow.plan, slow.predicted, total)
 
 
 def _collective_seconds(ranks: Sequence[ProgramRun]) -> float:

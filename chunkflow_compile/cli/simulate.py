@@ -30,7 +30,11 @@ def run(arguments: argparse.Namespace) -> int:
         model=f"{found.title}, simulated on {found.hardware.name}",
         degree=found.degree,
         cfg_parallel=found.cfg_parallel,
-        arms={name: _arm_record(plan, found) for name, plan in plans.items()},
+        arms={
+            name: ArmRecord.predicted(plan, plan.predicted, found.problem.total_bytes, found.forwards)
+            for name, plan in plans.items()
+            if plan.predicted is not None
+        },
     )
     say(arguments, f"{record.model}; {found.parallel}, {found.calls}\n")
     say(arguments, table(record, _policy_columns(plans, found.forwards)))
@@ -46,20 +50,6 @@ def _plan(found: target.Target, policy: Policy) -> Plan:
         memory=goal.memory if policy in BUDGETED else None,
         slowdown=goal.slowdown if policy == "chunkflow" else None,
         yields=goal.yields if policy == "chunkflow" else "auto",
-    )
-
-
-def _arm_record(plan: Plan, found: target.Target) -> ArmRecord:
-    """The predicted cost of a plan, per denoising step."""
-    predicted = plan.predicted
-    assert predicted is not None
-    return ArmRecord(
-        step_s=predicted.step_s * found.forwards,
-        exposed_h2d_s=predicted.exposed_s * found.forwards,
-        collective_s=predicted.collective_s * found.forwards,
-        weights_device_bytes=plan.device_bytes,
-        weights_total_bytes=found.problem.total_bytes,
-        moved_bytes_per_step=plan.moved_bytes * found.forwards,
     )
 
 

@@ -6,10 +6,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from chunkflow_compile.passes.errors import ChunkflowError
+
+if TYPE_CHECKING:  # chunkflow doctor, which writes sizes, imports no torch
+    from chunkflow_compile.passes.placement.timeline import Timeline
+    from chunkflow_compile.passes.plan import Plan, Prediction
 
 SCHEMA = 1
 PROSE_WIDTH = 100  # characters in a line of prose
@@ -30,6 +35,18 @@ class ArmRecord:
     weights_total_bytes: int | None = None
     moved_bytes_per_step: int | None = None
     equal_to_resident: bool | None = None
+
+    @staticmethod
+    def predicted(plan: Plan, step: Prediction | Timeline, total_bytes: int, calls: int = 1) -> ArmRecord:
+        """Of a step of so many ``calls`` of a plan.  ``step``: what is predicted of a call."""
+        return ArmRecord(
+            step_s=step.step_s * calls,
+            exposed_h2d_s=step.exposed_s * calls,
+            collective_s=step.collective_s * calls,
+            weights_device_bytes=plan.device_bytes,
+            weights_total_bytes=total_bytes,
+            moved_bytes_per_step=plan.moved_bytes * calls,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +80,7 @@ def check_writable(path: Path) -> None:
         raise ChunkflowError(f"The result cannot be written to {path}: {error}. Give another file.") from error
 
 
-def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]] | None = None) -> str:
+def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]]) -> str:
     """The record as a table, one row per arm; ``extra``: column -> arm -> cell."""
     rows = []
     for name, arm in record.arms.items():
@@ -75,7 +92,7 @@ def table(record: ComparisonRecord, extra: Mapping[str, Mapping[str, object]] | 
             "weights on device": _share(arm.weights_device_bytes, arm.weights_total_bytes),
             "moved a step": size(arm.moved_bytes_per_step),
         }
-        row.update({column: cells.get(name, "") for column, cells in (extra or {}).items()})
+        row.update({column: cells.get(name, "") for column, cells in extra.items()})
         if any(a.equal_to_resident is not None for a in record.arms.values()):  # a simulation computes no output
             row["equal to resident"] = {True: "yes", False: "NO", None: "-"}[arm.equal_to_resident]
         rows.append(row)
