@@ -101,12 +101,9 @@ def _warm_up(device: torch.device) -> None:
             torch.cuda.synchronize(device)
 
 
-def _dtypes(device: torch.device) -> Sequence[torch.dtype]:
-    return (torch.float32,) if device.type == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
-
-
 def _compute(device: torch.device) -> Iterator[_Figure]:
-    gemms = {str(d).removeprefix("torch."): _gemm_rate(device, d) for d in _dtypes(device)}
+    dtypes = (torch.float32,) if device.type == "cpu" else (torch.bfloat16, torch.float16, torch.float32)
+    gemms = {str(d).removeprefix("torch."): _gemm_rate(device, d) for d in dtypes}
     yield "gemm_flops", gemms, "square GEMMs"
     assumed = "assumption: between the cards of which steps are published" if device.type == "cuda" else "assumption"
     yield "eta_gemm", _ETA_GEMM if device.type == "cuda" else 1.0, assumed
@@ -207,7 +204,8 @@ def _copies(device: torch.device, emulated: LinkEmulation | None) -> Iterator[_F
         yield "h2d_bandwidth", rate, "copies of 64 MiB in a row, less the time to start one"
         yield "chunk_s", start_s, "copies of 1 MiB in a row, less their bytes"
         return
-    times = [(size, median_seconds(device, copier(device, size, _make_link(emulated)))) for size in COPY_SIZES]
+    port = None if emulated is None else make_port(emulated)
+    times = [(size, median_seconds(device, copier(device, size, port))) for size in COPY_SIZES]
     start_s, rate = _line_through(times)
     yield "h2d_bandwidth", rate, "a copy of 64 MiB, less the time to start one"
     yield "chunk_s", start_s, "a copy of 4 KiB"
@@ -237,11 +235,6 @@ def _slowed(slowdown: float) -> _Figure:
     return "compute_slowdown", round(slowdown, 2) if slowdown >= LEAST_SLOWDOWN else 1.0, "an MLP beside copies"
 
 
-def _make_link(emulated: LinkEmulation | None) -> Port | None:
-    """This rank's port of the emulated link, None without one."""
-    return None if emulated is None else make_port(emulated)
-
-
 def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bool) -> list[_Figure]:
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -254,7 +247,7 @@ def _on_ranks(device: torch.device, emulated: LinkEmulation | None, loopback: bo
 
 def _measure_rank(rank: int, kind: str, folder: str, emulated: LinkEmulation | None, loopback: bool) -> None:
     torch.set_num_threads(1)
-    port = _make_link(emulated)
+    port = None if emulated is None else make_port(emulated)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
