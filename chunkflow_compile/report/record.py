@@ -6,12 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tabulate import tabulate
 
 from chunkflow_compile.passes.errors import ChunkflowError
 from chunkflow_compile.passes.placement.timeline import Timeline
 from chunkflow_compile.passes.plan import Plan, Prediction
+
+if TYPE_CHECKING:  # chunkflow doctor, which writes sizes, imports no torch
+    from chunkflow_compile.passes.placement.timeline import Timeline
+    from chunkflow_compile.passes.plan import Plan, Prediction
 
 SCHEMA = 1
 PROSE_WIDTH = 100  # characters in a line of prose
