@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING
 from tabulate import tabulate
 
 from chunkflow_compile.passes.errors import ChunkflowError
-from chunkflow_compile.passes.placement.timeline import Timeline
-from chunkflow_compile.passes.plan import Plan, Prediction
 
 if TYPE_CHECKING:  # chunkflow doctor, which writes sizes, imports no torch
     from chunkflow_compile.passes.placement.timeline import Timeline
