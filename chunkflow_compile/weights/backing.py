@@ -97,7 +97,7 @@ class FileSlice:
             raise ChunkflowError(f"{name} ({nbytes} bytes) cannot be written: {error.strerror}.") from error
 
 
-# What lies behind the host tensor of a weight.
+# Where the bytes of the host tensor of a weight lie.
 Backing = SharedMemory | FileSlice
 
 

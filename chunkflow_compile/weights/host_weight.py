@@ -243,7 +243,7 @@ class HostWeight(torch.Tensor):
             host, buffer = value.detach().to("cpu"), None
         if buffer is self.buffer and _same_place(host, self.host):
             return  # p.data += x has written the memory already
-        part = buffer is self.buffer  # another view of its own memory, which is no longer all of what lies behind it
+        part = buffer is self.buffer  # another view of its own memory, which no longer has all bytes of its backing
         with self.buffer.write(leaves=not part), torch.inference_mode(False), torch.no_grad():
             if part:
                 self.buffer.unpin()
