@@ -75,12 +75,6 @@ class CudaDevice(Device):
     def sync_copies(self) -> None:
         self.copy.synchronize()
 
-    def measure(self, passes: int | None) -> None:
-        self._clock.only(passes)
-
-    def choose(self, step: int) -> bool:
-        return self._clock.choose(step)
-
     def start(self, marked: bool, known: bool) -> Frame | None:
         """Adopt the caller's current stream; its work starts after that of the caller's previous stream."""
         current, before = self.cuda.current(), self.compute.stream
@@ -96,7 +90,8 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, self.copy.stream, over)
-        self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
+        if self._left != 0:  # then another call's time is taken, in which no mark may be read
+            self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
 
     def collect(self, wait: bool = False) -> None:
         if self.compute.inherited:

@@ -17,11 +17,6 @@ import torch
 
 from .device_base import StepEnd, Waited, Watch
 
-# A mark costs the host 1 to 2 us to record and 3 to 5 us to read, and a pass over 60 blocks has two thousand.  So after the
-# first FIRST_STEPS passes, only two consecutive passes in every EVERY are marked.  The second one
-# counts; the first tells which copies run into it.
-FIRST_STEPS = 16
-EVERY = 16
 # Of a model that is one call, the host is seldom more than a call ahead, because the queue of a GPU holds about a thousand
 # kernels.
 FRAMES = 4
@@ -116,23 +111,9 @@ class Clock:
         self._made = FRAMES
         self._pending: deque[Frame] = deque()
         self.open: Frame | None = None  # of the call that runs, if it is measured
-        self._left: int | None = None  # passes that are still to be marked; None to choose them
         self._newest: tuple[Frame, float] | None = None  # the frame read last, and the time of its first mark
         self.zero = 0.0  # when the host began the first frame, by time.monotonic()
         self._lock = threading.RLock()
-
-    def only(self, passes: int | None) -> None:
-        """Mark the next ``passes`` passes, and none after them, in which no mark is read either; None to choose them."""
-        with self._lock:
-            self._left = passes
-
-    def choose(self, step: int) -> bool:
-        """Whether to measure the pass that begins.  ``step``: of its program, counted from 0."""
-        with self._lock:
-            if self._left is None:
-                return step < FIRST_STEPS or (step + 1) % EVERY < 2
-            self._left = max(0, (before := self._left) - 1)
-            return before > 0
 
     def begin(self, stream: torch.cuda.Stream, marked: bool, known: bool) -> Frame | None:
         """The frame of a call that begins; None if it is not ``marked``, or if no frame is free.
@@ -170,7 +151,7 @@ class Clock:
     def collect(self, wait: bool = False) -> None:
         """Read the frames that the GPU has passed; with ``wait``, wait for all of them."""
         with self._lock:
-            while self._pending and (wait or self._left != 0):
+            while self._pending:
                 if wait:
                     self._pending[0].wait()
                 elif not self._pending[0].passed():

@@ -80,6 +80,7 @@ class Executor:
         self.program = program
         self.cycle = cycle or Cycle.of(program)
         self.call = next(i for i, call in enumerate(self.cycle.calls) if call is program)
+        self._next = (self.call + 1) % len(self.cycle.calls)
         self.device = device = binding.arena.streams
         self.binding = binding
         self._file = file
@@ -87,7 +88,7 @@ class Executor:
         self.written: dict[str, int] = {}  # weight -> version of its values, to compare with those in the memory
         self._plan = self.cycle.plan.digest
         self._steps = 0
-        self.cost = Cost(no_seconds(0))  # of the newest step
+        self.cost = Cost()  # of the newest step
         self._known = True  # whether the step before was measured, or there was none
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
@@ -127,47 +128,45 @@ class Executor:
         env = [*args, *self._later]
         for position, value in self._values:
             env[position] = value
-        step = self._step(env)
-        self.cost = step.cost
         ready = self.binding.arena.holder is self.state and self.state.next == self.call
         if self.call == 0 or self.state.next != self.call:  # a pass begins, or it is a jump
             self.state.marked = self.device.choose(self._steps)
         begun = self.device.start(self.state.marked, self._known)
         self._known = begun is not None
+        step = Step(env, Cost(no_seconds(self._windows) if self._known else None), self._steps)
+        self.cost = step.cost
         self._steps += 1
         # a program that streams nothing leaves the arena to the others
-        step.cost.primed = self._prime(ready) if self._streams and (self.written or not ready) else 0
+        if self._streams and (self.written or not ready):
+            self._prime(step, ready)
         if ready and self._ring is not None and self._issuer.on_drive:
             self.device.copy.run(partial(self.binding.arena.reader.on_call, self._number()))
         self.state.next = None
         for issue in self._instructions:
             issue(step)
-        self.state.next = (self.call + 1) % len(self.cycle.calls)
+        self.state.next = self._next
         # not the step: its values would live too long
         self.device.finish(begun, partial(self._finish, step.cost, self.state.turns))
         self.state.turns += 1
         return step
 
-    def _step(self, env: list[Any]) -> Step:
-        return Step(env, Cost(no_seconds(self._windows)), self._steps)
-
     def _finish(self, cost: Cost, turn: int, begin: float, end: float, whole: bool) -> None:
         before, self.state.ended = self.state.ended, (turn, end)
-        copied = self.traffic.settle(end)
-        if not whole:
-            return
+        copied, windows = self.traffic.settle(end), cost.windows
         read_s, read_bytes = self.binding.arena.reader.settle() if self._issuer.on_drive else (0.0, 0)
+        if not whole or windows is None:
+            return
         found = StepMeasurement(
             step_s=end - begin,
-            exposed_h2d_s=sum(cost.windows.exposed_s),
-            collective_s=sum(cost.windows.collective_s),
+            exposed_h2d_s=sum(windows.exposed_s),
+            collective_s=sum(windows.collective_s),
             copy_s=copied.seconds,
             alone_s=copied.alone_s,
             alone_bytes=copied.alone_bytes,
             collectives=cost.collectives,
             moved_bytes=cost.moved,
             primed_bytes=cost.primed,
-            windows=cost.windows,
+            windows=windows,
             read_s=read_s,
             read_bytes=read_bytes,
             idle_s=max(0.0, begin - before[1]) if before is not None and before[0] == turn - 1 else 0.0,
@@ -201,31 +200,28 @@ class Executor:
         self._instructions, self._values, self._cold = [], [], None
         self.binding = self._issuer.binding = Binding(self.binding.arena, {}, {}, {})
 
-    def _prime(self, ready: bool) -> int:
+    def _prime(self, step: Step, ready: bool) -> None:
         """Take over the arena, or jump to this call of the cycle: copy the chunks that stay, and those that are on their way
         or in use here in a pass without jumps.  If the call is ``ready``, only those of weights written since, for which
         compute waits: the mark that a reader awaits may be that of another copy.
-
-        Returns the bytes copied.
         """
         compute, copy, arena, state = self.device.compute, self.device.copy, self.binding.arena, self.state
         known = arena.holder is state  # then the chunks that stay are there
         written = {name for name, version in self.written.items() if state.versions.get(name) != version}
         if ready and not written:
             self.written = {}
-            return 0
+            return
         versions = {**state.versions, **self.written} if known else self._versions()
         cold = self._cold = self._cold or self._make_cold()
         kept = [entry for entry in cold.kept if not known or entry[0] in written]
         prefetches = [issue for weight, issue in cold.prefetches if not ready or weight in written]
-        step = self._step([])
         arena.holder = None  # if this is interrupted, the chunks of no program are complete
         compute.record(self._handover)
         copy.wait(self._handover)
         if cold.order.repeated and not ready:
             copy.run(partial(arena.reader.reset, cold.order, self.cycle.plan.drive_rate, self._number(), self._ring))
         for weight, target, source in kept:
-            self._issuer.copy(target, source, f"keep {weight}")
+            self._issuer.copy(step, target, source, f"keep {weight}")
             self._issuer.mark(weight)
             step.cost.moved += source.numel()
         for issue in prefetches:
@@ -235,7 +231,7 @@ class Executor:
             compute.wait(self._primed)
         arena.holder = state
         state.versions, self.written = versions, {}
-        return step.cost.moved
+        step.cost.primed, step.cost.moved = step.cost.moved, 0
 
     def _number(self) -> Number:
         """The number of this call among the ranks that share the weights."""

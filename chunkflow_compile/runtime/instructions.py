@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import itemgetter
+from operator import getitem, itemgetter
 from typing import Any
 
 import torch
@@ -31,9 +31,10 @@ from .traffic import Traffic
 
 @dataclass
 class Cost:
-    """What a step has cost so far.  ``moved``: bytes copied.  ``primed``: bytes copied before a cold step."""
+    """What a step has cost so far.  ``windows``: None if it is not measured.  ``moved``: bytes copied.  ``primed``: bytes
+    copied before a cold step."""
 
-    windows: WindowSeconds
+    windows: WindowSeconds | None = None
     primed: int = 0
     collectives: int = 0
     moved: int = 0
@@ -171,7 +172,8 @@ class Issuer:
                 for each in rest:
                     each(env)
 
-            run(work, None if window is None else RegionWatch(step.cost.windows, window), name)
+            windows = step.cost.windows
+            run(work, None if window is None or windows is None else RegionWatch(windows, window), name)
 
         return issue
 
@@ -189,12 +191,14 @@ class Issuer:
             constant = getattr(module, str(node.target))
             return self._call(node, lambda: constant)
         if node.op == "output":
-            return self._call(node, lambda *outputs: outputs, operands=tuple(node.args[0]))  # type: ignore[arg-type]
+            return self._call(node, None, operands=tuple(node.args[0]))  # type: ignore[arg-type]
         if node.op == "call_module":
             return self._call(node, self._region(module, str(node.target), window), window)
         # an element of a collective's results is taken on the collective stream; of awaited results, on compute
         if list_of(node) is not None or collective_kind(node) is not None or is_wait_tensor(node):
             return self._collective(node, window)
+        if function is getitem:
+            return Compute(partial(_take, self.number[node], self.number[node.all_input_nodes[0]], node.args[1]))
         return self._call(node, function)
 
     def _region(self, module: GraphModule, name: str, window: int) -> Callable[..., Sequence[Any]]:
@@ -224,18 +228,19 @@ class Issuer:
 
         def issue(step: Step) -> None:
             for target, source in copies:
-                self.copy(target, source, name)
+                self.copy(step, target, source, name)
             self.mark(node)
             step.cost.moved += nbytes
 
         return issue
 
-    def copy(self, target: torch.Tensor, source: Source | Reading, name: str) -> None:
-        """Enqueue a copy on the copy stream."""
+    def copy(self, step: Step, target: torch.Tensor, source: Source | Reading, name: str) -> None:
+        """Enqueue a copy of a step on the copy stream."""
         if self.flag is not None:
             self._device.copy.run(self.flag.hold)
         work = partial(self._device.copy_bytes, target, source)
-        self._device.copy.run(work, self.traffic.copy(source.numel()), name)
+        watch = None if step.cost.windows is None else self.traffic.copy(source.numel())
+        self._device.copy.run(work, watch, name)
 
     def reading(self, op: Prefetch) -> Reading:
         """The bytes of a prefetch as the reader of the drive brings them."""
@@ -249,21 +254,23 @@ class Issuer:
         issue(step)
 
     def _wait(self, arrival: Any, window: int, step: Step) -> None:
-        exposed = step.cost.windows.exposed_s
+        if (windows := step.cost.windows) is None:
+            self._device.compute.wait(arrival)
+            return
 
         def waited(seconds: float) -> None:
-            exposed[window] += seconds
+            windows.exposed_s[window] += seconds
 
         self._device.compute.wait(arrival, waited)
 
     def _call(
         self,
         node: Node,
-        function: Callable[..., Any],
+        function: Callable[..., Any] | None,
         window: int | None = None,
         operands: Sequence[Any] | None = None,
     ) -> Compute:
-        """The work of a node.  ``window``: where its compute time counts, or None."""
+        """The work of a node.  ``function``: None for its operands themselves.  ``window``: where its compute time counts."""
         number, read = self.number[node], self._reader(node, operands)
         name = (
             ""
@@ -273,7 +280,7 @@ class Issuer:
 
         def work(env: list[Any]) -> None:
             args, kwargs = read(env)
-            env[number] = function(*args, **kwargs)
+            env[number] = args if function is None else function(*args, **kwargs)
 
         return Compute(work, window, name)
 
@@ -315,7 +322,8 @@ class Issuer:
             if begins and stream is not compute:
                 compute.record(started)
                 stream.wait(started)
-            stream.run(work, self.traffic.collective(step.cost.windows, window), name)
+            windows = step.cost.windows
+            stream.run(work, None if windows is None else self.traffic.collective(windows, window), name)
             step.cost.collectives += begins
             if ends and stream is not compute:
                 stream.record(ended)
@@ -364,6 +372,10 @@ class Issuer:
         spans = [plan.span(found, r.first, r.end) for r in runs(found.windows) if r.window is not None]
         pieces = [self.binding.slots[weight][begin:end] for begin, end in spans]
         return Compute(partial(_poison, pieces))
+
+
+def _take(number: int, whole: int, element: Any, env: list[Any]) -> None:
+    env[number] = env[whole][element]
 
 
 def _drop(numbers: Sequence[int], env: list[Any]) -> None:

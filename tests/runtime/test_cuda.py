@@ -32,8 +32,9 @@ from chunkflow_compile.hardware.profiles import load_profile, profile_names
 from chunkflow_compile.passes.hardware import LinkEmulation
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime.cuda import CudaDevice
-from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS, FRAMES, Clock
+from chunkflow_compile.runtime.cuda_time import FRAMES, Clock
 from chunkflow_compile.runtime.device import DeviceKind, check_device, check_kind
+from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS, Device
 from chunkflow_compile.runtime.read_ahead import ReadAhead, Reading
 from chunkflow_compile.runtime.read_thread import Order
 from chunkflow_compile.runtime.streams import CallingStream, Engine, ThreadStream
@@ -236,14 +237,14 @@ def test_each_call_is_measured_however_late_the_device_is(late: tuple[FakeCuda, 
 
 
 def test_the_passes_that_are_marked() -> None:
-    clock = Clock(lambda: FakeCuda().event(True))
-    chosen = [step for step in range(FIRST_STEPS + 2 * EVERY + 1) if clock.choose(step)]
+    device = Device()
+    chosen = [step for step in range(FIRST_STEPS + 2 * EVERY + 1) if device.choose(step)]
     pair = FIRST_STEPS + EVERY - 1
     assert chosen == [*range(FIRST_STEPS + 1), pair, pair + 1, pair + EVERY, pair + EVERY + 1]
-    clock.only(2)
-    assert [clock.choose(step) for step in range(5)] == [True, True, False, False, False]
-    clock.only(None)
-    assert all(clock.choose(step) for step in range(5))
+    device.measure(2)
+    assert [device.choose(step) for step in range(5)] == [True, True, False, False, False]
+    device.measure(None)
+    assert all(device.choose(step) for step in range(5))
 
 
 def test_an_event_that_is_gone_leaves_no_record() -> None:
