@@ -13,6 +13,7 @@ from torch import nn
 from torch._functorch.aot_autograd import aot_module_simplified
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx import GraphModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from chunkflow_compile.model.offload import large_weights
 from chunkflow_compile.passes.graph.discover import group_names
@@ -67,15 +68,34 @@ def lower_to_aten(
 ) -> Any:
     """Pass the ATen inference graph of ``graph`` to ``compiler``; return the function for Dynamo to call."""
     cached = torch._functorch.config.enable_autograd_cache
+    autocast = torch._C._is_any_autocast_enabled()  # off while it compiles, and by the wrapper
+    on_device, alone = as_on_device(example_inputs), list[Callable[[list[Any]], Any]]()
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
         with torch._functorch.config.patch(enable_autograd_cache=cached):  # for the regions, which it lowers
-            return compiler(aten, inputs)
+            compiled = compiler(aten, inputs)
+        if not autocast and _needs_no_wrapper(graph, on_device, inputs):
+            alone.append(compiled)
+        return compiled
 
     # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
         typed: Any = uncached
-        return aot_module_simplified(graph, as_on_device(example_inputs), fw_compiler=typed, inference_compiler=typed)
+        wrapped = aot_module_simplified(graph, on_device, fw_compiler=typed, inference_compiler=typed)
+    return (lambda *inputs: alone[0]([*inputs])) if alone else wrapped
+
+
+def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence[Any]) -> bool:
+    """Whether what AOTAutograd puts around a graph would only take time in a call, 50 us of it.
+
+    The ATen graph then takes and returns what the Dynamo graph does, writes no input, and returns no view of one or of
+    another output.  ``given``: inputs of the Dynamo graph, on the device.  ``inputs``: those of the ATen graph.
+    """
+    about: Any = torch._guards.TracingContext.get().fw_metadata
+    returned = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
+    plain = not any(map(is_traceable_wrapper_subclass, [*given, *returned]))
+    changed = about.mutated_inp_runtime_indices or about.num_outputs_aliased or about.num_intermediate_bases
+    return plain and len(given) == len(inputs) and not changed
 
 
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,7 @@ from schedules import ranked
 from torch import nn
 
 from chunkflow_compile import Arena, ChunkflowError, programs, restore
+from chunkflow_compile.frontend import trace as tracing
 from chunkflow_compile.passes.program.cycle import prefetches
 from chunkflow_compile.runtime.device import ThreadsDevice
 from chunkflow_compile.runtime.session import Session
@@ -190,6 +191,41 @@ def test_what_inductor_returns_of_a_slot_is_copied_out_of_it(no_grad: None) -> N
     for _ in range(3):
         torch.testing.assert_close(run(x), twin(x), rtol=1e-4, atol=1e-4)
     assert "w" in {w.name for w in programs(model)[0].plan.streamed}
+
+
+class Returns(Stack):
+    """What a call writes beside its weights, and what it returns beside its result."""
+
+    def __init__(self, way: str) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.way = way
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.way == "writes":
+            x.mul_(2)
+        y = super().forward(x)
+        return {"plain": (y,), "writes": (y,), "view": (y, x[1:]), "views": (y, y[1:])}[self.way]
+
+
+@pytest.mark.parametrize("way", ["plain", "autocast", "writes", "view", "views"])
+def test_aotautograd_wraps_only_what_it_must(way: str, monkeypatch: pytest.MonkeyPatch, no_grad: None) -> None:
+    answers = list[bool]()
+    asked = tracing._needs_no_wrapper
+    monkeypatch.setattr(tracing, "_needs_no_wrapper", lambda *given: answers.append(asked(*given)) or answers[-1])
+    forward = "plain" if way == "autocast" else way
+    model, twin = Returns(forward).eval(), Returns(forward).eval()
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
+    for _ in range(3):
+        x = torch.randn(4, 8)
+        given = x.clone()
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
+            found, expected = run(given), twin(x)
+        torch.testing.assert_close((*found, given), (*expected, x), rtol=2e-2, atol=2e-2)
+        shared = {t.untyped_storage().data_ptr() for t in (*found, given)}
+        assert len(shared) == 2, "a view is one in what is returned too"
+    assert answers == {"writes": [False], "view": [False], "autocast": []}.get(way, [True])
+    assert programs(model)[0].plan.moved_bytes > 0
 
 
 def test_restore_waits_for_a_step_of_another_thread(no_grad: None) -> None:
