@@ -9,6 +9,8 @@ from torch._dynamo.types import GuardFilterEntry
 
 from chunkflow_compile.weights.host_weight import HostWeight
 
+# Of a tensor whose class is in its TENSOR_MATCH too.
+_OF_CLASS = ("TENSOR_SUBCLASS_METADATA_MATCH", "TYPE_MATCH")
 _INSIDE = (".host", ".__tensor_flatten__()[0]")
 _WITH_KWARGS = "_with_kwargs"
 _OF_GRADIENTS = ("._backward_hooks", "._backward_pre_hooks")
@@ -27,7 +29,7 @@ def needed(guards: Sequence[GuardFilterEntry]) -> list[bool]:
 
     def implied(guard: GuardFilterEntry) -> bool:
         name = guard.name
-        if guard.guard_type == "TENSOR_SUBCLASS_METADATA_MATCH":
+        if guard.guard_type in _OF_CLASS:
             return name in weights
         if any(name.endswith(end) and name.removesuffix(end) in weights for end in _INSIDE):
             return True

@@ -127,7 +127,10 @@ class Issuer:
             yield self._compute(taken)
 
     def _in_order(self) -> Iterator[Issue | Compute]:
-        """For each node, what issues it, or its work; after it, work that drops the values no longer needed."""
+        """For each node, what issues it, or its work; after it, work that drops the values no longer needed.
+
+        After the last region all of them go with the step.
+        """
         module, windows = self._program.module, len(self._program.problem.regions)
         number = {node.name: i for node, i in self.number.items()}
         opened: int | None = None
@@ -144,7 +147,7 @@ class Issuer:
                 opened = prefetch.window
             found = (issue,) if self.flag is None else self._flagged(self.flag, issue, node)
             yield from (each for each in found if each is not None)
-            if values := self._program.releases.get(node.name):
+            if window < windows and (values := self._program.releases.get(node.name)):
                 yield Compute(partial(_drop, tuple(number[value] for value in values)))
 
     def _flagged(self, flag: HostFlag, issue: Issue | Compute | None, node: Node) -> Iterator[Issue | Compute | None]:
@@ -191,7 +194,7 @@ class Issuer:
             constant = getattr(module, str(node.target))
             return self._call(node, lambda: constant)
         if node.op == "output":
-            return self._call(node, None, operands=tuple(node.args[0]))  # type: ignore[arg-type]
+            return self._output(node)
         if node.op == "call_module":
             return self._call(node, self._region(module, str(node.target), window), window)
         # an element of a collective's results is taken on the collective stream; of awaited results, on compute
@@ -266,12 +269,11 @@ class Issuer:
     def _call(
         self,
         node: Node,
-        function: Callable[..., Any] | None,
+        function: Callable[..., Any],
         window: int | None = None,
-        operands: Sequence[Any] | None = None,
     ) -> Compute:
-        """The work of a node.  ``function``: None for its operands themselves.  ``window``: where its compute time counts."""
-        number, read = self.number[node], self._reader(node, operands)
+        """The work of a node.  ``window``: where its compute time counts, or None."""
+        number, read = self.number[node], self._reader(node)
         name = (
             ""
             if window is None
@@ -280,15 +282,24 @@ class Issuer:
 
         def work(env: list[Any]) -> None:
             args, kwargs = read(env)
-            env[number] = args if function is None else function(*args, **kwargs)
+            env[number] = function(*args, **kwargs)
 
         return Compute(work, window, name)
 
-    def _reader(
-        self, node: Node, operands: Sequence[Any] | None = None
-    ) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
-        """A function from a step's values to a node's operands.  ``operands``: instead of the node's own."""
-        number, operands, kwargs = self.number, node.args if operands is None else operands, node.kwargs
+    def _output(self, node: Node) -> Compute:
+        """Work that sets the outputs of a step, as a tuple."""
+        outputs: Any = node.args[0]
+        places = [(self.number[o], None) if isinstance(o, Node) else (-1, o) for o in outputs]
+        number = self.number[node]
+
+        def work(env: list[Any]) -> None:
+            env[number] = tuple([constant if n < 0 else env[n] for n, constant in places])
+
+        return Compute(work)
+
+    def _reader(self, node: Node) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
+        """A function from a step's values to a node's operands."""
+        number, operands, kwargs = self.number, node.args, node.kwargs
         if not kwargs and all(isinstance(a, Node) for a in operands):  # such as those of regions
             take = tuple_getter([number[a] for a in operands])
             return lambda env: (take(env), kwargs)

@@ -45,12 +45,12 @@ class HostConstants:
 
     def __init__(self, device: torch.device, positions: Sequence[int] = ()) -> None:
         self._device = device
-        self._positions = tuple(positions)
+        self.positions = tuple(positions)
         self._moved: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # table -> its version, and the copy
 
     def move(self, inputs: list[Any]) -> None:
         """Replace each table among ``inputs`` by its copy, which is made anew if the table has changed."""
-        for position in self._positions:
+        for position in self.positions:
             inputs[position] = self._copy(inputs[position])
 
     def _copy(self, table: torch.Tensor) -> torch.Tensor:
@@ -95,7 +95,8 @@ class Runner:
         inputs = list(args)
         args.clear()
         weights = self._weights(inputs)
-        self._tables.move(inputs)
+        if self._tables.positions:
+            self._tables.move(inputs)
         noticed = False
         while True:
             sizes = self.codes.sizes(inputs)

@@ -143,18 +143,21 @@ class Session(CallSite):
 
     def run(self, inputs: Sequence[Any]) -> Any:
         """Run one step.  The caller holds the lock of the arena."""
-        refuse_capture(self.arena.device)
-        self.arena.refuse_inside()
-        if self.arena.outdated:
-            self.arena.close_outlived()
-        self.arena.called(self._groups)
+        arena = self.arena
+        if arena.device.type == "cuda":
+            refuse_capture(arena.device)
+        if arena.running is not None:
+            arena.refuse_inside()
+        if arena.outdated:
+            arena.close_outlived()
+        arena.called(self._groups)
         in_cycle = None if self.key is None else self.cycles.executor(self)
         executor = in_cycle or self.alone.begin(self, 0)
-        self.arena.running = os.getpid(), self._called
+        arena.running = os.getpid(), self._called
         try:
             outputs = executor.run(inputs)
         finally:
-            self.arena.running = None
+            arena.running = None
         self.steps += 1
         counts, cost = self.counts, executor.cost
         counts.calls += 1

@@ -250,7 +250,7 @@ class CallingStream:
         self._now = clock.now
 
     def run(self, work: Callable[[], None], watch: Watch | None = None, name: str = "") -> None:
-        _watched(work, watch, self._now)()
+        work() if watch is None else _watched(work, watch, self._now)()
 
     def record(self, event: HostEvent) -> None:
         event.reach(event.mark())

@@ -114,6 +114,8 @@ def test_a_step_cache(family: str, cache: str, by_kind: bool) -> None:
         timestep = 500 if step > 1 else 1000  # the first two steps skip nothing
         changed = base["hidden_states"] + 0.01 * step + (step // 3)
         outputs, before = [], {id(p): len(p.measurements) for p in programs(model)}
+        for p in programs(model):
+            p.arena.streams.measure(steps)
         for m in (model, twin):
             context = m.cache_context("cond") if hasattr(m, "cache_context") else contextlib.nullcontext()
             counting = FlopCounterMode(display=False) if m is twin else contextlib.nullcontext()
