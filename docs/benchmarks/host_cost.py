@@ -27,7 +27,7 @@ from chunkflow_compile.passes.program.rewrite import Program, rewrite
 from chunkflow_compile.runtime import executor as executors
 from chunkflow_compile.runtime.arena import Arena, Binding
 from chunkflow_compile.runtime.cuda import CudaDevice
-from chunkflow_compile.runtime.cuda_time import FIRST_STEPS
+from chunkflow_compile.runtime.device_base import FIRST_STEPS
 from chunkflow_compile.runtime.instructions import Issuer
 
 STEPS = 3 * FIRST_STEPS

@@ -13,7 +13,7 @@ from torch._inductor.utils import fresh_cache
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.passes.ops import prefetch_of
-from chunkflow_compile.runtime.cuda_time import FIRST_STEPS
+from chunkflow_compile.runtime.device_base import FIRST_STEPS
 from chunkflow_compile.runtime.device import DeviceKind, make_device
 
 from . import control

@@ -14,7 +14,7 @@ from torch import nn
 import chunkflow_compile
 from chunkflow_compile import cycles, explain, offload, programs, replan, restore
 from chunkflow_compile.cli.main import main
-from chunkflow_compile.runtime.cuda_time import EVERY, FIRST_STEPS
+from chunkflow_compile.runtime.device_base import EVERY, FIRST_STEPS
 
 from . import control
 from .test_findings import MIB, OPTIONS, placed

@@ -86,7 +86,9 @@ def test_an_interrupt_during_a_step(debug: tuple[str, ...], no_grad: None, ctrl_
     model, twin = stack(), stack()
     run = compiled(model, debug=debug)
     run(torch.randn(4, 8))
-    slow_copies(programs(model)[0].executor.device, 0.005)
+    device = programs(model)[0].executor.device
+    slow_copies(device, 0.005)
+    device.measure(10_000)  # every step
     cold = list[bool]()
 
     def after() -> None:
