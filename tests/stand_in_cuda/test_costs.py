@@ -13,8 +13,8 @@ from torch._inductor.utils import fresh_cache
 
 from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.passes.ops import prefetch_of
-from chunkflow_compile.runtime.device_base import FIRST_STEPS
 from chunkflow_compile.runtime.device import DeviceKind, make_device
+from chunkflow_compile.runtime.device_base import FIRST_STEPS
 
 from . import control
 from .test_findings import MIB, OPTIONS, compiled, placed
