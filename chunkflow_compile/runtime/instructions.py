@@ -201,7 +201,7 @@ class Issuer:
         if list_of(node) is not None or collective_kind(node) is not None or is_wait_tensor(node):
             return self._collective(node, window)
         if function is getitem:
-            return Compute(partial(_take, self.number[node], self.number[node.all_input_nodes[0]], node.args[1]))
+            return Compute(partial(_pick, self.number[node], self.number[node.all_input_nodes[0]], node.args[1]))
         return self._call(node, function)
 
     def _region(self, module: GraphModule, name: str, window: int) -> Callable[..., Sequence[Any]]:
@@ -385,7 +385,7 @@ class Issuer:
         return Compute(partial(_poison, pieces))
 
 
-def _take(number: int, whole: int, element: Any, env: list[Any]) -> None:
+def _pick(number: int, whole: int, element: Any, env: list[Any]) -> None:
     env[number] = env[whole][element]
 
 
