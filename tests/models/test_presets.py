@@ -56,7 +56,7 @@ BLOCKS: list[tuple[str, str, Callable[..., float], dict[str, int]]] = [
         {"tokens": 900 * 36, "text": 256, "width": 3072, "mlp": 12288},
     ),
     # Not the last block: nothing reads its text stream, and half of it is dead code.
-    ("qwen-image", "transformer_blocks.0", DOUBLE, {"tokens": 4096, "text": 512, "width": 3072, "mlp": 12288}),
+    ("qwen-image", "transformer_blocks.0", DOUBLE, {"tokens": 4096, "text": 64, "width": 3072, "mlp": 12288}),
 ]
 
 
