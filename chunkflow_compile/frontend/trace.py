@@ -73,29 +73,35 @@ def lower_to_aten(
 
     def uncached(aten: GraphModule, inputs: Sequence[Any]) -> Any:
         with torch._functorch.config.patch(enable_autograd_cache=cached):  # for the regions, which it lowers
-            compiled = compiler(aten, inputs)
+            return compiler(aten, inputs)
+
+    def inference(aten: GraphModule, inputs: Sequence[Any]) -> Any:
+        compiled = uncached(aten, inputs)
         if not autocast and _needs_no_wrapper(graph, on_device, inputs):
             alone.append(compiled)
         return compiled
 
     # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        typed: Any = uncached
-        wrapped = aot_module_simplified(graph, on_device, fw_compiler=typed, inference_compiler=typed)
+        forward: Any = uncached  # of a graph with gradients, which forward has turned on
+        alike: Any = inference
+        wrapped = aot_module_simplified(graph, on_device, fw_compiler=forward, inference_compiler=alike)
     return (lambda *inputs: alone[0]([*inputs])) if alone else wrapped
 
 
 def _needs_no_wrapper(graph: GraphModule, given: Sequence[Any], inputs: Sequence[Any]) -> bool:
     """Whether what AOTAutograd puts around a graph would only take time in a call, 50 us of it.
 
-    The ATen graph then takes and returns what the Dynamo graph does, writes no input, and returns no view of one or of
-    another output.  ``given``: inputs of the Dynamo graph, on the device.  ``inputs``: those of the ATen graph.
+    The ATen graph then takes and returns what the Dynamo graph does, writes no input, returns no view of one, leaves the
+    grad mode as it is, and has no output whose sizes are symbols, which the wrapper marks for a graph after it.
+    ``given``: inputs of the Dynamo graph, on the device.  ``inputs``: those of the ATen graph.
     """
     about: Any = torch._guards.TracingContext.get().fw_metadata
     returned = [node.meta.get("example_value") for node in graph.graph.output_node().all_input_nodes]
     plain = not any(map(is_traceable_wrapper_subclass, [*given, *returned]))
     changed = about.mutated_inp_runtime_indices or about.num_outputs_aliased or about.num_intermediate_bases
-    return plain and len(given) == len(inputs) and not changed
+    marked = about.dynamic_outputs or about.grad_enabled_mutation is not None
+    return plain and len(given) == len(inputs) and not changed and not marked
 
 
 def as_on_device(inputs: Sequence[Any]) -> list[Any]:

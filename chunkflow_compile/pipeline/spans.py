@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,7 +23,7 @@ _Step = tuple[float, float, dict[str, Any]]
 @contextlib.contextmanager
 def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     """Make spans of the calls inside, when the context ends: one for each component that ran, and below it one for each
-    measured call of a program or pass over a cycle.  They appear below the span that is current.
+    call of a program or pass over a cycle, all of which are measured.  They appear below the span that is current.
 
     ``tracer``: of OpenTelemetry, by default that of the global provider.  Waits at the end for the calls in flight.  A pass
     that a jump has ended has no span.  Raises ChunkflowError without opentelemetry-api.
@@ -37,9 +38,14 @@ def spans(pipe_or_model: Any, tracer: Any = None) -> Iterator[None]:
     def ns(at: float) -> int:
         return wall + round((at - begun) * 1e9)
 
+    devices = {s.arena.streams for model in models_of(pipe_or_model).values() for s in programs(model) if not s.closed}
+    for device in devices:
+        device.measure(sys.maxsize)
     try:
         yield
     finally:
+        for device in devices:
+            device.measure(None)
         known = set[int]()
         for name, model in models_of(pipe_or_model).items():
             if steps := sorted(_steps(model, begun, known), key=lambda step: step[0]):

@@ -194,6 +194,7 @@ class BoundCycle:
     def begin(self, site: CallSite, call: int) -> Executor:
         """The executor of a call that begins now.  Raises ChunkflowError if the arena has no room."""
         found = self.executor(site, call)
+        found.wanted = self.replan_after > 0
         self.position = (call + 1) % len(self.calls)
         if call == 0:
             if self._begun and not self._begun & (self._begun - 1):  # after passes 1, 2, 4, 8, ...: a run may be killed

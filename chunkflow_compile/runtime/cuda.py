@@ -90,11 +90,10 @@ class CudaDevice(Device):
         self.copy.end_step()
         if begun is not None:
             self._clock.end(begun, self.compute.stream, self.copy.stream, over)
-        if self._left != 0:  # then another call's time is taken, in which no mark may be read
-            self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
+        self.collect()  # now, because the GPU has a whole step to work on: reading a thousand marks takes milliseconds
 
     def collect(self, wait: bool = False) -> None:
-        if self.compute.inherited:
+        if self.compute.inherited or (self._left == 0 and not wait):  # no mark is read in a step that others time
             return
         try:
             self._clock.collect(wait)

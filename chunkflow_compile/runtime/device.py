@@ -57,13 +57,12 @@ class _HostDevice(Device):
         if self.port is not None:
             self.port.send("collective", nbytes)
 
-    def start(self, marked: bool, known: bool) -> tuple[float, bool] | None:
-        return (self.clock.now(), known) if marked else None
+    def start(self, marked: bool, known: bool) -> float | None:
+        return self.clock.now() if marked else None
 
-    def finish(self, begun: tuple[float, bool] | None, over: StepEnd) -> None:
-        if begun is not None:
-            begin, whole = begun
-            self.compute.run(lambda: over(begin, self.clock.now(), whole))
+    def finish(self, begun: float | None, over: StepEnd) -> None:
+        if begun is not None:  # what it lacks of copies that ran into it is little
+            self.compute.run(lambda: over(begun, self.clock.now(), True))
 
     def close(self) -> None:
         self.closed = True

@@ -19,9 +19,10 @@ from .read_ahead import Reading
 
 # A pass over the calls of a program or a cycle takes time to measure: the host needs 0.1 ms a call, and on a GPU 1 to 2 us
 # to record each of two thousand marks and 3 to 5 us to read it.  So after the first FIRST_STEPS passes, only two
-# consecutive ones in every EVERY are measured.  The second one counts; the first tells which copies run into it.
+# consecutive ones in every EVERY are measured.  The second one counts; the first tells which copies run into it.  EVERY is
+# prime: of a pattern that repeats, such as the steps of a generation, each has its turn.
 FIRST_STEPS = 16
-EVERY = 16
+EVERY = 17
 
 # Called with the seconds that a stream stalled.
 Waited = Callable[[float], None]
@@ -124,10 +125,13 @@ class Device:
         """
         self._left = passes
 
-    def choose(self, step: int) -> bool:
-        """Whether to measure the calls of the pass that begins.  ``step``: of its program, counted from 0."""
+    def choose(self, step: int, wanted: bool = False) -> bool:
+        """Whether to measure the calls of the pass that begins.
+
+        ``step``: of its program, counted from 0.  ``wanted``: whether a plan is to be made from its times.
+        """
         if self._left is None:
-            return step < FIRST_STEPS or (step + 1) % EVERY < 2
+            return wanted or step < FIRST_STEPS or (step - FIRST_STEPS + 1) % EVERY < 2
         self._left = max(0, (before := self._left) - 1)
         return before > 0
 

@@ -89,6 +89,7 @@ class Executor:
         self._plan = self.cycle.plan.digest
         self._steps = 0
         self.cost = Cost()  # of the newest step
+        self.wanted = False  # whether a plan is to be made from the times of its steps
         self._known = True  # whether the step before was measured, or there was none
         self._handover, self._primed = device.event(), device.event()
         self._windows = len(program.problem.regions)
@@ -130,7 +131,7 @@ class Executor:
             env[position] = value
         ready = self.binding.arena.holder is self.state and self.state.next == self.call
         if self.call == 0 or self.state.next != self.call:  # a pass begins, or it is a jump
-            self.state.marked = self.device.choose(self._steps)
+            self.state.marked = self.device.choose(self._steps, self.wanted)
         begun = self.device.start(self.state.marked, self._known)
         self._known = begun is not None
         step = Step(env, Cost(no_seconds(self._windows) if self._known else None), self._steps)

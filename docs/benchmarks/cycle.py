@@ -9,6 +9,7 @@ import argparse
 import json
 import os
 import random
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -116,6 +117,7 @@ def _rank(rank: int, ranks: int, folder: str, told: dict[str, Any]) -> None:
     order = random.Random(0)
     times: dict[str, list[float]] = {name: [] for name in runs}
     primed = 0
+    programs(models["blocks"])[0].arena.streams.measure(sys.maxsize)
     for step in range(told["rounds"]):
         for name in order.sample(sorted(runs), len(runs)):
             for i in range(WARM):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -194,37 +195,61 @@ def test_what_inductor_returns_of_a_slot_is_copied_out_of_it(no_grad: None) -> N
 
 
 class Returns(Stack):
-    """What a call writes beside its weights, and what it returns beside its result."""
+    """What a call does beside its result."""
 
     def __init__(self, way: str) -> None:
         torch.manual_seed(0)
         super().__init__()
+        self.requires_grad_(requires_grad=way == "gradients")
         self.way = way
 
     def forward(self, x: torch.Tensor) -> Any:
         if self.way == "writes":
             x.mul_(2)
-        y = super().forward(x)
-        return {"plain": (y,), "writes": (y,), "view": (y, x[1:]), "views": (y, y[1:])}[self.way]
+        with torch.enable_grad() if self.way == "gradients" else contextlib.nullcontext():
+            y = super().forward(x)
+        if self.way == "mode":
+            torch.set_grad_enabled(True)
+        return {"view": (y, x[1:]), "views": (y, y[1:])}.get(self.way, (y,))
 
 
-@pytest.mark.parametrize("way", ["plain", "autocast", "writes", "view", "views"])
-def test_aotautograd_wraps_only_what_it_must(way: str, monkeypatch: pytest.MonkeyPatch, no_grad: None) -> None:
+# None: not asked, because it must.
+@pytest.mark.parametrize(
+    ("way", "bare"),
+    [
+        ("plain", True),
+        ("views", True),
+        ("view", False),
+        ("writes", False),
+        ("mode", False),
+        ("symbols", False),
+        ("gradients", None),
+        ("autocast", None),
+    ],
+)
+def test_aotautograd_wraps_only_what_it_must(
+    way: str, bare: bool | None, monkeypatch: pytest.MonkeyPatch, no_grad: None
+) -> None:
     answers = list[bool]()
     asked = tracing._needs_no_wrapper
     monkeypatch.setattr(tracing, "_needs_no_wrapper", lambda *given: answers.append(asked(*given)) or answers[-1])
-    forward = "plain" if way == "autocast" else way
-    model, twin = Returns(forward).eval(), Returns(forward).eval()
-    run = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS)
-    for _ in range(3):
-        x = torch.randn(4, 8)
-        given = x.clone()
-        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"):
-            found, expected = run(given), twin(x)
+    model, twin = Returns(way).eval(), Returns(way).eval()
+    options = {**OPTIONS, "min_bytes": 1024}  # biases stay where they are
+    run = torch.compile(model, backend="chunkflow", fullgraph=True, dynamic=way == "symbols", options=options)
+    for rows in (4, 4, 6 if way == "symbols" else 4):
+        x = torch.randn(rows, 8)
+        given, known = x.clone(), len(answers)
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"), torch.no_grad():
+            found, mode = run(given), torch.is_grad_enabled()
+        with torch.autocast("cpu", torch.bfloat16, enabled=way == "autocast"), torch.no_grad():
+            expected = twin(x)
+            assert mode == torch.is_grad_enabled()
         torch.testing.assert_close((*found, given), (*expected, x), rtol=2e-2, atol=2e-2)
+        assert [t.requires_grad for t in found] == [t.requires_grad for t in expected]
         shared = {t.untyped_storage().data_ptr() for t in (*found, given)}
         assert len(shared) == 2, "a view is one in what is returned too"
-    assert answers == {"writes": [False], "view": [False], "autocast": []}.get(way, [True])
+        assert known in (0, len(answers)), "compiled once"
+    assert answers == ([] if bare is None else [bare])
     assert programs(model)[0].plan.moved_bytes > 0
 
 
