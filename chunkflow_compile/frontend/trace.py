@@ -83,9 +83,9 @@ def lower_to_aten(
 
     # A hit in AOTAutograd's cache would return a compiled graph without calling the compiler at all.
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        forward: Any = uncached  # of a graph with gradients, which forward has turned on
-        alike: Any = inference
-        wrapped = aot_module_simplified(graph, on_device, fw_compiler=forward, inference_compiler=alike)
+        # uncached: of a graph with gradients, which the model's forward has turned on
+        compilers: dict[str, Any] = {"fw_compiler": uncached, "inference_compiler": inference}
+        wrapped = aot_module_simplified(graph, on_device, **compilers)
     return (lambda *inputs: alone[0]([*inputs])) if alone else wrapped
 
 

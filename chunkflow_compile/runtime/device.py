@@ -61,7 +61,7 @@ class _HostDevice(Device):
         return self.clock.now() if marked else None
 
     def finish(self, begun: float | None, over: StepEnd) -> None:
-        if begun is not None:  # what it lacks of copies that ran into it is little
+        if begun is not None:  # after a pass that was not measured, it lacks the few copies that run into it
             self.compute.run(lambda: over(begun, self.clock.now(), True))
 
     def close(self) -> None:

@@ -19,8 +19,8 @@ from .read_ahead import Reading
 
 # A pass over the calls of a program or a cycle takes time to measure: the host needs 0.1 ms a call, and on a GPU 1 to 2 us
 # to record each of two thousand marks and 3 to 5 us to read it.  So after the first FIRST_STEPS passes, only two
-# consecutive ones in every EVERY are measured.  The second one counts; the first tells which copies run into it.  EVERY is
-# prime: of a pattern that repeats, such as the steps of a generation, each has its turn.
+# consecutive ones in every EVERY are measured.  On a GPU the second one counts; the first tells which copies run into it.
+# EVERY is prime: of a pattern that repeats, such as the steps of a generation, each has its turn.
 FIRST_STEPS = 16
 EVERY = 17
 

@@ -266,14 +266,9 @@ class Issuer:
 
         self._device.compute.wait(arrival, waited)
 
-    def _call(
-        self,
-        node: Node,
-        function: Callable[..., Any],
-        window: int | None = None,
-    ) -> Compute:
+    def _call(self, node: Node, function: Callable[..., Any], window: int | None = None) -> Compute:
         """The work of a node.  ``window``: where its compute time counts, or None."""
-        number, read = self.number[node], self._reader(node)
+        number, read = self.number[node], self._reader(node.args, node.kwargs)
         name = (
             ""
             if window is None
@@ -289,17 +284,18 @@ class Issuer:
     def _output(self, node: Node) -> Compute:
         """Work that sets the outputs of a step, as a tuple."""
         outputs: Any = node.args[0]
-        places = [(self.number[o], None) if isinstance(o, Node) else (-1, o) for o in outputs]
-        number = self.number[node]
+        number, read = self.number[node], self._reader(outputs)
 
         def work(env: list[Any]) -> None:
-            env[number] = tuple([constant if n < 0 else env[n] for n, constant in places])
+            env[number] = tuple(read(env)[0])
 
         return Compute(work)
 
-    def _reader(self, node: Node) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
-        """A function from a step's values to a node's operands."""
-        number, operands, kwargs = self.number, node.args, node.kwargs
+    def _reader(
+        self, operands: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+    ) -> Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Any]]]:
+        """A function from a step's values to operands of a node."""
+        number, kwargs = self.number, kwargs or {}
         if not kwargs and all(isinstance(a, Node) for a in operands):  # such as those of regions
             take = tuple_getter([number[a] for a in operands])
             return lambda env: (take(env), kwargs)
@@ -319,7 +315,7 @@ class Issuer:
         stream has reached that.
         """
         compute, stream, started, ended = self._device.compute, self._device.collective, self._started, self._ended
-        number, function, read = self.number[node], self._told(node), self._reader(node)
+        number, function, read = self.number[node], self._told(node), self._reader(node.args, node.kwargs)
         begins, ends = collective_kind(node) is not None, self._ends(node)
         name = str(node.meta.get(SOURCE, node.name))
 
