@@ -185,18 +185,18 @@ ON_MODELS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 25))])
 def test_random_sequences_of_operations(seed: int, no_grad: None) -> None:
-    """20 sequences for each seed: after each operation, both models have the same weights and the same outputs."""
+    """After each operation, both models have the same weights and the same outputs."""
     rng = random.Random(seed)
     todo = {**{n: ("model", f) for n, f in ON_MODELS.items()}, **{n: ("read", f) for n, f in READS.items()}}
     todo |= {f"write {n}": ("write", f) for n, f in WRITES.items()}
     moved = 0
-    for _ in range(20):
+    for _ in range(6):
         torch._dynamo.reset()
         model, twin = stack(), stack()
         if rng.random() < 0.7:
             offload(model, min_bytes=MIN_BYTES)
         run = compiled(model)
-        for name in rng.choices(sorted(todo), k=4):
+        for name in rng.choices(sorted(todo), k=12):
             kind, work = todo[name]
             target = rng.choice(NAMES)
             found = []

@@ -13,7 +13,8 @@ import diffusers
 import pytest
 import torch
 from helpers import Terminal
-from test_shared_weights import LEAST, SIZE, everywhere
+from test_drive import LEAST, SIZE
+from test_shared_weights import everywhere
 
 from chunkflow_compile import apply, offload
 from chunkflow_compile.hardware.profiles import CPU, load_profile
