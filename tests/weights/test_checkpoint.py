@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,15 +12,17 @@ from typing import Any
 import diffusers
 import pytest
 import torch
+from test_killed_ranks import run_all
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
 from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.weights import checkpoint
 from chunkflow_compile.weights.checkpoint import CheckpointReader, Mappings
-from chunkflow_compile.weights.loader import WeightLoader, keep_dtype
+from chunkflow_compile.weights.host_memory import give_free_memory_back
+from chunkflow_compile.weights.loader import WeightLoader, cast_to, keep_dtype
 
-SIZE = Size(layers=2)
+SIZE = Size(layers=1)
 CPU = torch.device("cpu")
 
 
@@ -151,34 +151,32 @@ def test_a_cast_is_that_of_diffusers(saved: Path) -> None:
         offload(model, dtype=torch.int8)
 
 
-PEAK = """
-import sys, torch, diffusers
-from chunkflow_compile.weights.loader import WeightLoader, cast_to
-from chunkflow_compile.weights.host_memory import give_free_memory_back
+def placed_one_by_one(rank: int, folder: Path) -> None:
+    """Notes the most memory that was taken meanwhile, and what is kept, as parts of the weights."""
 
-def anonymous(key="RssAnon"):
-    with open("/proc/self/status") as status:
-        return next(1024 * int(line.split()[1]) for line in status if line.startswith(key))
+    def anonymous() -> int:
+        return next(
+            1024 * int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("RssAnon")
+        )
 
-model = diffusers.WanTransformer3DModel.from_pretrained(sys.argv[1])
-weights = dict(model.named_parameters())
-torch.zeros(1 << 20).to(torch.bfloat16)  # first use of torch
-before, most, total, made = anonymous(), 0, 0, []
-loader = WeightLoader(torch.device("cpu"), list(weights.items()), cast_to(torch.bfloat16, model), pages=True)
-for name, weight in weights.items():
-    made.append(loader.place(name, weight).host)
-    total += made[-1].nbytes
-    most = max(most, anonymous() - before)
-loader.close()
-give_free_memory_back()
-print(most / total, (anonymous() - before) / total)
-"""
+    status, model = Path("/proc/self/status"), loaded(folder)
+    weights = dict(model.named_parameters())
+    torch.zeros(1 << 20).to(torch.bfloat16)  # first use of torch
+    before, most, made = anonymous(), 0, list[torch.Tensor]()
+    loader = WeightLoader(CPU, list(weights.items()), cast_to(torch.bfloat16, model), pages=True)
+    for name, weight in weights.items():
+        made.append(loader.place(name, weight).host)
+        most = max(most, anonymous() - before)
+    loader.close()
+    give_free_memory_back()
+    total = sum(host.nbytes for host in made)
+    (folder / "parts").write_text(f"{most / total} {(anonymous() - before) / total}")
 
 
 def test_memory_while_placing(tmp_path: Path) -> None:
     small_model("wan", Size(layers=6, heads=8, head_dim=128, text=64)).save_pretrained(tmp_path)  # type: ignore[operator]
-    command = [sys.executable, "-c", PEAK, str(tmp_path)]
-    most, kept = map(float, subprocess.run(command, capture_output=True, text=True, check=True).stdout.split())
+    assert run_all(placed_one_by_one, tmp_path, ranks=1) == [0]
+    most, kept = map(float, (tmp_path / "parts").read_text().split())
     assert 0.9 < kept <= most <= 1.05 + 40 / 300, (most, kept)  # the buffers of four threads are 32 MiB
 
 

@@ -6,47 +6,52 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import diffusers
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
+from helpers import in_memory, load_stack, save_stack, stack_inputs
 from test_drive import LEAST, OPTIONS, buffers, planned_reads, read_so_far, same
 from test_shared_weights import everywhere
 from torch import nn
 
 import chunkflow_compile
 from chunkflow_compile import offload, programs, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
-
-SIZE = Size(layers=2)
 
 
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
-    small_model("wan", SIZE).save_pretrained(tmp_path / "wan")  # type: ignore[operator]
-    return str(tmp_path / "wan")
+    return save_stack(tmp_path)
 
 
-def pair(folder: str, degree: int, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """A model, and one that diffusers has cast."""
-    kind = diffusers.WanTransformer3DModel
-    found = kind.from_pretrained(folder), kind.from_pretrained(folder, torch_dtype=dtype)
-    for model in found:
-        enable_ulysses(model, degree)
-    return found
+class Meeting(nn.Module):
+    """A block after which the ranks of a group meet."""
+
+    def __init__(self, block: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.block, self.group = block, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(self.block(x), "max", self.group)
 
 
-def step(run: Any, twin: Any, seed: int) -> None:
-    inputs = small_inputs("wan", SIZE, seed)
-    inputs = {k: v.to(twin.dtype) if torch.is_tensor(v) and v.is_floating_point() else v for k, v in inputs.items()}
-    assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
+def pair(file: str, group: Any = None, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """A model whose ranks meet in each block, those of a group or all, and one that has been cast."""
+    model, twin = load_stack(file), in_memory(load_stack(file, dtype))
+    for m in (model, twin):
+        for i, block in enumerate(m.blocks):  # type: ignore[arg-type]
+            m.blocks[i] = Meeting(block, group or dist.group.WORLD)  # type: ignore[index, operator]
+    return model, twin
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
     return torch.compile(model, backend="chunkflow", fullgraph=True, options={**OPTIONS, **options})
+
+
+def step(run: Any, twin: Any, seed: int) -> None:
+    inputs = stack_inputs(seed, twin.embed.weight.dtype)
+    assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
 
 
 def end(model: nn.Module) -> None:
@@ -68,12 +73,10 @@ def together(model: nn.Module) -> bool:
     return bool(found.joined)
 
 
-def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0, wanted: bool = True) -> None:
+def until_together(model: nn.Module, run: Any, twin: nn.Module, seed: int = 0) -> None:
     for turn in range(30):
         step(run, twin, seed + turn)
-        found = [False] * dist.get_world_size()
-        dist.all_gather_object(found, together(model))
-        if all(found) if wanted else not any(found):
+        if all(found := everywhere(together(model))):
             return
     raise AssertionError(found)
 
@@ -91,8 +94,8 @@ def counted(model: nn.Module, run: Any, twin: nn.Module, seed: int, turns: int =
     return everywhere(read_so_far(model) - before), turns * planned, reader_of(model)._thread._wanted
 
 
-def read_by_the_first(rank: int, folder: str, world: int) -> None:
-    model, twin = pair(folder, world)
+def read_by_the_first(rank: int, file: str, world: int) -> None:
+    model, twin = pair(file)
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
     run = compiled(model)
     until_together(model, run, twin)
@@ -112,14 +115,14 @@ def test_one_rank_reads_for_all(on_ranks: Callable[..., None], saved: str, world
     on_ranks(read_by_the_first, saved, world, world=world, fresh=True)
 
 
-def writes(rank: int, folder: str) -> None:
+def writes(rank: int, file: str) -> None:
     """A rank that writes a weight has an order of its own from then on, and a common one again when all have written it."""
-    model, twin = pair(folder, 2, torch.bfloat16)
+    model, twin = pair(file, dtype=torch.bfloat16)
     offload(model, min_bytes=LEAST, share=True, host_memory=0, dtype=torch.bfloat16)  # to a scratch file
     run = compiled(model)
     until_together(model, run, twin)
     for writer in (1, 0):
-        name = f"blocks.{writer}.ffn.net.0.proj.weight"
+        name = f"blocks.{writer}.block.up.weight"
         dist.barrier()
         if rank == writer:
             for m in (model, twin):
@@ -141,9 +144,9 @@ def test_ranks_that_write_read_alone_until_all_have_written(on_ranks: Callable[.
     on_ranks(writes, saved)
 
 
-def blocks(rank: int, folder: str) -> None:
+def blocks(rank: int, file: str) -> None:
     """Blocks compiled one by one: the ranks take up their cycle at calls of their own."""
-    model, twin = pair(folder, 2)
+    model, twin = pair(file)
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
     run = chunkflow_compile.compile(model, **{**SLOW, "lowering": "eager"})
     for turn in range(4):
@@ -164,26 +167,18 @@ def test_a_cycle_is_read_together(on_ranks: Callable[..., None], saved: str) -> 
     on_ranks(blocks, saved)
 
 
-class Joined(nn.Module):
-    """A model in whose calls all ranks meet, beside those of its Ulysses group."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, **inputs: Any) -> tuple[torch.Tensor]:
-        return (funcol.all_gather_tensor(self.model(**inputs)[0], 0, dist.group.WORLD)[:1],)
-
-
-def groups(rank: int, folder: str) -> None:
+def groups(rank: int, file: str) -> None:
     """One of two groups runs more calls in which only its own ranks meet."""
-    (model, twin), (other, its_twin) = pair(folder, 2), pair(folder, 2)
+    group = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+    (model, twin), (other, its_twin) = pair(file, group), pair(file, group)
+    for m in (model, twin):
+        m.blocks[0] = Meeting(m.blocks[0], dist.group.WORLD)  # all ranks meet in this one
     arena = chunkflow_compile.Arena("cpu")
     beside = compiled(other, policy="resident", arena=arena)
     for turn in range(3 if rank < 2 else 1):
         step(beside, its_twin, turn)
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
-    run = compiled(Joined(model), arena=arena)
+    run = compiled(model, arena=arena)
     until_together(model, run, twin)
     read, planned, ring = counted(model, run, twin, 100)
     assert read[1:] == [0, 0, 0] and 0 < planned - ring <= read[0] <= planned + ring
@@ -198,9 +193,9 @@ def test_groups_that_differ_read_together_where_all_meet(on_ranks: Callable[...,
     on_ranks(groups, saved, world=4)
 
 
-def not_in_step(rank: int, folder: str) -> None:
+def not_in_step(rank: int, file: str) -> None:
     """No collective keeps them in step: neither waits for the other."""
-    model, twin = (diffusers.WanTransformer3DModel.from_pretrained(folder) for _ in range(2))
+    model, twin = load_stack(file), in_memory(load_stack(file))
     offload(model, min_bytes=LEAST, share=True, host_memory=0)
     run = compiled(model)
     for turn in range(3 + 5 * rank):
