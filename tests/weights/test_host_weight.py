@@ -24,6 +24,7 @@ from chunkflow_compile import offload, programs, restore
 from chunkflow_compile.weights.host_weight import HostWeight
 
 MIN_BYTES = 1024
+EAGER: dict[str, Any] = {**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager"}
 NAMES = ["blocks.0.up.weight", "blocks.1.down.weight"]
 
 
@@ -33,12 +34,7 @@ def stack() -> Stack:
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:
-    return torch.compile(
-        model,
-        backend="chunkflow",
-        fullgraph=True,
-        options={**OPTIONS, "min_bytes": MIN_BYTES, "lowering": "eager", **options},
-    )
+    return torch.compile(model, backend="chunkflow", fullgraph=True, options={**EAGER, **options})
 
 
 def pair() -> tuple[Stack, Stack]:

@@ -17,22 +17,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from conftest import WITHIN, forking
-from helpers import Stack
+from helpers import Stack, in_memory, load_stack, save_stack, stack_inputs
+from test_drive import LEAST, OPTIONS, same
 from torch import nn
 
 from chunkflow_compile import ChunkflowError, offload, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
-from chunkflow_compile.models.ulysses import enable_ulysses
 from chunkflow_compile.runtime.executor import Executor
 from chunkflow_compile.weights import loader
 from chunkflow_compile.weights.drive import Scratch
 from chunkflow_compile.weights.host_buffer import HostBuffer, buffer_of
 from chunkflow_compile.weights.source import DriveBytes
 
-SIZE = Size(layers=2)
-LEAST = 1024
-OPTIONS = {"lowering": "eager", "min_bytes": LEAST, "chunk_bytes": 4096, "policy": "layerwise"}
 # The rank that leads, the other one, and both.
 WHO = ((0,), (1,), (0, 1))
 
@@ -130,7 +127,7 @@ def killed_at(rank: int, folder: str, who: tuple[int, ...], when: str) -> None:
     if len(who) > 1:
         kill(folder, rank)  # the other one was the first
     assert f"Rank {who[0]} has ended" in said, said
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), twin.parameters(), strict=True))
+    assert same(model, twin)
     assert time.monotonic() - began < WITHIN and not shared(model)
     gc.collect()
     assert without_name() == files
@@ -150,8 +147,28 @@ def test_a_rank_is_killed(tmp_path: Path, who: tuple[int, ...], when: str) -> No
         assert max(int(p.read_text()) for p in tmp_path.glob("taken*")) > 32 << 10, "there was something to return"
 
 
+class Meeting(nn.Module):
+    """A block after which the ranks of a group meet."""
+
+    def __init__(self, block: nn.Module, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        self.block, self.group = block, group
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return funcol.all_reduce(self.block(x), "max", self.group)
+
+
+def pair(file: str, group: Any = None, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
+    """A model whose ranks meet in each block, those of a group or all, and one that has been cast."""
+    model, twin = load_stack(file), in_memory(load_stack(file, dtype))
+    for m in (model, twin):
+        for i, block in enumerate(m.blocks):  # type: ignore[arg-type]
+            m.blocks[i] = Meeting(block, group or dist.group.WORLD)  # type: ignore[index, operator]
+    return model, twin
+
+
 def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str, world: int) -> None:
-    """Ranks of the first Ulysses group are killed when they pin shared weights, or in a step.  The other rank of the group
+    """Ranks of the first group that meets are killed when they pin shared weights, or in a step.  The other rank of the group
     raises and restores them, and another group, which shares the weights, goes on.
 
     Half of the weights are in memory, and half on the drive, which the first rank reads for all.
@@ -159,14 +176,13 @@ def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str, wo
     timeout = timedelta(seconds=WITHIN)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world, timeout=timeout)
     torch.set_grad_enabled(False)
-    model, twin = small_model("wan", SIZE), small_model("wan", SIZE)
-    for m in (model, twin):
-        enable_ulysses(m, 2)
+    group = [dist.new_group([first, first + 1]) for first in range(0, world, 2)][rank // 2]
+    model, twin = pair(f"{folder}/model.safetensors", group)
     offload(model, min_bytes=LEAST, share=True, host_memory=sum(p.nbytes for p in model.parameters()) // 2)
     assert shared(model) and any((h := buffer_of(p)) is not None and h.drive is not None for p in model.parameters())
     run, dying = torch.compile(model, backend="chunkflow", fullgraph=True, options=OPTIONS), Path(folder, "dying")
     owner, name = {"pin": (HostBuffer, "pin"), "step": (Executor, "_finish")}[when]
-    plain, left = getattr(owner, name), 5
+    plain, left = getattr(owner, name), 3
 
     def dies(self: Any, *args: Any) -> Any:
         nonlocal left
@@ -181,7 +197,7 @@ def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str, wo
 
     def steps(first: int, end: int) -> None:
         for step in range(first, end):
-            inputs = small_inputs("wan", SIZE, step + rank // 2)
+            inputs = stack_inputs(step + rank // 2)
             assert torch.equal(run(**inputs)[0], twin(**inputs)[0])
 
     if rank < 2:
@@ -195,8 +211,7 @@ def killed_in_a_call(rank: int, folder: str, who: tuple[int, ...], when: str, wo
             time.sleep(0.05)
         steps(10, 40)
     restore(model)
-    expected = small_model("wan", SIZE).state_dict()
-    assert all(torch.equal(p, expected[name]) for name, p in model.state_dict().items()) and not shared(model)
+    assert same(model, twin) and not shared(model)
     os._exit(0)
 
 
@@ -206,4 +221,5 @@ IN_A_CALL = [(who, when, 2) for who in WHO for when in ("pin", "step")]
 @pytest.mark.long
 @pytest.mark.parametrize(("who", "when", "world"), [*IN_A_CALL, ((0,), "step", 4)])
 def test_a_rank_is_killed_in_a_call(tmp_path: Path, who: tuple[int, ...], when: str, world: int) -> None:
+    save_stack(tmp_path)
     nothing_is_left(run_all(killed_in_a_call, str(tmp_path), who, when, world, ranks=world), who, tmp_path)

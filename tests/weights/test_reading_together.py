@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as funcol
 from conftest import OPTIONS as SLOW
 from helpers import in_memory, load_stack, save_stack, stack_inputs
 from test_drive import LEAST, OPTIONS, buffers, planned_reads, read_so_far, same
+from test_killed_ranks import Meeting, pair
 from test_shared_weights import everywhere
 from torch import nn
 
@@ -23,26 +23,6 @@ from chunkflow_compile import offload, programs, restore
 @pytest.fixture
 def saved(tmp_path: Path) -> str:
     return save_stack(tmp_path)
-
-
-class Meeting(nn.Module):
-    """A block after which the ranks of a group meet."""
-
-    def __init__(self, block: nn.Module, group: dist.ProcessGroup) -> None:
-        super().__init__()
-        self.block, self.group = block, group
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return funcol.all_reduce(self.block(x), "max", self.group)
-
-
-def pair(file: str, group: Any = None, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """A model whose ranks meet in each block, those of a group or all, and one that has been cast."""
-    model, twin = load_stack(file), in_memory(load_stack(file, dtype))
-    for m in (model, twin):
-        for i, block in enumerate(m.blocks):  # type: ignore[arg-type]
-            m.blocks[i] = Meeting(block, group or dist.group.WORLD)  # type: ignore[index, operator]
-    return model, twin
 
 
 def compiled(model: nn.Module, **options: Any) -> nn.Module:

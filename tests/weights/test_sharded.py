@@ -25,7 +25,6 @@ from torch.distributed.tensor.parallel import (
 from torch.testing._internal.two_tensor import TwoTensor
 
 from chunkflow_compile import ChunkflowError, compile, offload, programs, restore
-from chunkflow_compile.models.small import Size, small_inputs, small_model
 from chunkflow_compile.passes.graph.discover import collective_kind, group_name
 from chunkflow_compile.weights import streamable
 from chunkflow_compile.weights.host_weight import HostWeight, become
@@ -206,33 +205,6 @@ def other_layouts(rank: int) -> None:
 @needs_inside
 def test_uneven_and_replicated_shards_and_other_collectives(on_ranks: Callable[..., None]) -> None:
     on_ranks(other_layouts)
-
-
-def wan(rank: int) -> None:
-    mesh, size = init_device_mesh("cpu", (2,)), Size()
-    gathered, split = ColwiseParallel(output_layouts=Replicate()), RowwiseParallel(input_layouts=Replicate())
-    plan: dict[str, Any] = {"ffn.net.0.proj": ColwiseParallel(), "ffn.net.2": RowwiseParallel()}
-    for name in ("attn1", "attn2"):
-        plan |= {f"{name}.to_{part}": gathered for part in "qkv"} | {f"{name}.to_out.0": split}
-    model, twin = small_model("wan", size), small_model("wan", size)
-    for m in (model, twin):
-        for block in m.blocks:  # type: ignore[union-attr]
-            parallelize_module(block, mesh, plan)
-    started(model, "by kind", EAGER)
-    for step in range(3):
-        inputs = small_inputs("wan", size, step)
-        assert torch.equal(model(**inputs)[0], twin(**inputs)[0])
-    assert streamed(model) > 0
-    kinds = {c.kind for p in programs(model) for c in p.program.problem.collectives}
-    assert kinds == {"all-gather", "all-reduce"}
-    restore(model)
-    same(model, twin)
-
-
-@needs_inside
-@pytest.mark.long
-def test_a_wan_transformer_split_over_ranks(on_ranks: Callable[..., None]) -> None:
-    on_ranks(wan)
 
 
 FSDP = r"FSDP itself moves the weights of .* leave out fully_shard"

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import OPTIONS as SLOW
-from helpers import Stack, in_memory, load_stack, save_stack
+from helpers import Stack, in_memory, load_stack, save_stack, twins
 from test_drive import LEAST, OPTIONS, SIZE, buffers, counted_reads, planned_reads, same, steps
 from test_killed_ranks import without_name
 from torch import nn
@@ -275,11 +275,7 @@ def test_no_rank_can_cut_the_memory_of_all(on_ranks: Callable[..., None]) -> Non
 
 def other_models(rank: int) -> None:
     records = said_here()
-    torch.manual_seed(rank)
-    sizes = {"width": 64, "layers": 3} if rank else {}
-    model = Stack(**sizes)
-    torch.manual_seed(rank)
-    twin = Stack(**sizes)
+    model, twin = twins(lambda: Stack(layers=3, width=64) if rank else Stack())
     offload(model, min_bytes=LEAST, share=True)
     assert [
         r for r in records if re.search(rf"rank {rank} shares \d of its \d+ weights: another rank places another", r)

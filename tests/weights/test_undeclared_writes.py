@@ -186,19 +186,22 @@ def randomly(rank: int, policy: str, share: bool, seeds: range) -> None:
     assert moved == [s.plan.moved_bytes for s in programs(pair.model)] and (sum(moved) > 0) == (policy != "resident")
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_random_programs_equal_their_twin(on_ranks: Callable[..., None], policy: str) -> None:
-    on_ranks(randomly, policy, policy == "resident", range(10))
+def case(world: int, policy: str, share: bool, count: int) -> Any:
+    return pytest.param(world, policy, share, range(count), marks=[pytest.mark.long] * (count > 10))
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("world", [2, 3])
-def test_200_random_programs_equal_their_twin(
-    on_ranks: Callable[..., None], world: int, policy: str, share: bool
+@pytest.mark.parametrize(
+    ("world", "policy", "share", "seeds"),
+    [
+        case(2, "layerwise", False, 10),
+        case(2, "resident", True, 10),
+        *(case(world, policy, share, 200) for world in (2, 3) for policy in POLICIES for share in (False, True)),
+    ],
+)
+def test_random_programs_equal_their_twin(
+    on_ranks: Callable[..., None], world: int, policy: str, share: bool, seeds: range
 ) -> None:
-    on_ranks(randomly, policy, share, range(200), world=world)
+    on_ranks(randomly, policy, share, seeds, world=world)
 
 
 def from_one_rank_to_another(rank: int) -> None:
