@@ -185,13 +185,13 @@ def test_random_sequences_of_operations(seed: int, no_grad: None) -> None:
     todo = {**{n: ("model", f) for n, f in ON_MODELS.items()}, **{n: ("read", f) for n, f in READS.items()}}
     todo |= {f"write {n}": ("write", f) for n, f in WRITES.items()}
     moved = 0
-    for _ in range(6):
+    for _ in range(4):
         torch._dynamo.reset()
         model, twin = stack(), stack()
         if rng.random() < 0.7:
             offload(model, min_bytes=MIN_BYTES)
         run = compiled(model)
-        for name in rng.choices(sorted(todo), k=12):
+        for name in rng.choices(sorted(todo), k=18):
             kind, work = todo[name]
             target = rng.choice(NAMES)
             found = []

@@ -146,10 +146,9 @@ def test_parameters_of_no_module_are_warned_of(
     """Once for all graphs, and not if they are small."""
     loose, small = nn.Parameter(torch.randn(8, 137 + frozen)), nn.Parameter(torch.randn(8, 8))
     (freeze if frozen else gc.unfreeze)()
-    for function in (lambda x, w: x @ w, lambda x, w: 2 * x @ w):
-        run, x = compiled(function), torch.randn(4, 8)
-        for weight in (loose, small):
-            torch.testing.assert_close(run(x, weight), function(x, weight))
+    for function, weight in ((lambda x, w: x @ w, loose), (lambda x, w: 2 * x @ w, loose), (lambda x, w: x @ w, small)):
+        x = torch.randn(4, 8)
+        torch.testing.assert_close(compiled(function)(x, weight), function(x, weight))
     said = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(said) == 1 and f"{loose.nbytes:,} bytes of parameters stay on the device" in said[0]
     assert ("gc.freeze()" in said[0]) == frozen and "chunkflow_compile.offload(model)" in said[0]
