@@ -151,7 +151,7 @@ def test_a_cast_is_that_of_diffusers(saved: Path) -> None:
         offload(model, dtype=torch.int8)
 
 
-def placed_one_by_one(rank: int, folder: Path) -> None:
+def placed_one_by_one(rank: int, folder: Path, dtype: torch.dtype) -> None:
     """Notes the most memory that was taken meanwhile, and what is kept, as parts of the weights."""
 
     def anonymous() -> int:
@@ -163,7 +163,7 @@ def placed_one_by_one(rank: int, folder: Path) -> None:
     weights = dict(model.named_parameters())
     torch.zeros(1 << 20).to(torch.bfloat16)  # first use of torch
     before, most, made = anonymous(), 0, list[torch.Tensor]()
-    loader = WeightLoader(CPU, list(weights.items()), cast_to(torch.bfloat16, model), pages=True)
+    loader = WeightLoader(CPU, list(weights.items()), cast_to(dtype, model), pages=True)
     for name, weight in weights.items():
         made.append(loader.place(name, weight).host)
         most = max(most, anonymous() - before)
@@ -173,9 +173,10 @@ def placed_one_by_one(rank: int, folder: Path) -> None:
     (folder / "parts").write_text(f"{most / total} {(anonymous() - before) / total}")
 
 
-def test_memory_while_placing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.long), torch.bfloat16])
+def test_memory_while_placing(tmp_path: Path, dtype: torch.dtype) -> None:
     small_model("wan", Size(layers=6, heads=8, head_dim=128, text=64)).save_pretrained(tmp_path)  # type: ignore[operator]
-    assert run_all(placed_one_by_one, tmp_path, ranks=1) == [0]
+    assert run_all(placed_one_by_one, tmp_path, dtype, ranks=1) == [0]
     most, kept = map(float, (tmp_path / "parts").read_text().split())
     assert 0.9 < kept <= most <= 1.05 + 40 / 300, (most, kept)  # the buffers of four threads are 32 MiB
 
